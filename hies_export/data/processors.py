@@ -167,7 +167,8 @@ def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
 def pads_left(tokenizer: Any, config: Any) -> bool:
     """Return whether batches of a classifier or an encoder are padded on the left: if its tokenizer pads there.
 
-    Models with position ids but without rotary embeddings are padded on the right in any case: they count positions from the left edge of a batch and not from where a text begins.
+    Models with position ids but without rotary embeddings are padded on the right in any case: they count positions
+    from the left edge of a batch and not from where a text begins.
     """
     if tokenizer.padding_side != "left":
         return False

@@ -92,7 +92,7 @@ class Format:
         title: What messages call an export, with its article.
         require: Raises MissingRuntimeError, which says what to install, if a package is missing.
         check: Refuses what has no such form, before any work, by a RequestError. It takes (model, how, given), and
-            whether layers may keep different numbers of units (`uneven`), or none (`skips`).
+            whether layers may keep different numbers of units (`uneven`).
         write: Exports a model. It takes (model, folder, how, given) and `overwrite`, and keeps only what it has
             compared with the model.
         quantize: Makes an export in fewer bits of one by the unquantised options; it takes (export, folder, how,
@@ -191,17 +191,14 @@ def require_exporters(formats: Iterable[str]) -> None:
         FORMATS[name].require()
 
 
-def check_exports(
-    formats: Iterable[str], model: PreTrainedModel, exporter: Exporter, *, uneven: bool, skips: bool = False
-) -> None:
+def check_exports(formats: Iterable[str], model: PreTrainedModel, exporter: Exporter, *, uneven: bool) -> None:
     """Refuse, before anything is computed, a dense model or tokenizer that cannot be exported as requested.
 
-    `uneven` says whether layers may keep different numbers of units, and `skips` whether they may keep none. Raises
-    RequestError.
+    `uneven` says whether layers may keep different numbers of units. Raises RequestError.
     """
     for name in formats:
         how = exporter.options if name == exporter.options.format else export_options(name)
-        FORMATS[name].check(model, how, exporter.given, uneven=uneven, skips=skips)
+        FORMATS[name].check(model, how, exporter.given, uneven=uneven)
 
 
 def export_served(

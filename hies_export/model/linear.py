@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Conv1D
 
-from .modeling_hies import Empty
-
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is one of the two; a subclass, which may compute something else, is not."""
@@ -38,19 +36,13 @@ def features_of(layer: nn.Module) -> tuple[int, int]:
 
 
 def select_features(layer: Any, index: Tensor, axis: int) -> nn.Module:
-    """Return a new layer with some output (`axis` 0) or input (1) features, of the same class, dtype and device.
-
-    Without any, it is an `Empty` layer.
-    """
+    """Return a new layer with some output (`axis` 0) or input (1) features, of the same class, dtype and device."""
     index = index.to(layer.weight.device)
     weight = layer.weight.detach().index_select(weight_axis(layer, axis), index)
     bias = layer.bias
     with torch.device("meta"):
-        if not len(index):
-            weight = by_features(layer, weight)
-            new: nn.Module = Empty(weight.shape[1], weight.shape[0], bias=bias is not None)
-        elif isinstance(layer, Conv1D):
-            new = Conv1D(weight.shape[1], weight.shape[0])
+        if isinstance(layer, Conv1D):
+            new: nn.Module = Conv1D(weight.shape[1], weight.shape[0])
         else:
             new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     new.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)

@@ -1,7 +1,7 @@
 """Model classes of transformers with pruned layers: a stock class, resized to the shapes that config.json names.
 
 hies_export writes this file into every checkpoint whose config cannot describe its shapes otherwise. It works for every
-architecture, and needs torch and transformers only. It reads six entries of `config.hies_export`, five of them by
+architecture, and needs torch and transformers only. It reads five entries of `config.hies_export`, four of them by
 dotted names under the base model:
 
 linear       resized Linear or Conv1D -> [out_features, in_features]
@@ -9,14 +9,9 @@ parameters   resized parameter of another layer -> its shape
 attributes   module -> changed attribute -> its value; "config.NAME" is a value that this module reads from its config
 narrowed     module -> argument with values for every head of the stock model, such as a position bias that layers share
              -> [axis of the heads, their number, those that the module has]
-skipped      attention without heads -> {"outputs": how many values it returns, "consumer": the layer in it that would
-             read its heads, or nothing}
 
-The sixth, `per_layer_config`, says the numbers of heads and neurons again, in transformers' schema for layers that
+The fifth, `per_layer_config`, says the numbers of heads and neurons again, in transformers' schema for layers that
 differ. A copy of it stands at the top of config.json, where servers read it.
-
-A linear layer without inputs or outputs computes nothing: a module without heads or neurons gives the bias of the layer
-that would read them, for every token.
 
 Licence: Apache-2.0.
 """
@@ -95,55 +90,6 @@ def narrow(module, arguments):
         module.narrowed = arguments
 
 
-class Empty(torch.nn.Linear):
-    """A linear layer without inputs, whose output is its bias for every token, or without outputs."""
-
-    def reset_parameters(self):
-        """Initialise the bias alone: torch warns of weights without elements."""
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
-
-    def forward(self, x):
-        """Return the bias, (..., out_features), for x, (..., in_features)."""
-        if not self.out_features:
-            return x[..., :0]
-        bias = x.new_zeros(self.out_features) if self.bias is None else self.bias
-        output = bias.expand(*x.shape[:-1], -1)
-        # Even without gradients, torch says that a view of a parameter requires one.
-        return output if torch.is_grad_enabled() else output.detach()
-
-
-class Skip:
-    """A mixin in front of the class of an attention module without heads, which computes nothing."""
-
-
-@functools.cache
-def _skip_class(stock):
-    names = list(inspect.signature(stock.forward).parameters)[1:]
-
-    @functools.wraps(stock.forward)
-    def forward(self, *args, **kwargs):
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        states = given[names[0]]
-        cache = given.get("cache", given.get("past_key_values"))
-        if cache is not None:  # transformers counts the tokens of a cache by the keys of its layers
-            blank = states.new_zeros(states.shape[0], 1, states.shape[1], 1)
-            cache.update(blank, blank, self.layer_idx)
-        output = states[..., :0]
-        if self.skipped["consumer"]:
-            output = self.get_submodule(self.skipped["consumer"])(output)
-        return (output, *[None] * (self.skipped["outputs"] - 1)) if self.skipped["outputs"] else output
-
-    return type(stock.__name__, (Skip, stock), {"__module__": __name__, "__doc__": stock.__doc__, "forward": forward})
-
-
-def skip(module, skipped):
-    """Let an attention module compute nothing, as an entry of `skipped` says."""
-    narrow(module, {})
-    module.__class__ = _skip_class(type(module))
-    module.skipped = skipped
-
-
 def describe_layers(config, layers):
     """Let the file of a config say what each layer has, in transformers' schema; None or nothing takes it out.
 
@@ -181,9 +127,7 @@ class SlimModel:
         own = [self.base_model.get_submodule(name) for name in block["linear"]]
         for name, (out_features, in_features) in block["linear"].items():
             old = self.base_model.get_submodule(name)
-            if not in_features * out_features:
-                new = Empty(in_features, out_features, bias=old.bias is not None)
-            elif isinstance(old, torch.nn.Linear):
+            if isinstance(old, torch.nn.Linear):
                 new = torch.nn.Linear(in_features, out_features, bias=old.bias is not None)
             elif isinstance(old, transformers.Conv1D):
                 new = transformers.Conv1D(out_features, in_features)
@@ -210,8 +154,6 @@ class SlimModel:
                 set_attribute(module, attribute, value)
         for name, arguments in block.get("narrowed", {}).items():
             narrow(self.base_model.get_submodule(name), arguments)
-        for name, skipped in block.get("skipped", {}).items():
-            skip(self.base_model.get_submodule(name), skipped)
 
     def _heads_differ(self):
         """Return whether some attention has other numbers of heads than the config, by which caches are sized."""

@@ -223,7 +223,8 @@ def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def short_samples(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return of a batch of longer texts the first two, and `SHORT` tokens that are padding in neither.
 
-    That is enough for what depends on a model's code and not on its rows. A batch with inputs that are not by token stays whole.
+    That is enough for what depends on a model's code and not on its rows.
+    A batch with inputs that are not by token stays whole.
     """
     tokens = batch["input_ids"].shape if "input_ids" in batch else ()
     by_token = [name for name, tensor in batch.items() if tensor.dim() > 1]

@@ -123,9 +123,7 @@ def _steps_of_auto(job: Job, table: CostTable | None) -> int:
     if job.options.steps > 1:
         return job.options.steps
     deep = table is not None and job.budget.ratio is not None and job.budget.ratio / table.dense <= STEPS_BELOW
-    # The second step would not find a module that the first one emptied.
-    stay = not job.options.constraints.skippable
-    return 2 if deep and stay and job.options.compensation is not None else 1
+    return 2 if deep and job.options.compensation is not None else 1
 
 
 def _in_rounds(
@@ -270,7 +268,6 @@ def cost_table(job: Job) -> CostTable | None:
             job.scored,
             job.timed_on,
             unit=constraints.unit,
-            skippable=constraints.skippable,
             progress=job.progress,
         )
     )

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import HELD_OUT_EVERY
 from ..checkpoint.load import Source, check_in_memory
 from ..checkpoint.sentence import Unwrapped
-from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of, size_of
+from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of
 from ..data.rows import common_values, drawn_order, has_one_value, number_rows, side_by_side, whole
 from ..errors import RecipeError, RequestError, UnsupportedModelError
 from ..evaluate.interval import CONFIDENCE
@@ -49,7 +49,6 @@ from ..report.words import loss_words
 from ..score.criteria import AUTO, COMPENSATED, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..select.cost import CostTable, check_reachable
-from ..slim.cut import how_to_skip
 from ..slim.refit import check_biases
 from ..tasks import Predictions, Task, task_of
 from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled, usual_columns
@@ -553,8 +552,6 @@ def check_job(job: Job) -> Job:
         check_constraints(job.scored, options.constraints)
     else:
         check_budget(job.scored, heads=budget.heads, constraints=options.constraints)
-    if ATTENTION in options.constraints.skippable:
-        how_to_skip(job.model, job.scored)
     if (table := job.counted_table) is not None and budget.ratio is not None:
         if table.dense <= budget.ratio:
             raise RequestError(

@@ -283,8 +283,8 @@ def prune(
         allocation: "uniform" removes the same number of heads from every layer; or one for each kind.
         unit: Under grouped-query attention, whether key/value groups or query heads of each group go.
         towers: Parts of a composite model that lose units; by default the language model.
-        min_heads: Query heads that every layer keeps; with 0, attention modules may be skipped.
-        min_neurons: Neurons that every feed-forward block keeps; with 0, blocks may be skipped.
+        min_heads: Query heads that every layer keeps, at least 1.
+        min_neurons: Neurons that every feed-forward block keeps, at least 1.
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer.
         steps: Rounds of removal, with scores anew in between.

@@ -110,9 +110,8 @@ class PruneSection(Section):
             "query" the same number of query heads from each group, so that the cache keeps its size. Without groups the
             two are the same: every head is its own group, and takes its part of the cache along.
         towers: The parts of a composite model that lose heads; by default the language model if there is one.
-        min_heads: Query heads that every layer keeps, however low they score. With 0, an attention module may lose all
-            of them: it then computes nothing, and its output is the same for all tokens.
-        min_neurons: Neurons that every feed-forward block keeps; with 0, it may lose all of them.
+        min_heads: Query heads that every layer keeps, however low they score.
+        min_neurons: Neurons that every feed-forward block keeps.
         keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
         steps: Number of rounds in which the heads are removed; the remaining ones are scored anew in between.
@@ -127,8 +126,8 @@ class PruneSection(Section):
     allocation: Allocation | dict[str, Allocation] = "global"
     unit: Literal["group", "query"] = "group"
     towers: tuple[str, ...] = ()
-    min_heads: int = Field(1, ge=0)
-    min_neurons: int = Field(1, ge=0)
+    min_heads: int = Field(1, ge=1)
+    min_neurons: int = Field(1, ge=1)
     keep_layers: tuple[int, ...] = ()
     multiple_of: MultipleOf = MultipleOf()
     steps: int = Field(1, ge=1)
@@ -245,9 +244,6 @@ class PruneSection(Section):
             f"multiple_of {self.multiple_of.heads}": kind == "heads" and self.multiple_of.heads > 1,
             # With one query head left in each group, the next step would remove whole groups.
             "unit query": self.unit == "query",
-            # The next step would not find a module that is skipped.
-            "min_heads 0": self.min_heads == 0,
-            "min_neurons 0": self.min_neurons == 0,
         }
         if self.steps > 1 and any(given.values()):
             reasons = " and ".join(name for name, is_given in given.items() if is_given)

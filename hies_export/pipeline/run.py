@@ -159,7 +159,6 @@ def _check_exports(job: Job, formats: Iterable[str]) -> None:
         job.model,
         job.exporter,
         uneven=bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts),
-        skips=bool(constraints.skippable),
     )
 
 

@@ -19,6 +19,9 @@ FIELDS: Mapping[str, str] = {
         ("task: text2text-generation", "task: automatic-speech-recognition"),
         "is for encoder-decoders, which cannot be pruned; give a model that is an encoder or a decoder, and its task",
     ),
+    **dict.fromkeys(
+        ("prune.min_heads: 0", "prune.min_neurons: 0"), "must be at least 1; for less time lower the budget"
+    ),
     "prune.criterion: hies-compensated": "is called compensated; set criterion: compensated",
     "prune.criterion: activation-l2": "is called activation; set criterion: activation",
 }

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import NonFiniteError, PlanError, RecipeError
-from ..kinds import ATTENTION, MLP, UNIT_NAMES
+from ..kinds import ATTENTION, UNIT_NAMES
 from ..units.units import Selection, Units
 
 
@@ -78,8 +78,8 @@ class Constraints:
             which may differ between kinds. A kind that is not named is "global".
         unit: What is removed together (not a unit in the sense of head or neuron): "group", a key/value head with its
             query heads, so that the cache shrinks; or "query", the same number of query heads of every group.
-        min_heads: Least number of query heads that every attention module keeps; with 0, it may be skipped.
-        min_neurons: Least number of neurons that every feed-forward block keeps; with 0, it may be skipped.
+        min_heads: Least number of query heads that every attention module keeps.
+        min_neurons: Least number of neurons that every feed-forward block keeps.
         keep_layers: Positions of modules that lose nothing, among the modules of their kind. Negative ones count from
             the end.
         multiple_of: For tensor-parallel serving: an attention module that loses units keeps a multiple of this number
@@ -89,8 +89,8 @@ class Constraints:
 
     allocation: _Allocation | Mapping[Annotated[str, Field(pattern="^(attention|mlp)$")], _Allocation] = "global"
     unit: Annotated[str, Field(pattern="^(group|query)$")] = "group"
-    min_heads: Annotated[int, Field(ge=0)] = 1
-    min_neurons: Annotated[int, Field(ge=0)] = 1
+    min_heads: PositiveInt = 1
+    min_neurons: PositiveInt = 1
     keep_layers: Sequence[int] = ()
     multiple_of: PositiveInt = 1
     neurons_multiple_of: PositiveInt = 1
@@ -110,11 +110,6 @@ class Constraints:
     def least(self, module: Units) -> int:
         """Return the least number of units that a module keeps."""
         return self.min_heads if module.kind == ATTENTION else self.min_neurons
-
-    @property
-    def skippable(self) -> tuple[str, ...]:
-        """The kinds whose modules may lose all units."""
-        return tuple(kind for kind, least in ((ATTENTION, self.min_heads), (MLP, self.min_neurons)) if not least)
 
     def multiple(self, module: Units) -> int:
         """Return what divides the number of units that a module keeps, if it loses any."""
@@ -182,8 +177,6 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
 def check_constraints(modules: Sequence[Units], constraints: Constraints, *, problems: Sequence[str] = ()) -> None:
     """Refuse constraints that are out of range, together with problems found before."""
     problems = list(problems)
-    if constraints.min_heads == 0 and constraints.unit == "query" and any(m.group_size > 1 for m in modules):
-        problems.append("min_heads 0 needs unit: group: under unit: query every key/value head keeps a query head")
     most = max(sum(module.kind == kind for module in modules) for kind in {module.kind for module in modules})
     for layer in constraints.keep_layers:
         if not -most <= layer < most:

@@ -184,7 +184,8 @@ class _Plan(Schema):
 
     @model_validator(mode="after")
     def _vocabulary_ascends(self) -> _Plan:
-        check_indices(self.vocabulary, 2**31, what="tokens of the vocabulary")
+        if self.vocabulary:
+            check_indices(self.vocabulary, 2**31, what="tokens of the vocabulary")
         return self
 
 

@@ -3,7 +3,7 @@
 The input is a dense model and a `PruningPlan` or `Selection`; the output is a slim model, an ordinary
 `PreTrainedModel`.
 
-cut.py     `prune_units`: the removal itself, and how an attention module that loses all heads is skipped
+cut.py     `prune_units`: the removal itself
 config.py  how a config describes what is left: a stock one, that of a sibling family, or one with a slim class
 check.py   `masked_units`, the same removal by zeros; `compare_cut`; and whether a plan fits a model and its weights
 refit.py   `compensate`: refit the consumers by least squares, without training

@@ -254,8 +254,6 @@ def head_width(config: PreTrainedConfig) -> int | None:
 def _layer_fields(config: Any, layer: str, module: PrunableModule, selection: Selection) -> dict[str, int] | None:
     """Return the fields that describe what a module of a layer keeps, or None if the config lacks one of them."""
     kept = selection[module.name]
-    if not kept.units:  # the schema's `skip` names classes of layers, and no family reads it yet
-        return None
     # Of each field its number before and after the cut.
     numbers: dict[str, tuple[int, int]] = {}
     if module.kind == ATTENTION:
@@ -308,11 +306,10 @@ class Shapes:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Module -> argument -> which heads it takes.
     narrowed: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    skipped: dict[str, dict[str, Any]] = field(default_factory=dict)  # attention without heads -> how it is skipped
 
     def __bool__(self) -> bool:
         """Return whether a cut changed anything."""
-        return bool(self.linear or self.parameters or self.attributes or self.narrowed or self.skipped)
+        return bool(self.linear or self.parameters or self.attributes or self.narrowed)
 
 
 def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None) -> None:
@@ -331,8 +328,6 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
         block.setdefault("parameters", {}).update(named)
     if shapes.narrowed:
         block.setdefault("narrowed", {}).update({under_base(name): taken for name, taken in shapes.narrowed.items()})
-    if shapes.skipped:
-        block.setdefault("skipped", {}).update({under_base(name): how for name, how in shapes.skipped.items()})
     for name, changed in shapes.attributes.items():
         block["attributes"].setdefault(under_base(name), {}).update(changed)
     if layers is None:
@@ -370,7 +365,7 @@ def plain_model(
     config refuses the result, a sibling's is tried; the returned model then has the sibling's class and shares the
     tensors.
     """
-    if getattr(model.config, "hies_export", None) is not None or not all(selection[m.name].units for m in modules):
+    if getattr(model.config, "hies_export", None) is not None:
         return None
     settings = _head_settings(model, selection, [m for m in modules if m.kind == ATTENTION])
     if settings is None:

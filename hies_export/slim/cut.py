@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
-from ..kinds import ATTENTION, KINDS
-from ..model import modeling_hies
-from ..model.copies import share_weights
+from ..kinds import KINDS
 from ..model.linear import features_of, select_features, set_parameter
-from ..model.modes import output_alone
 from ..model.text_encoder import TextEncoder
-from ..model.tokens import sample_batch
 from ..select.plan import PruningPlan, selection_of
 from ..units.rehearse import feature_cuts, narrow_arguments, parameter_cuts, set_attributes
 from ..units.units import PrunableModule, Selection
@@ -40,8 +32,7 @@ def prune_units(
     own config refuses the result and a sibling's accepts it (a LLaMA of 6 heads at width 64, as a Mistral), the model
     becomes the sibling (`as_sibling`). Otherwise the class becomes the slim version of the stock class
     (`modeling_hies`), whose code `save_pretrained` writes next to the weights. If a config can describe the heads but
-    not the neurons, the heads are in its plain fields, and the `hies_export` block has only the neurons. A module that
-    loses all its units computes nothing (`skip`).
+    not the neurons, the heads are in its plain fields, and the `hies_export` block has only the neurons.
 
     Args:
         model: The dense model.
@@ -54,7 +45,6 @@ def prune_units(
 
     Raises:
         PlanError: The plan does not fit this model, or was made for other weights.
-        UnsupportedModelError: An attention module loses all heads, and cannot be skipped.
 
     Examples:
         >>> slim = prune_units(model, plan, modules)
@@ -72,17 +62,12 @@ def prune_units(
         kept = {under.name: selection[module.name] for under, module in zip(below, modules, strict=True)}
         slim.hold(prune_units(slim.auto_model, kept, below, inplace=True))
         return slim
-    skipped = how_to_skip(slim, [module for module in modules if not selection[module.name].units])
     shapes = Shapes()
     # Heads first: if their shapes need a block, the neurons' shapes go into it too.
     for kind in KINDS:
         of_kind = [module for module in modules if module.kind == kind]
         earlier = bool(shapes)
         _cut(slim, of_kind, selection, shapes)
-        for module in of_kind:
-            if module.name in skipped:
-                shapes.skipped[module.name] = skipped[module.name]
-                modeling_hies.skip(slim.get_submodule(module.name), skipped[module.name])
         if shapes and not earlier and (plain := plain_model(slim, selection, of_kind)) is not None:
             slim, shapes = plain, Shapes()
     if shapes:
@@ -106,8 +91,6 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
             part = old.detach().index_select(axis, index.to(old.device))
             set_parameter(slim, name, nn.Parameter(part, requires_grad=old.requires_grad))
             shapes.parameters[name] = list(part.shape)
-        if not kept.units and module.kind == ATTENTION:
-            continue
         holder = slim.get_submodule(module.name)
         if changed := set_attributes(holder, module, kept):
             shapes.attributes[module.name] = changed
@@ -122,72 +105,3 @@ def _tied_to(model: PreTrainedModel, layer: nn.Module, own: Collection[str]) -> 
         for name, module in model.named_modules(remove_duplicate=False)
         if getattr(module, "weight", None) is layer.weight and name not in own
     ]
-
-
-# Attention returns its output, and often its weights beside it, which are None without heads.
-_MOST_OUTPUTS = 2
-
-
-def how_to_skip(model: PreTrainedModel, modules: Sequence[PrunableModule]) -> dict[str, dict[str, Any]]:
-    """Return for each attention module what `modeling_hies.skip` needs, from a run on two short random rows.
-
-    Feed-forward blocks need nothing: their layers without features compute nothing.
-
-    Raises:
-        UnsupportedModelError: A module does more after its consumer, or returns more than its output and its weights.
-    """
-    attention = [module for module in modules if module.kind == ATTENTION]
-    if not attention:
-        return {}
-    if isinstance(model, TextEncoder):
-        return how_to_skip(model.auto_model, [module.below(model.base_model_prefix) for module in attention])
-    if model.config.is_encoder_decoder:
-        raise _cannot_skip(attention[0], "is part of an encoder-decoder")
-    batch = sample_batch(model, sequence=4)
-    try:
-        return _inputs_and_outputs(
-            share_weights(model, device="meta"), attention, {k: v.to("meta") for k, v in batch.items()}
-        )
-    except (RuntimeError, NotImplementedError):  # the forward depends on the values of its inputs
-        return _inputs_and_outputs(share_weights(model), attention, {k: v.to(model.device) for k, v in batch.items()})
-
-
-def _inputs_and_outputs(
-    model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Tensor]
-) -> dict[str, dict[str, Any]]:
-    read: dict[str, tuple[Tensor, Tensor]] = {}  # module -> input and output of its consumer
-    found: dict[str, tuple[Tensor, Any]] = {}  # module -> its own input and output
-
-    def record(into: dict[str, Any], name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        into.setdefault(name, (next(iter((*args, *kwargs.values()))), output))
-
-    for module in modules:
-        for layer, into in ((module.consumer, read), (module.name, found)):
-            hook = partial(record, into, module.name)
-            model.get_submodule(layer).register_forward_hook(hook, with_kwargs=True)
-    with output_alone(model.eval()), torch.no_grad():
-        model(**batch)
-    return {module.name: _way_to_skip(module, *found[module.name], *read[module.name]) for module in modules}
-
-
-def _way_to_skip(
-    module: PrunableModule, given: Tensor, returned: Any, read: Tensor, computed: Tensor
-) -> dict[str, Any]:
-    """Return how one module is skipped, from its input and output, and those of its consumer."""
-    inside = module.consumer.startswith(f"{module.name}.")
-    outputs = returned if isinstance(returned, tuple) else (returned,)
-    if len(outputs) > _MOST_OUTPUTS:
-        raise _cannot_skip(module, f"returns {len(outputs)} values")
-    if inside and not outputs[0].is_set_to(computed):
-        raise _cannot_skip(module, f"computes more after {module.consumer}")
-    if given.shape[:-1] != read.shape[:-1]:
-        raise _cannot_skip(module, f"gives {module.consumer} other rows than it takes")
-    consumer = module.consumer.removeprefix(f"{module.name}.") if inside else ""
-    return {"outputs": len(outputs) if isinstance(returned, tuple) else 0, "consumer": consumer}
-
-
-def _cannot_skip(module: PrunableModule, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"attention can lose all its heads where its output is that of its consumer, but {module.name} {reason}; set "
-        "min_heads to at least 1"
-    )

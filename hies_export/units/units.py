@@ -209,7 +209,7 @@ class Kept:
     """The units of one module that stay.
 
     Attributes:
-        units: Original indices of the units that stay, ascending; none if the module is skipped.
+        units: Original indices of the units that stay, ascending.
         total: Number of units before the cut.
         groups: Number of groups before the cut; a group stays as long as one of its units does.
         kind: Kind of the units, as in `Units`.
@@ -241,9 +241,11 @@ class Kept:
 
 
 def check_indices(units: Sequence[int], total: int, *, what: str = "units") -> None:
-    """Refuse, by a ValueError, kept units that are not ascending indices of `total` units."""
+    """Refuse, by a ValueError, kept units that are none, or no ascending indices of `total` units."""
     ascending = all(one < other for one, other in pairwise(units))
-    if units and not (ascending and 0 <= units[0] <= units[-1] < total):
+    if not units:
+        raise ValueError(f"{what} must be at least one of {total}, got none")
+    if not (ascending and 0 <= units[0] <= units[-1] < total):
         raise ValueError(f"{what} must be ascending indices in [0, {total}), got {quoted(list(units))}")
 
 

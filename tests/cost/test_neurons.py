@@ -157,16 +157,6 @@ def test_widths_between_steps_save_nothing_more(monkeypatch: pytest.MonkeyPatch)
     assert by_kept[1] == by_kept[24] > by_kept[25]
 
 
-def test_the_last_unit_saves_what_its_module_takes_at_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = bert_case()
-    cuts = [cut("mlp", 0.25, 0.5), cut("mlp", 0.0, 0.6)]
-    row = timed_table(monkeypatch, cuts, case, step=16).saved["bert.encoder.layer.1"]
-    assert len(row) == 65
-    assert row[48] == row[63] == pytest.approx(0.5 / 3)
-    # Two of three blocks, without which 0.6 of the time is left, save 0.4.
-    assert row[64] == pytest.approx(0.4 / 2)
-
-
 def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut touches one kind, at widths that are multiples of the step; the cache gives the same table again."""
     control, found = SimpleNamespace(low=1.0, high=1.0), SimpleNamespace(ratio=0.9, low=0.9, high=0.9)
@@ -195,6 +185,3 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", 16)
     latency_table(model, modules, where, cache=tmp_path)
     assert widths[10:] == [({6}, {48}), ({6}, {32}), ({6}, {16})]
-    table = latency_table(model, modules, where, skippable=["mlp"], cache=tmp_path)
-    assert widths[17:] == [({6}, {48}), ({6}, {32}), ({6}, {16}), ({6}, {64, 0})]
-    assert [len(row) for row in table.saved.values()] == [6] * 3 + [65] * 3

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from hies_export import export_onnx, find_modules, prune_units
-from hies_export.errors import ExportError
 from hies_export.forms.form import predictor
 from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.onnx import export as export_module
@@ -183,22 +182,6 @@ def test_a_wrong_graph_is_not_kept(
     # The right one is that of the trace.
     assert described(resized.file) == described(exported.file)
     assert (resized.facts["fused"], resized.outputs) == (exported.facts["fused"], exported.outputs)
-
-
-def test_a_model_without_a_module_is_traced(
-    learned: tuple[PreTrainedModel, dict[str, Tensor], Traces], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, batch, traces = learned
-    first, *_ = modules = find_modules(model, batch)
-    kept = {module.name: module.kept(range(module.units)) for module in modules} | {first.name: first.kept([])}
-    skipped = prune_units(model, kept, modules)
-
-    def trace(*_: object) -> None:
-        raise ExportError("it is traced")
-
-    monkeypatch.setattr(export_module, "trace_onnx", trace)
-    with pytest.raises(ExportError, match="it is traced"):
-        export_onnx(skipped, tmp_path / "onnx", batch=batch, traces=traces)
 
 
 class Layers(torch.nn.Module):

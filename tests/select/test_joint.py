@@ -97,8 +97,6 @@ CONSTRAINTS = {
     "none": (SMALL, Constraints()),
     "min_heads": (SMALL, Constraints(min_heads=2)),
     "keep_layers": (SMALL, Constraints(keep_layers=(0,))),
-    "modules that may go": (SMALL, Constraints(min_heads=0, min_neurons=0)),
-    "modules that go whole": (SMALL[:3], Constraints(min_heads=0, min_neurons=0, neurons_multiple_of=4)),
     "the last layer kept": (SMALL, Constraints(keep_layers=(-1,))),
     "multiples": (
         (heads("a0", 4), heads("a1", 2), block("m0", 4), block("m1", 4)),

@@ -30,7 +30,6 @@ from hies_export import (
     DataError,
     PruningRecipe,
     RecipeError,
-    RequestError,
     collect_statistics,
     compare_cut,
     find_attention,
@@ -42,7 +41,6 @@ from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TASKS, task_of
-from hies_export.tasks.fill_mask import FillMask
 
 WORDS = [f"w{number}" for number in range(40)]
 TEXTS = [" ".join(WORDS[(start * 7 + 3 * place) % 40] for place in range(3 + start % 11)) for start in range(440)]

@@ -69,9 +69,8 @@ class TimedOn:
 class TimedCut:
     """A uniform cut of the modules of one `kind`, timed against the dense model.
 
-    `kept` is the share of the bundles that stay; 0 if all modules but the first are skipped. `ratio` is the time of the
-    cut model / time of the dense model, with its 95 % interval; `control_low` and `control_high` are the interval of
-    the dense model against itself.
+    `kept` is the share of the bundles that stay. `ratio` is the time of the cut model / time of the dense model, with
+    its 95 % interval; `control_low` and `control_high` are the interval of the dense model against itself.
     """
 
     kept: float
@@ -94,7 +93,6 @@ def latency_table(
     where: TimedOn,
     *,
     unit: str = "group",
-    skippable: Sequence[str] = (),
     progress: Progress = SILENT,
     cache: Path | None = None,
 ) -> CostTable:
@@ -105,18 +103,15 @@ def latency_table(
     the module's share of the FLOPs of all units of its kind. A feed-forward block saves nothing between two widths that
     the runtime computes in the same time; see `Runtime.width_step`.
 
-    Modules of the kinds in `skippable` may lose all units, and with the last one the time that a module takes whatever
-    its width. So a cut that skips all modules of that kind but the first is timed too.
-
     Timed cuts are cached by hardware, versions, runtime, shape and model dimensions in the folder `cache`, by default
     hies_export/latency in the user's cache folder. Imprecise ones, from a busy machine, are not.
     """
-    key = _key(model, modules, where, unit, skippable)
+    key = _key(model, modules, where, unit)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     file = (cache or user_cache("latency")) / f"{name}.json"
     cuts = _read(file, key)
     if cuts is None:
-        cuts = _time_cuts(model, modules, where, unit=unit, skippable=skippable, progress=progress)
+        cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
         if all(cut.sharp for cut in cuts):
             try:
                 replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
@@ -174,18 +169,15 @@ def _divided(
     What a uniform cut saves is divided among the modules in proportion to the FLOPs of their units. `cuts` begin with
     the smallest cut, and `step` is the runtime's width step.
     """
-    skips = any(not cut.kept for cut in cuts)
-    # Without being skipped, a module of one bundle saves nothing.
-    weights = {m.name: flops[m.name][-1] if skips or bundle_count(m, unit) > 1 else 0.0 for m in modules}
+    # A module of one bundle saves nothing.
+    weights = {m.name: flops[m.name][-1] if bundle_count(m, unit) > 1 else 0.0 for m in modules}
     total = sum(weights.values()) or 1.0
     kept = [cut.kept for cut in reversed(cuts)] + [1.0]  # ascending
     ratios = [cut.ratio for cut in reversed(cuts)] + [1.0]
-    if skips and (most := total - weights[modules[0].name]) > 0:  # what the first module would save too
-        ratios[0] = 1 - (1 - ratios[0]) * total / most
     saved = {}
     for module in modules:
         count = bundle_count(module, unit)
-        widths = [_computed(module, count - k, step) / count for k in range(count + skips)]
+        widths = [_computed(module, count - k, step) / count for k in range(count)]
         curve = np.interp(widths, kept, ratios)
         saved[module.name] = tuple(float(weights[module.name] / total * (1 - ratio)) for ratio in curve)
     return saved
@@ -198,14 +190,8 @@ def _computed(module: Units, bundles: int, step: int) -> int:
     return min(module.units, math.ceil(bundles / step) * step)
 
 
-def _uniform_cuts(
-    modules: Sequence[PrunableModule], *, step: int, unit: str, skip: bool
-) -> dict[float, dict[str, int]]:
-    """Return the cuts of modules of one kind to be timed: share kept -> how many bundles every module loses.
-
-    With `skip`, the last one, of share 0, skips all modules but the first: without any attention, a graph would not
-    read its mask.
-    """
+def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) -> dict[float, dict[str, int]]:
+    """Return the cuts of modules of one kind to be timed: share kept -> how many bundles every module loses."""
     bundles = {module.name: bundle_count(module, unit) for module in modules}
     cuts = {}
     for level in LEVELS:
@@ -213,8 +199,6 @@ def _uniform_cuts(
         lost = {name: count - kept[name] for name, count in bundles.items()}
         cuts[1 - sum(lost.values()) / sum(bundles.values())] = lost
     cuts.pop(1.0, None)
-    if skip:
-        cuts[0.0] = {name: bundles[name] for name in [*bundles][1:] or bundles}
     return cuts
 
 
@@ -224,7 +208,6 @@ def _time_cuts(
     where: TimedOn,
     *,
     unit: str,
-    skippable: Sequence[str],
     progress: Progress,
 ) -> list[TimedCut]:
     """Time uniform cuts of each kind against the dense model, the smallest cut of a kind first."""
@@ -232,7 +215,7 @@ def _time_cuts(
     planned = [
         (kind, kept, removed)
         for kind, of_kind in _by_kind(modules).items()
-        for kept, removed in _uniform_cuts(of_kind, step=step, unit=unit, skip=kind in skippable).items()
+        for kept, removed in _uniform_cuts(of_kind, step=step, unit=unit).items()
     ]
     cuts = []
     with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:
@@ -245,9 +228,7 @@ def _time_cuts(
     return cuts
 
 
-def _key(
-    model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str, skippable: Sequence[str]
-) -> dict[str, Any]:
+def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str) -> dict[str, Any]:
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
     export = read_by(where.exporter.options, where.runtime, where.dtype)
     return {
@@ -262,7 +243,6 @@ def _key(
         "parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
         "modules": hashlib.sha256(json.dumps([asdict(module) for module in modules]).encode()).hexdigest(),
         "unit": unit,
-        "skippable": list(skippable),
         "width_step": _width_step(model, where.runtime),
     }
 

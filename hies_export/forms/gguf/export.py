@@ -18,7 +18,7 @@ from ...errors import RecipeError, require_package
 from ...model.tokens import synthetic_batch
 from ..formats import FORMATS, Export, Format, export_options
 from ..runtimes.llamacpp import GGUF_FILE, LlamaCppRuntime, is_installed
-from .architecture import Layout, find_layout, refused
+from .architecture import Layout, find_layout
 from .parity import check_parity, check_same_function
 from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, rounded, stored_bytes, stored_type
 from .vocabulary import Vocabulary, find_vocabulary
@@ -97,14 +97,12 @@ def export_gguf(
     )
 
 
-def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool, skips: bool = False) -> None:
+def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
     """Refuse what no GGUF file can hold, before any work.
 
-    `uneven` says whether a cut may leave layers of other sizes, and `skips` whether without heads or neurons.
+    `uneven` says whether a cut may leave layers of other sizes.
     """
     require_gguf()
-    if skips:
-        raise refused(model, "layers may lose all heads or neurons", "set min_heads and min_neurons to at least 1")
     _find(model, copy.deepcopy(tokenizer), uneven=uneven)
 
 

@@ -125,49 +125,6 @@ def _is_size(value: Any) -> bool:
     return node.op_type == "Shape" or all(_is_size(part) for part in node.inputs if part is not None)
 
 
-def add_biases_of_skipped(program: Any) -> None:
-    """Add the bias of a skipped module, which stands for its output, as a vector, and not expanded to all tokens.
-
-    Without a bias, that is a sum with zero, which is left out.
-    """
-    graph = program.graph
-    for node in [node for node in graph if node.op_type == "Expand"]:
-        bias, whole = node.inputs[0], node.outputs[0]
-        blank = _is_blank(bias)
-        if blank is None:
-            continue
-        for user, index in [*whole.uses()]:
-            others = [value for value in user.inputs if value is not whole]
-            if user.op_type == "SkipSimplifiedLayerNormalization" and blank:
-                _norm_alone(graph, user, user.inputs[1 - index])
-            if user.op_type not in ("Add", "Sum") or not any(value.shape == whole.shape for value in others):
-                continue
-            if len(others) > 1 or not blank:
-                user.replace_input_with(index, bias)
-            else:
-                read_instead(user.outputs[0], others[0])
-
-
-def _is_blank(value: Any) -> bool | None:
-    """Return whether a constant is zero; None if the value is none."""
-    if value.const_value is not None:
-        return not value.const_value.numpy().any()
-    node = value.producer()
-    if node is None or node.op_type != "ConstantOfShape":
-        return None
-    return "value" not in node.attributes or not node.attributes["value"].value.numpy().any()
-
-
-def _norm_alone(graph: Any, node: Any, states: Any) -> None:
-    """Replace SkipSimplifiedLayerNormalization, which adds nothing to the states, by the norm alone."""
-    new = Rewrite(graph, node)
-    if len(node.outputs) > 3:
-        read_instead(node.outputs[3], states)
-    epsilon = node.attributes.get_float("epsilon", 1e-5)
-    norm = new("SimplifiedLayerNormalization", states, node.inputs[2], axis=-1, epsilon=epsilon, stash_type=1)
-    new.finish(norm)
-
-
 def arrange_for_cpu(graph: Any) -> None:
     """Rewrite attention and norms so that ONNX Runtime's CPU kernels are fast, and quantisers see every weight."""
     for node in list(graph):

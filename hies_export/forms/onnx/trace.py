@@ -14,7 +14,6 @@ from ...errors import ExportError, refusing
 from ...model.internals import exported_program
 from ..runtimes.base import Provider
 from .rewrites import (
-    add_biases_of_skipped,
     arrange_for_cpu,
     count_from_past,
     flatten_gemm_inputs,
@@ -85,7 +84,6 @@ def export_program(
     else:
         read_masks_whole(program)
         count_from_past(program)
-    add_biases_of_skipped(program)
     RemoveUnusedNodesPass()(program)
     _strip_metadata(program)
     if axes is not None:
