@@ -125,7 +125,7 @@ class ExportError(StepError):
 
 
 class DropError(StepError):
-    """The slim model breaks `max_drop` or `keep` on held-out rows, although the model that was judged kept to it."""
+    """The slim model breaks `keep` on held-out rows, although the model that was judged kept to it."""
 
 
 class ParityError(StepError):

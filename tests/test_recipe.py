@@ -53,7 +53,7 @@ def test_a_latency_budget_is_met_in_one_dtype() -> None:
         ("data.zzz", 1, "data.zzz is not a field of the recipe; the fields here are text, image, messages"),
         ("prune.budget.heads", 1.2, "prune.budget.heads must be less than 1, got 1.2"),
         ("prune.budget.heads", "half", "prune.budget.heads must be .* number.*, got 'half'"),
-        ("prune.budget", {}, "exactly one of heads, flops, parameters, latency, max_drop, keep must be given"),
+        ("prune.budget", {}, "exactly one of heads, flops, parameters, latency, keep must be given"),
         ("prune.alpha", 1.0, r"prune.alpha: alpha must be auto or a number in \[0, 1\), got 1.0;"),
         ("prune.alpha", float("nan"), r"in \[0, 1\), got nan"),
         ("prune.alpha", "best", r"in \[0, 1\), got 'best'"),

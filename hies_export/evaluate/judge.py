@@ -167,10 +167,6 @@ class Judge:
 
     def found(self, budget: Budget, predictions: Predictions) -> Found:
         """Return what decides about a promise: the share that stays, or the loss, and the end of its interval."""
-        if budget.max_drop is not None:
-            name = budget.max_drop.metric
-            dense, slim = (_value(name, *self._inputs(name, of)) for of in (self.dense, predictions))
-            return Found(quality_loss(name, dense, slim))
         return Found(*(self.lost(predictions) if budget.share is None else self.kept(predictions)))
 
     def kept_ends(self, predictions: Predictions) -> tuple[float, float]:

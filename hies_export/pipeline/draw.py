@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 HELD_OUT_SAMPLES = 256
 # Held-out rows on which `criterion: auto` is chosen: its candidates differ by few predictions.
 AUTO_SAMPLES = 512
-# Held-out rows on which `max_drop` is checked: on fewer rows, noise would hide a loss of 0.01.
-MAX_DROP_SAMPLES = 1024
 # Quality is judged on the same rows, whatever the seed of a run.
 EVALUATION_SEED = 0
 
@@ -97,7 +95,6 @@ class Draws:
         """Return the draws of a run, by its options and the compound that it asks for."""
         promised = 0 if compound is None else compound.samples
         by_choice = {
-            "max_drop": MAX_DROP_SAMPLES,
             "keep": 0 if options.goal.keep is None else options.goal.keep.samples,
             "criterion: auto": AUTO_SAMPLES,
             "alpha: auto": HELD_OUT_SAMPLES,

@@ -273,8 +273,8 @@ def prune(
             SentenceTransformer or a CrossEncoder; or, with `embedding`, an encoder.
         batches: Batches that units are scored on.
         budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
-            share left}`, `{"parameters": share left}`, `{"latency": {...}}`, `{"max_drop": {...}}` and `{"keep": ...}`;
-            see `Budget`. The arguments from here to `compensation` are the fields of a recipe's `prune` section.
+            share left}`, `{"parameters": share left}`, `{"latency": {...}}` and `{"keep": ...}`; see
+            `Budget`. The arguments from here to `compensation` are the fields of a recipe's `prune` section.
         modules: Kinds of units: heads ("attention"), feed-forward neurons ("mlp"), or both. By default as the budget
             asks, see above; heads alone where neurons cannot go.
         criterion: How units are ranked; by default as the budget asks. "auto" judges several on the held-out batches.

@@ -232,7 +232,7 @@ class PruneSection(Section):
         if self.budget is not None and self.budget.heads is not None and self.modules != (ATTENTION,):
             raise ValueError(
                 f"budget.heads is for modules: [attention], got modules: [{', '.join(self.modules)}]; "
-                "set budget.flops, parameters, latency, max_drop or keep, which cover neurons too"
+                "set budget.flops, parameters, latency or keep, which cover neurons too"
             )
         return self
 

@@ -48,24 +48,14 @@ GUESS_WITHIN = 0.04
 def search(
     job: Job, statistics: Statistics, scored: Sequence[Scores], sizes: Sequence[Goal], table: CostTable | None = None
 ) -> Choice:
-    """Return the largest cut that keeps the promise of the budget, which is `max_drop` or `keep`.
+    """Return the largest cut that keeps the promise of the budget, which is `keep`.
 
     Raises:
         PlanError: No cut keeps it.
     """
     promise = promise_of(job)
-    if job.budget.keep is not None:
-        guessed = guess(job, statistics, promise, scored, sizes)
-        return search_near(job, statistics, promise, guessed, sizes, served=job.budget.timed, table=table)
-    judge = job.judge(job.rows.held_out, **judging(promise))
-    promise = replace(promise, dense=judge.of(judge.dense).metrics[job.budget.metric or ""])
-    job.progress.stage("choose how much to remove, on held-out rows")
-    cuts = Cuts(job, statistics, promise, judge, sizes)
-    found = cuts.largest(job.progress.track(scored, "choose how much to remove"), token_weights_of(job)[:1])
-    if found is None:
-        raise PlanError(cuts.problem)
-    outcome = replace(promise, found=found.found, judged=cuts.rows)
-    return choice_of(job, statistics, found.trial, outcome=outcome)
+    guessed = guess(job, statistics, promise, scored, sizes)
+    return search_near(job, statistics, promise, guessed, sizes, served=job.budget.timed, table=table)
 
 
 @dataclass(frozen=True)
@@ -348,14 +338,6 @@ class Cuts:
     def problem(self) -> str:
         """Why no cut keeps the promise."""
         cuts, promise = list(self._known.values()), self._promise
-        budget = promise.budget
-        if budget.max_drop is not None:
-            least = min((cut.found.value for cut in cuts), default=0.0)
-            return (
-                f"max_drop allows {budget.metric} to get worse by {budget.by:g}, but on the held-out rows even the "
-                f"smallest cut makes it worse by {least:.4g} (dense {promise.dense:.4g}); allow more, or use "
-                "compensation with a budget of heads"
-            )
         # The mildest cut is judged last.
         return (
             f"keep asks for {asked_words(promise)} on {promise.samples:,} held-out rows, and the mildest cut has "

@@ -432,9 +432,7 @@ def judging(promise: Outcome) -> dict[str, Any]:
     """Return the options of the judge that decides about a promise, beside those of the job."""
     budget = promise.budget
     metrics = {} if budget.metric is None else {"metrics": (budget.metric,)}
-    if budget.keep is None:
-        return metrics
-    index = {} if budget.keep.index is None else {"index": budget.keep.index}
+    index = {} if budget.keep is None or budget.keep.index is None else {"index": budget.keep.index}
     return {**metrics, **index, "confidence": promise.confidence, "as_of": promise.samples}
 
 

@@ -98,18 +98,6 @@ class KeepBudget(TimedSection):
         return self
 
 
-class DropBudget(Section):
-    """Remove as much as possible while a metric gets worse by at most `by` on the held-out rows.
-
-    Attributes:
-        metric: Name of the metric.
-        by: How much worse the metric may get, in its own unit: 0.01 allows an accuracy of 0.88 to become 0.87.
-    """
-
-    metric: str
-    by: float = Field(ge=0)
-
-
 @dataclass(frozen=True)
 class Found:
     """What a model has of what a budget asks.
@@ -137,7 +125,6 @@ class Budget(Section):
         flops: Largest share of the dense model's FLOPs that may be left, at the first measured shape.
         parameters: Largest share of the dense model's parameters that may be left.
         latency: Largest share of the dense model's time that may be left.
-        max_drop: Largest loss of a metric.
         keep: See `KeepBudget`. A number is short for its `predictions`.
     """
 
@@ -145,7 +132,6 @@ class Budget(Section):
     flops: ShareOfDense | None = None
     parameters: ShareOfDense | None = None
     latency: LatencyBudget | None = None
-    max_drop: DropBudget | None = None
     keep: KeepBudget | None = None
 
     @property
@@ -155,12 +141,12 @@ class Budget(Section):
 
     @property
     def searched(self) -> bool:
-        """Whether the size of the cut is searched for on held-out rows, as for `keep` and `max_drop`."""
-        return self.keep is not None or self.max_drop is not None
+        """Whether the size of the cut is searched for on held-out rows, as for `keep`."""
+        return self.keep is not None
 
     @property
     def ratio(self) -> float | None:
-        """Largest share of the dense model's cost that may be left; None for `heads`, `max_drop` and `keep`."""
+        """Largest share of the dense model's cost that may be left; None for `heads` and `keep`."""
         return self.latency.ratio if self.latency is not None else self.flops or self.parameters
 
     @property
@@ -171,8 +157,7 @@ class Budget(Section):
     @property
     def metric(self) -> str | None:
         """Name of the metric that the budget limits; None if it limits none."""
-        asked = self.max_drop or self.keep
-        return None if asked is None else asked.metric
+        return None if self.keep is None else self.keep.metric
 
     @property
     def share(self) -> float | None:
@@ -182,8 +167,7 @@ class Budget(Section):
     @property
     def by(self) -> float | None:
         """How much worse the metric may get; None for budgets that limit no loss."""
-        asked = self.max_drop or self.keep
-        return None if asked is None else asked.by
+        return None if self.keep is None else self.keep.by
 
     def met(self, found: Found) -> bool:
         """Return whether what was found keeps the budget; a share of heads is met by any cut."""
@@ -222,7 +206,6 @@ class Outcome:
         noisy: Whether the control shows that a measured time is unreliable.
         samples: Number of held-out rows that decided; 0 if none did.
         confidence: Confidence of the interval of every cut that was judged on them.
-        dense: The dense model's value of the metric that `max_drop` limits.
         word: What one prediction is called.
         table: The timed cuts behind a prediction of time.
         judged: The cuts that were judged on held-out rows, as `Cuts.rows` of `pipeline.search` describes them.
@@ -234,7 +217,6 @@ class Outcome:
     noisy: bool | None = None
     samples: int = 0
     confidence: float | None = None
-    dense: float | None = None
     word: str = "prediction"
     table: tuple[Mapping[str, Any], ...] = ()
     judged: tuple[Mapping[str, Any], ...] = ()

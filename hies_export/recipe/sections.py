@@ -137,7 +137,7 @@ class CalibrationSection(Section):
 
 
 class HeldOutSection(Section):
-    """Which rows `alpha: auto`, `criterion: auto`, `max_drop` and `keep` are judged on.
+    """Which rows `alpha: auto`, `criterion: auto` and `keep` are judged on.
 
     Without this section, a promise (`keep`, `deploy`, `cascade`) is made on two thirds of the evaluated split, at most
     `keep.samples` rows, and the rest judges it, at least `evaluation.samples` rows where there are enough. Blocks of
@@ -148,8 +148,8 @@ class HeldOutSection(Section):
     Attributes:
         split: Split of the data set, or a slice of one such as "validation[:50%]". If it is the evaluated split,
             held-out rows are drawn from it and the others are evaluated.
-        samples: How many rows to draw; by default 256 for alpha, 512 for a criterion, and 1,024 for `max_drop` and
-            `keep`, but at most half of an evaluated split.
+        samples: How many rows to draw; by default 256 for alpha, 512 for a criterion, and 1,024 for `keep`, but
+            at most half of an evaluated split.
     """
 
     split: str

@@ -13,7 +13,7 @@ from ..evaluate.interval import CONFIDENCE
 from ..evaluate.metrics import METRICS, counted_by, higher_is_better, quality_loss, title_of
 from ..forms.judge import FormTime, Judged, deciding_step, relative_times
 from ..forms.measured import LatencyRow, budget_rows
-from ..recipe.budget import Budget, DropBudget, KeepBudget, Outcome
+from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS
 from ..vocabulary.trim import VocabularyFacts
 from .report import Report, UnitCounts
@@ -166,8 +166,6 @@ _COSTS = {"flops": "FLOPs", "parameters": "parameters", "latency": "time"}
 def asked_words(outcome: Outcome) -> str:
     """Return what is asked: "99 % of the predictions", "a loss of at most 0.01 of F1", "at most 0.8 of the FLOPs"."""
     budget, keep = outcome.budget, outcome.budget.keep
-    if budget.max_drop is not None:
-        return loss_words(budget.max_drop)
     if keep is None:
         return f"at most {budget.ratio:g} of the {_COSTS[budget.kind]}"
     index = {None: "", "dense": " with your index as it is", "slim": " with everything re-embedded"}
@@ -175,7 +173,7 @@ def asked_words(outcome: Outcome) -> str:
     return f"at most {budget.by:g} of {kept}" if budget.share is None else f"{100 * budget.share:g} % of {kept}"
 
 
-def loss_words(asked: DropBudget | KeepBudget) -> str:
+def loss_words(asked: KeepBudget) -> str:
     """Return how much worse a metric may get: "a loss of at most 0.01 of F1"."""
     return f"a loss of at most {asked.by:g} of {asked.metric}"
 
@@ -197,8 +195,6 @@ def found_words(outcome: Outcome) -> str:
     """Return what the slim model has of what was asked."""
     budget, found = outcome.budget, outcome.found
     assert found is not None
-    if budget.max_drop is not None:
-        return f"one of {found.value:.4g}"
     if budget.keep is None:
         return f"{found.value:.3f}"
     sure = f"with {100 * CONFIDENCE:g} % confidence"
@@ -493,9 +489,8 @@ def budget_text(report: Report) -> str:
     if outcome.predicted is not None:
         time = f" of the time on {runtime_name(str(timed.runtime))}" if budget.searched and timed else ""
         predicted = f"; predicted {outcome.predicted:.3f}{time}"
-    dense = "" if outcome.dense is None else f", of the dense model's {outcome.dense:.4f}"
     found = "Too noisy to measure" if outcome.noisy else f"Found {found_words(outcome)}"
-    text = f"Budget: {asked_words(outcome)}{where}. {found}{dense}{more}{predicted}."
+    text = f"Budget: {asked_words(outcome)}{where}. {found}{more}{predicted}."
     if budget.keep is not None and data.held_out_further and not data.alike:
         text += f" If the model was trained on {data.held_out_split}, the promise is too optimistic for new rows."
     return text

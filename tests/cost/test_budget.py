@@ -1,7 +1,6 @@
 """Budgets of FLOPs, time and quality: against brute force, the counter, the masked model and a run."""
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.cuts import plan_of
-from support.models import bert, causal_lm, save_project, save_text_model, text_batch, write_rows
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from support.models import bert, causal_lm, save_project, text_batch
 
-from hies_export import find_attention, load, prune_units
-from hies_export.calibrate.moments import MomentStream
+from hies_export import find_attention, prune_units
 from hies_export.cli.main import main
 from hies_export.errors import RecipeError
 from hies_export.evaluate.interval import FAILURES
@@ -199,12 +196,12 @@ def test_times_are_used_where_they_cannot_be_cached(
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ({}, "exactly one of heads, flops, parameters, latency, max_drop, keep must be given, got none"),
+        ({}, "exactly one of heads, flops, parameters, latency, keep must be given, got none"),
         ({"heads": 0.3, "flops": 0.8}, "exactly one of .* got heads and flops"),
         ({"latency": {"ratio": 1.1}}, "(?s)latency.ratio.*less than 1"),
         ({"latency": {"ratio": 0.9, "runtime": "torsh"}}, "got 'torsh'; did you mean 'torch'"),
-        ({"max_drop": {"metric": "accurcy", "by": 0.01}}, "got 'accurcy'; did you mean 'accuracy'"),
-        ({"max_drop": {"metric": "accuracy", "by": -0.01}}, "(?s)max_drop.by.*greater than or equal to 0"),
+        ({"keep": {"metric": "accurcy", "by": 0.01}}, "got 'accurcy'; did you mean 'accuracy'"),
+        ({"keep": {"metric": "accuracy", "by": -0.01}}, "(?s)keep.by.*greater than or equal to 0"),
     ],
 )
 def test_budgets_that_cannot_be_are_refused(budget: dict[str, Any], message: str) -> None:
@@ -267,83 +264,3 @@ def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: p
     assert outcome["found"] == {"value": row["ratio"]}
     assert run(project, {"latency": latency | {"ratio": 0.6}}, f"output={project / 'other'}") == 2
     assert not (project / "other").exists()
-
-
-@pytest.mark.usefixtures("untraced")
-def test_a_ratio_to_float32_counts_what_fewer_bits_save(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cuts = [
-        TimedCut(k, r, ratio_low=r, ratio_high=r, control_low=1, control_high=1) for k, r in ((0.5, 0.8), (1 / 6, 0.7))
-    ]
-    monkeypatch.setattr("hies_export.forms.cost.latency._read", lambda file, key: cuts)
-    compared = []
-
-    def compare(model: Any, dense: Any, where: TimedOn, *, progress: Any) -> Any:
-        """In its bits the dense model takes 0.9 of float32's time, and a slim one 0.71."""
-        compared.append((where.runtime, where.full, where.dtype))
-        return SimpleNamespace(ratio=0.9 if model is dense else 0.71, noisy=False)
-
-    for module in ("choose", "measure"):
-        monkeypatch.setattr(f"hies_export.pipeline.{module}.compare_with_full", compare)
-    latency = {"runtime": "torch", "batch": 3, "sequence": 20, "dtype": "bfloat16", "of": "float32"}
-    assert run(project, {"latency": latency | {"ratio": 0.75}}) == 0
-    report, outcome = report_of(project / "out")
-    # 0.8333 of the time in the same bits, which the table has between cuts to 0.8 and to all heads.
-    assert 0.9 * 0.8 < outcome["predicted"] <= 0.75
-    timed = outcome["budget"]["latency"]
-    assert (outcome["found"]["value"], timed["of"], timed["dtype"]) == (0.71, "float32", "bfloat16")
-    assert ("torch", "bfloat16") in {(row["runtime"], row["dtype"]) for row in report["latency"]}
-    assert compared == [("torch", "torch", "bfloat16")] * 2
-    assert "0.75 of the time of the dense model in float32 on torch in bfloat16" in capsys.readouterr().out
-    assert run(project, {"latency": latency | {"ratio": 0.95}}, f"output={project / 'other'}") == 2
-    assert "takes 0.900 of it as it is: nothing has to go" in " ".join(capsys.readouterr().err.split())
-    wrong = latency | {"ratio": 0.5, "runtime": "onnxruntime-cpu-int8"}
-    assert run(project, {"latency": wrong}, f"output={project / 'other'}") == 2
-    assert "a dtype must be one of float32 on onnxruntime-cpu-int8, got 'bfloat16'" in capsys.readouterr().err
-    assert not (project / "other").exists()
-
-
-@pytest.mark.usefixtures("untraced")
-def test_a_run_by_drop_keeps_the_metric_on_held_out_rows(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}) == 0
-    report, outcome = report_of(project / "out")
-    assert outcome["samples"] == 52
-    assert outcome["found"]["value"] <= 0.05
-    # Where heads are compensated, that is what was judged: the cut model keeps to it again, by the same moments.
-    passes, collect = [], MomentStream._collect
-    monkeypatch.setattr(MomentStream, "_collect", lambda stream, group: passes.append(1) or collect(stream, group))
-    compensated = ("prune.compensation={samples: 60}", f"output={project / 'compensated'}")
-    assert run(project, {"max_drop": {"metric": "accuracy", "by": 0.05}}, *compensated) == 0
-    assert len(passes) == 1
-    _, refitted = report_of(project / "compensated")
-    assert any(refitted["found"]["value"] == pytest.approx(row["lost"]) for row in refitted["judged"])
-    assert refitted["dense"] == outcome["dense"]
-    more = [row for row in outcome["judged"] if row["removed"] == report["heads"]["removed"] + 1]
-    assert all(row["lost"] > 0.05 for row in more)
-    # The dense value, by hand: all rows but the eight that heads were scored on.
-    rows = [json.loads(line) for line in (project / "train.jsonl").read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(project / "model")
-    batch = tokenizer([r["sentence"] for r in rows], [r["other"] for r in rows], padding=True, return_tensors="pt")
-    right = AutoModelForSequenceClassification.from_pretrained(project / "model")(**batch).logits.argmax(
-        -1
-    ) == torch.tensor([r["label"] for r in rows])
-    assert int(right.sum()) - 8 <= round(52 * outcome["dense"]) <= int(right.sum())
-    assert load(project / "out" / "slim").config.model_type == "bert"
-
-
-def test_one_head_too_many_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Where the labels are the dense model's own numbers, every cut is worse than none.
-    save_text_model(project / "number", num_labels=1)
-    model = AutoModelForSequenceClassification.from_pretrained(project / "number").eval()
-    tokenizer = AutoTokenizer.from_pretrained(project / "number")
-    for split in ("train", "validation"):
-        rows = [json.loads(line) for line in (project / f"{split}.jsonl").read_text().splitlines()]
-        with torch.inference_mode():
-            numbers = [float(model(**tokenizer(r["sentence"], r["other"], return_tensors="pt")).logits) for r in rows]
-        write_rows(project / f"{split}.jsonl", len(rows), label=numbers.__getitem__)
-    assert run(project, {"max_drop": {"metric": "pearson", "by": 0.0001}}, f"model={project / 'number'}", *HEADS) == 2
-    assert re.search(
-        r"pearson to get worse by 0.0001, but .* even the smallest cut makes it worse by", capsys.readouterr().err
-    )
-    assert not (project / "out").exists()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from support.models import llama, save_regressor, save_text_model
 from support.runs import without_tracing
-from support.tolerance import CLOSE, REFITTED, assert_near, assert_same_plan
+from support.tolerance import REFITTED, assert_near, assert_same_plan
 from transformers import AutoModelForSequenceClassification
 
 import hies_export
@@ -333,37 +333,6 @@ def test_neurons_alone(folder: Path) -> None:
     assert 0.79 < count_flops(slim.model, batch) / count_flops(prepared.model, batch) <= 0.8
 
 
-def test_the_most_that_a_metric_allows_of_both_kinds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "SIZES", 12)
-    recipe = recipe_of(folder, prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}}, prune__compensation=None)
-    prepared, choice = chosen_by(recipe)
-    table = flops_of(prepared)
-    scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
-    least = 1 - sum(row[-2] for row in table.saved.values())  # a unit of each module stays
-
-    def quality(selection: Selection) -> float:
-        found = predict_pruned(prepared.model, selection, prepared.modules, prepared.rows.held_out)
-        return pearson(prepared, found.values)
-
-    selections = [
-        select_units(scores, prepared.modules, table=table, ratio=1 - (1 - least) * step / 12 + 1e-9)
-        for step in range(1, 13)
-    ]
-    size = next(number for number, selection in enumerate(selections) if selection == choice.plan.kept)
-    dense = pearson(prepared, predict(prepared.model, prepared.rows.held_out).values)
-    assert dense - quality(selections[size]) <= 0.03 + 1e-9
-    if size < 11:
-        assert dense - quality(selections[size + 1]) > 0.03
-    outcome = choice.outcome
-    assert outcome.found is not None
-    assert outcome.found.value == pytest.approx(dense - quality(selections[size]), abs=CLOSE)
-    removed = choice.plan.removed + choice.plan.removed_neurons
-    found = {"criterion": "fisher", "alpha": None, "removed": removed, "lost": outcome.found.value}
-    assert found in [dict(row) for row in outcome.judged]
-    totals = [sum(len(kept.removed) for kept in one.values()) for one in selections]
-    assert totals == sorted(totals)
-
-
 def test_two_steps_score_the_refitted_model(folder: Path) -> None:
     recipe = recipe_of(folder, prune__steps=2, prune__compensation={"samples": 60})
     prepared, choice = chosen_by(recipe)
@@ -464,14 +433,14 @@ def test_a_budget_below_what_is_left_says_the_least_before_scoring(
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
-def test_all_that_may_go_is_among_the_cuts_of_max_drop(folder: Path, allocation: str) -> None:
+def test_all_that_may_go_is_among_the_cuts_of_keep(folder: Path, allocation: str) -> None:
     prepared = load_job(recipe_of(folder))
     effects = {m.name: torch.rand(m.units, dtype=torch.float64) for m in prepared.modules}
     scores = Scores("fisher", {}, effects, effects)
     for min_heads, neurons in ((1, 4), (3, 1)):
         recipe = recipe_of(
             folder,
-            prune__budget={"max_drop": {"metric": "pearson", "by": 0.03}},
+            prune__budget={"keep": {"metric": "pearson", "by": 0.03}},
             prune__allocation=allocation,
             prune__min_heads=min_heads,
             prune__multiple_of={"neurons": neurons},

@@ -31,7 +31,6 @@ def method_of(section: PruneSection) -> tuple[Any, ...]:
         ({"budget": {"flops": 0.6}}, SMALLER),
         ({"budget": {"parameters": 0.6}}, SMALLER),
         ({"budget": {"keep": 0.99}}, SMALLER),
-        ({"budget": {"max_drop": {"metric": "accuracy", "by": 0.01}}}, SMALLER),
         ({"budget": {"latency": {"ratio": 0.8, "runtime": "torch", "batch": 1, "sequence": 8}}}, SMALLER),
         ({}, SMALLER),  # a deployment, or a cascade
         # What is said stays.

@@ -150,7 +150,7 @@ def random_scores(sites: Any) -> Scores:
 @pytest.mark.parametrize(
     ("prune", "given"),
     [
-        ({"budget": {"max_drop": {"metric": "accuracy", "by": 0.1}}}, "a budget of max_drop"),
+        ({"budget": {"keep": {"metric": "accuracy", "by": 0.1}}}, "a budget of keep"),
         ({"budget": {"heads": 0.5}, "multiple_of": 2, "unit": "query"}, "multiple_of 2 and unit query"),
     ],
 )
