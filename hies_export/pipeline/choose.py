@@ -12,7 +12,7 @@ from .. import processes
 from ..calibrate.statistics import Statistics
 from ..errors import PlanError
 from ..evaluate.judge import Tried
-from ..forms.cost.latency import compare_with_full, latency_table
+from ..forms.cost.latency import latency_table
 from ..kinds import ATTENTION, MLP
 from ..recipe.budget import Budget, Found, Outcome
 from ..score.criteria import AUTO, COMPENSATED, Scores
@@ -258,7 +258,6 @@ def cost_table(job: Job) -> CostTable | None:
     budget = job.budget
     if budget.timed is None:
         return job.counted_table  # which `check_job` has held against the budget
-    dense = _time_in_full(job)
     job.progress.stage("time cuts of several sizes, to predict the time of a plan")
     constraints = job.options.constraints
     # Times differ between processes, but their choices must not.
@@ -272,25 +271,8 @@ def cost_table(job: Job) -> CostTable | None:
         )
     )
     if budget.ratio is not None:
-        check_reachable(job.scored, table, ratio=budget.ratio / dense, constraints=constraints)
-    return replace(table, dense=dense)
-
-
-def _time_in_full(job: Job) -> float:
-    """Return the dense model's time in the bits of the budget / its time in float32, if the ratio is to float32."""
-    timed = job.budget.latency
-    if timed is None or timed.of == "same":
-        return 1.0
-    job.progress.stage("time the dense model in the bits of the budget, and in float32")
-    found: float = processes.on_main(
-        lambda: compare_with_full(job.model, job.model, job.timed_on, progress=job.progress).ratio
-    )
-    if found <= timed.ratio:
-        raise PlanError(
-            f"the budget asks for at most {timed.ratio:g} of the time of dense float32, and the dense model on "
-            f"{timed.runtime} takes {found:.3f} of it as it is: nothing has to go; lower the ratio"
-        )
-    return found
+        check_reachable(job.scored, table, ratio=budget.ratio, constraints=constraints)
+    return table
 
 
 def _outcome(job: Job, table: CostTable | None, selection: Selection) -> Outcome:

@@ -11,7 +11,6 @@ from typing import Any
 from ..checkpoint.served_settings import write_served
 from ..data.batches import Batch
 from ..evaluate.judge import Judge
-from ..forms.cost.latency import compare_with_full
 from ..forms.deployment import Deployment, DeployWay
 from ..forms.form import Form, Forms
 from ..forms.formats import Export, add_graphs, link_files, runtime_of
@@ -102,7 +101,7 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         forms=judged,
         deployment=deployment,
         compound=compound,
-        outcome=_with_cost(job, forms, slim, choice.outcome, sizes),
+        outcome=_with_cost(job, forms, choice.outcome, sizes),
     )
 
 
@@ -274,7 +273,7 @@ def _serve(
     write_served(folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)
 
 
-def _with_cost(job: Job, forms: Forms, slim: Slim, outcome: Outcome | None, sizes: Measurements) -> Outcome | None:
+def _with_cost(job: Job, forms: Forms, outcome: Outcome | None, sizes: Measurements) -> Outcome | None:
     """Return the outcome of a budget of cost with what was counted or timed; others stay as they are."""
     if outcome is None or outcome.budget.ratio is None:
         return outcome
@@ -283,9 +282,7 @@ def _with_cost(job: Job, forms: Forms, slim: Slim, outcome: Outcome | None, size
         counted = sizes.flops.ratio if outcome.budget.flops is not None else sizes.parameters.ratio
         return replace(outcome, found=Found(counted), noisy=None)
     found: Timed | LatencyRow
-    if asked.of == "float32":
-        found = compare_with_full(slim.model, job.model, job.timed_on, progress=job.progress)
-    elif job.trimming is not None:  # the rows are relative to the model with all its tokens
+    if job.trimming is not None:  # the rows are relative to the model with all its tokens
         both = [forms.form(name, asked.runtime, asked.dtype) for name in ("dense", "slim")]
         found = job.timed_on.time(both, job.progress)[1]
     else:

@@ -44,12 +44,9 @@ class LatencyBudget(TimedSection):
 
     Attributes:
         ratio: Time of the slim model divided by that of the dense one, in (0, 1).
-        of: Reference of the ratio: "same" is the dense model in the same bits, "float32" the dense model in float32, on
-            the same runtime (for onnxruntime-cpu-int8, on onnxruntime-cpu).
     """
 
     ratio: ShareOfDense
-    of: Literal["same", "float32"] = "same"
 
 
 class KeepBudget(TimedSection):

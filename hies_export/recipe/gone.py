@@ -22,6 +22,7 @@ FIELDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("prune.min_heads: 0", "prune.min_neurons: 0"), "must be at least 1; for less time lower the budget"
     ),
+    "prune.budget.latency.of": "is gone: the ratio is to the dense model in the same bits; leave it out",
     "prune.budget.max_drop": "is gone; set keep: {metric: NAME, by: LOSS}, which holds with 95 % confidence",
     "prune.criterion: hies-compensated": "is called compensated; set criterion: compensated",
     "prune.criterion: activation-l2": "is called activation; set criterion: activation",

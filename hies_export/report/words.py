@@ -483,9 +483,8 @@ def budget_text(report: Report) -> str:
         where = f", promised on {held_out_rows(report, otherwise=rows)}"
         more = f"; {judged} {'cut was' if judged == 1 else 'cuts were'} tried" if judged else ""
     elif budget.latency is not None:
-        reference = " in float32" if budget.latency.of == "float32" else ""
         bits = f" in {budget.latency.dtype}" if budget.latency.dtype else ""
-        where += f"{reference} on {budget.latency.runtime}{bits} at {budget.latency.batch} x {budget.latency.sequence}"
+        where += f" on {budget.latency.runtime}{bits} at {budget.latency.batch} x {budget.latency.sequence}"
     if outcome.predicted is not None:
         time = f" of the time on {runtime_name(str(timed.runtime))}" if budget.searched and timed else ""
         predicted = f"; predicted {outcome.predicted:.3f}{time}"

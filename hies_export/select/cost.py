@@ -28,7 +28,7 @@ class CostTable:
     # The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio, ratio_low,
     # ratio_high, control_low, control_high. Empty for other costs.
     measured: tuple[Mapping[str, Any], ...] = ()
-    # The cost that the shares are of, relative to the reference of the budget, such as the dense model in float32.
+    # The cost that the shares are of, relative to the reference of the budget: less than 1 where tokens went.
     dense: float = 1.0
 
     def left(self, selection: Selection, modules: Sequence[Units], *, unit: str) -> float:

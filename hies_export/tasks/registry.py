@@ -112,7 +112,7 @@ def embedding_task(name: str, config: Any) -> type[Task] | None:
 
 
 def refuse_unknown(model: Any) -> None:
-    """Refuse a model in memory that has no task, is an encoder-decoder or no model of transformers, or cannot be cut."""
+    """Refuse a model in memory that has no task, is an encoder-decoder or none of transformers, or cannot be cut."""
     from transformers import PreTrainedModel
 
     from ..model.text_encoder import TextEncoder

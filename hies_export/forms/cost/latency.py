@@ -59,11 +59,6 @@ class TimedOn:
         how: dict[str, Any] = {"repeats": self.repeats, "min_seconds": self.min_seconds, "progress": progress}
         return time(forms, {shape_of(self.batch): [self.batch]}, **how)
 
-    @property
-    def full(self) -> str:
-        """The runtime that computes the same in float32."""
-        return RUNTIMES[self.runtime].full or self.runtime
-
 
 @dataclass(frozen=True)
 class TimedCut:
@@ -135,16 +130,6 @@ def latency_table(
         {module.name: saved[module.name] for module in modules},
         tuple(asdict(cut) for cut in cuts),
     )
-
-
-def compare_with_full(
-    model: PreTrainedModel, dense: PreTrainedModel, where: TimedOn, *, progress: Progress = SILENT
-) -> Timed:
-    """Time a model in the bits of a budget beside the dense one in float32, on the same runtime or its `full`."""
-    with tempfile.TemporaryDirectory(prefix="hies-full-") as temporary:
-        forms = Forms({"dense": dense, "own": model}, where.exporter, Path(temporary))
-        both = [forms.form("dense", where.full, "float32"), forms.form("own", where.runtime, where.dtype)]
-        return where.time(both, progress)[1]
 
 
 def _width_step(model: PreTrainedModel, runtime: str) -> int:
