@@ -1,7 +1,7 @@
-"""Publish a finished run on the Hugging Face Hub, in one commit.
+"""Publish a finished run, or a slim folder, on the Hugging Face Hub, in one commit.
 
-The input is the folder that a run wrote. The repository gets the slim checkpoint at the top, `onnx/`, the report, its
-figures, and a card with the metadata that the Hub requires.
+The repository of a run gets the slim checkpoint at the top, its exports, the report, its figures, and a card with the
+metadata that the Hub requires.
 """
 
 from __future__ import annotations
@@ -9,30 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitOperation,
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    ModelInfo,
-)
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import CommitInfo, CommitOperation, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from ..checkpoint.beside import LICENSE_KEYS, read_card
 from ..checkpoint.sentence import MODULES_FILE
 from ..entry_points import COMPOUNDS
-from ..errors import HiesError, OutputExistsError, PushError, RequestError, refusing, root_cause
+from ..errors import HiesError, OutputExistsError, PushError, RequestError, root_cause
 from ..progress import SILENT, Progress
 from ..report.card import render_card
 from ..report.figures import CAPTIONS, draw_report
@@ -41,11 +27,10 @@ from ..report.report import Details, Report
 from ..report.words import model_name, title
 
 MAIN = "main"
-# Files of an earlier push, deleted if this push does not write them.
-_REPLACED = ("*.safetensors", "*.safetensors.index.json", "modeling_hies.py")
 # Folders of the slim model's exports.
 _EXPORTS = ("onnx", "onnx-int8", "onnx-int4", *(f"onnx-{name}" for name in COMPOUNDS), "gguf")
-_REPLACED_FOLDERS = (*_EXPORTS, "openvino", "images")
+# What of an earlier push is deleted if this one does not write it: these folders, and weights at the top.
+_REPLACED_FOLDERS, _REPLACED = (*_EXPORTS, "openvino", "images"), (".safetensors", ".safetensors.index.json", ".py")
 
 
 @dataclass(frozen=True)
@@ -73,8 +58,8 @@ def push_to_hub(
 ) -> Pushed:
     """Push a run: the slim checkpoint, its exports, the report, pictures, and a card with metadata.
 
-    All files appear in one commit. Large files are uploaded before the commit, each once: after an interruption, the
-    same call sends only the missing ones. The token is read from `hf auth login` or `HF_TOKEN`.
+    All files appear in one commit. The client sends what is large before it, each file once, and tries again by itself.
+    The token is read from `hf auth login` or `HF_TOKEN`.
 
     Licence ids: https://huggingface.co/docs/hub/repositories-licenses
 
@@ -100,49 +85,56 @@ def push_to_hub(
         PushError: The Hub could not be reached, or the upload did not finish; nothing of it is visible.
     """
     report = _read_run(Path(folder))
-    _check_name(repository)
-    progress.stage("look up")
-    api = HfApi(library_name="hies-export")
-    with _explain_failure(repository):
-        api.whoami()  # first: without a valid token a private repository seems not to exist
-        info = _look_up(api, repository)
-        found = set() if info is None else _files(api, repository, revision)
-        if base_model is not None and _look_up(api, base_model) is None:
-            raise RequestError(
-                f"the base model must be a Hub id, but there is no model {base_model} on the Hub that this token may "
-                "read; leave base_model= out if the dense model is not published"
-            )
+    progress.stage("draw")
     dense = base_model or report.details.base_model
     origin = _origin(report, dense=dense, license=license)
-    _check_repository(repository, info, found, private=private, overwrite=overwrite)
-    progress.stage("draw")
     # The report without local paths: with the model's name, and without the command line.
     details = Details(**report.details.model_dump(exclude_unset=True, exclude={"run"}))
     public = replace(report, model=dense or model_name(report), details=details)
     contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
-    stale = sorted(name for name in found - set(contents) if overwrite or _is_replaced(name))
-    operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale if name != ".gitattributes"]
-    operations += [CommitOperationAdd(name, content) for name, content in contents.items()]
     progress.stage("push")
-    with _explain_failure(repository):
-        if info is None:
-            api.create_repo(repository, private=private or None, exist_ok=True)
-        if revision != MAIN:
-            api.create_branch(repository, branch=revision, exist_ok=True)
-        # upload_folder may split a large folder into several commits; readers could then see half a checkpoint.
-        made = api.create_commit(repository, operations, commit_message=message or title(report), revision=revision)
+    how: dict[str, Any] = {"private": private, "revision": revision, "overwrite": overwrite}
+    made = _commit(repository, contents, message or title(report), **how)
     size = sum(len(c) if isinstance(c, bytes) else Path(c).stat().st_size for c in contents.values())
     return Pushed(repository, made.commit_url, made.oid, tuple(contents), size)
 
 
 def push_folder(folder: str | Path, repository: str, *, private: bool = False) -> str:
     """Push the files of a checkpoint's folder in one commit, and return the commit's address."""
+    message = f"Add {Path(folder).name}, pruned"
+    return str(_commit(repository, _visible(Path(folder)), message, private=private, checked=False).commit_url)
+
+
+def _commit(
+    repository: str,
+    contents: Mapping[str, Any],
+    message: str,
+    *,
+    private: bool,
+    revision: str = MAIN,
+    overwrite: bool = False,
+    checked: bool = True,
+) -> CommitInfo:
+    """Commit files, by name a path or bytes; if `checked`, only to a repository that is new or of an earlier push."""
     api = HfApi(library_name="hies-export")
-    with _explain_failure(repository):
-        target = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
-        operations = [CommitOperationAdd(name, str(path)) for name, path in _visible(Path(folder)).items()]
-        made = api.create_commit(target, operations, commit_message=f"Add {Path(folder).name}, pruned")
-    return str(made.commit_url)
+    with _explained(repository):
+        repository = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
+        if private and not api.model_info(repository).private:
+            raise RequestError(f"{repository} must be private, but it exists and is public; make it private there")
+        found = set(api.list_repo_files(repository)) - {".gitattributes"}
+        if checked and found and "hies_plan.json" not in found and not overwrite:
+            raise OutputExistsError(
+                f"a repository must be new, empty or of an earlier push, but {repository} has "
+                f"{', '.join(sorted(found)[:3])}; choose another or pass overwrite=True to replace what is there"
+            )
+        if revision != MAIN:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+            found = set(api.list_repo_files(repository, revision=revision)) - {".gitattributes"}
+        stale = sorted(name for name in found - set(contents) if overwrite or (checked and _is_replaced(name)))
+        operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale]
+        operations += [CommitOperationAdd(name, content) for name, content in contents.items()]
+        # Not upload_folder, which may make several commits: readers could then see half a checkpoint.
+        return api.create_commit(repository, operations, commit_message=message, revision=revision)
 
 
 def _read_run(folder: Path) -> Report:
@@ -152,75 +144,24 @@ def _read_run(folder: Path) -> Report:
     if not any((folder / name / "config.json").is_file() for name in _EXPORTS):
         missing.append("onnx/ or gguf/")
     if missing:
-        raise RequestError(
-            f"a push needs the folder of a finished run, but {folder} has no {missing[0]}; give the folder that a "
-            "run wrote"
-        )
+        raise RequestError(f"a push needs the folder of a finished run, but {folder} has no {missing[0]}")
     return Report.from_file(folder)
 
 
-def _check_name(repository: str) -> None:
-    with refusing(f"a repository must be USER/REPO, got {repository!r}"):
-        validate_repo_id(repository)
-        if repository.count("/") != 1:
-            raise HFValidationError("it has no user or organization")
-
-
 def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[str, Any]:
-    """Return the base model and the licence as metadata of a model card.
-
-    `dense` is the Hub id of the dense model, or None if it is in a folder, whose card may name a base model. `license`
-    was given by the user, and must not differ from the card's.
-    """
-    cards = [read_card(report.model)] if Path(report.model).is_dir() else []
-    base = dense or next((card.get("base_model") for card in cards), None)
-    if isinstance(base, str):
-        cards.append(read_card(base))
-    licensed = next((card for card in cards if card.get("license")), None)
-    name = model_name(report)
-    if licensed is None and license is None:
+    """Return the base model and the licence as metadata, of the dense model's card or of what the user gave."""
+    card = read_card(report.model) if Path(report.model).is_dir() else {}
+    base = dense or card.get("base_model")
+    if not card.get("license") and isinstance(base, str):
+        card = read_card(base)
+    own, name = card.get("license"), model_name(report)
+    if (own or license) != (license or own) or not (own or license):
         raise RequestError(
-            f"the licence of {name} must be known before a model made from it is published, but no card names it; give "
-            "it as license=, an id of https://huggingface.co/docs/hub/repositories-licenses"
+            f"a slim model keeps the licence of its dense model, {name}, whose card names {own or 'none'}, got license "
+            f"{license}; leave it out if the card names one, else give an id of "
+            "https://huggingface.co/docs/hub/repositories-licenses"
         )
-    if licensed is not None and license not in (None, licensed["license"]):
-        raise RequestError(
-            f"a slim model keeps the licence of its dense model, {name}, which is {licensed['license']}, got "
-            f"{license}; leave license= out"
-        )
-    inherited = {key: licensed[key] for key in LICENSE_KEYS if key in licensed} if licensed else {"license": license}
-    return {"base_model": base, **inherited}
-
-
-def _look_up(api: HfApi, repository: str) -> ModelInfo | None:
-    try:
-        return api.model_info(repository)
-    except (RepositoryNotFoundError, HFValidationError):
-        return None
-
-
-def _files(api: HfApi, repository: str, revision: str) -> set[str]:
-    """Return the names of the files on a branch; for a branch that does not exist yet, those on the main branch."""
-    try:
-        return set(api.list_repo_files(repository, revision=revision))
-    except RevisionNotFoundError:
-        return set(api.list_repo_files(repository))
-
-
-def _check_repository(
-    repository: str, info: ModelInfo | None, found: set[str], *, private: bool, overwrite: bool
-) -> None:
-    if info is not None and private and not info.private:
-        raise RequestError(
-            f"{repository} must be private, but it exists and is public; make it private in its settings, or choose "
-            "another"
-        )
-    other = sorted(found - {".gitattributes"})
-    if other and "hies_plan.json" not in other and not overwrite:
-        raise OutputExistsError(
-            f"a repository must be new, empty or of an earlier push, but {repository} has {', '.join(other[:3])}; "
-            "choose another or pass overwrite=True to replace what is there"
-        )
+    return {"base_model": base, **({key: card[key] for key in LICENSE_KEYS if key in card} or {"license": license})}
 
 
 def _contents(
@@ -231,7 +172,7 @@ def _contents(
     # A SentenceTransformer's folder has its graphs already, where the tools of the Hub look for them.
     exports = () if (folder / "slim" / MODULES_FILE).is_file() else _EXPORTS
     for source, prefix in ((folder / "slim", ""), *((folder / name, f"{name}/") for name in exports)):
-        contents |= {prefix + name: str(path) for name, path in _visible(source).items()}
+        contents |= {prefix + name: path for name, path in _visible(source).items()}
     figures = draw_report(report)
     images = {f"images/{name}": CAPTIONS[name] for name in figures}
     written = {
@@ -244,26 +185,28 @@ def _contents(
     return contents | {name: text.encode() for name, text in written.items()}
 
 
-def _visible(folder: Path) -> dict[str, Path]:
+def _visible(folder: Path) -> dict[str, str]:
     """Return the files below a folder by their names in it, without hidden ones and those in hidden folders."""
     files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {
-        name.as_posix(): path for name, path in files.items() if not any(part.startswith(".") for part in name.parts)
+        name.as_posix(): str(path) for name, path in files.items() if not any(part[0] == "." for part in name.parts)
     }
 
 
 def _is_replaced(name: str) -> bool:
     first, slash, _ = name.partition("/")
-    return first in _REPLACED_FOLDERS if slash else any(fnmatch(name, pattern) for pattern in _REPLACED)
+    return first in _REPLACED_FOLDERS if slash else name.endswith(_REPLACED)
 
 
 @contextmanager
-def _explain_failure(repository: str) -> Iterator[None]:
+def _explained(repository: str) -> Iterator[None]:
     """Turn any exception of the Hub client into an error whose message says what to do."""
     try:
         yield
     except HiesError:
         raise
+    except HFValidationError as error:
+        raise RequestError(f"a repository must be USER/REPO, got {repository!r}: {root_cause(error)}") from error
     except Exception as error:  # the Hub, the network and the storage each raise their own classes
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
