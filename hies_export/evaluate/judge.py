@@ -65,7 +65,6 @@ class Tried:
     candidate: int
     criterion: str
     alpha: float | None
-    steps: int
     token_weights: float
     quality: float | None
     stability: float

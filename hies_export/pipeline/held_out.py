@@ -104,7 +104,6 @@ def choose_by_agreement(
     candidates: Sequence[tuple[Scores, Selection]],
     held_out: Mapping[float, HeldOut],
     *,
-    steps: Sequence[int],
     progress: Progress = SILENT,
 ) -> tuple[Tried, ...]:
     """Choose the candidate that agrees most with the dense model on held-out rows, and then the weights of tokens.
@@ -121,7 +120,7 @@ def choose_by_agreement(
         scores, selection = candidates[number]
         found = held_out[weights].judgement(selection)
         alpha = scores.parameters.get("alpha")
-        return Tried(number, scores.criterion, alpha, steps[number], weights, found.quality, found.stability)
+        return Tried(number, scores.criterion, alpha, weights, found.quality, found.stability)
 
     def better(one: Tried, other: Tried) -> bool:
         flags, others = (held_out[t.token_weights].agreement(candidates[t.candidate][1]) for t in (one, other))

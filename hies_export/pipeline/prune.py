@@ -239,7 +239,6 @@ def prune(
     min_neurons: int = 1,
     keep_layers: Sequence[int] = (),
     multiple_of: int | MultipleOf | Mapping[str, int] = 1,
-    steps: int = 1,
     compensation: CompensationSection | Mapping[str, Any] | Literal["usual"] | None = "usual",
     vocabulary: Mapping[str, Any] | None = None,
     plan: PruningPlan | None = None,
@@ -287,7 +286,6 @@ def prune(
         min_neurons: Neurons that every feed-forward block keeps, at least 1.
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer.
-        steps: Rounds of removal, with scores anew in between.
         compensation: How layers are refitted after the cut, see `CompensationSection`; None for no refit. "usual" is as
             the budget asks, and None with a plan.
         vocabulary: Remove the tokens that texts do not use: the arguments of `trim_vocabulary`, whose `texts` are by
@@ -334,7 +332,7 @@ def prune(
         **{"budget": budget, "modules": modules, "criterion": criterion, "alpha": alpha, "normalize": normalize},
         **{"allocation": allocation, "unit": unit, "towers": towers, "min_heads": min_heads},
         "min_neurons": min_neurons,
-        **{"keep_layers": keep_layers, "multiple_of": multiple_of, "steps": steps, "compensation": compensation},
+        **{"keep_layers": keep_layers, "multiple_of": multiple_of, "compensation": compensation},
     }
     asked = _asked(options, plan, vocabulary)
     comparison = _section(ComparisonSection, evaluation or {}, "evaluation.")

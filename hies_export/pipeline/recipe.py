@@ -114,7 +114,6 @@ class PruneSection(Section):
         min_neurons: Neurons that every feed-forward block keeps.
         keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
-        steps: Number of rounds in which the heads are removed; the remaining ones are scored anew in between.
         compensation: See `CompensationSection`; None for no compensation, also where the default is least squares.
     """
 
@@ -130,7 +129,6 @@ class PruneSection(Section):
     min_neurons: int = Field(1, ge=1)
     keep_layers: tuple[int, ...] = ()
     multiple_of: MultipleOf = MultipleOf()
-    steps: int = Field(1, ge=1)
     compensation: CompensationSection | None = None
 
     @property
@@ -233,23 +231,6 @@ class PruneSection(Section):
             raise ValueError(
                 f"budget.heads is for modules: [attention], got modules: [{', '.join(self.modules)}]; "
                 "set budget.flops, parameters, latency or keep, which cover neurons too"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _can_take_steps(self) -> PruneSection:
-        kind = None if self.budget is None else self.budget.kind
-        given = {
-            f"a budget of {kind}": self.budget is not None and self.budget.searched,
-            f"multiple_of {self.multiple_of.heads}": kind == "heads" and self.multiple_of.heads > 1,
-            # With one query head left in each group, the next step would remove whole groups.
-            "unit query": self.unit == "query",
-        }
-        if self.steps > 1 and any(given.values()):
-            reasons = " and ".join(name for name, is_given in given.items() if is_given)
-            raise ValueError(
-                f"steps: {self.steps} needs a budget of heads or of cost in units of groups, got {reasons}; "
-                "set steps: 1"
             )
         return self
 
@@ -364,10 +345,6 @@ class PruningRecipe(Section):
             (
                 deploy and export.shown != ExportSection().shown,
                 f"deploy exports what each runtime reads, got export: {export.shown}; leave it out",
-            ),
-            (
-                deploy and self.prune.steps > 1,
-                f"deploy finds the largest cut in one step, got prune.steps: {self.prune.steps}; set it to 1",
             ),
             (
                 self.goal.timed and self.measure.dtypes,

@@ -243,7 +243,6 @@ def tried_table(report: Report) -> Table | None:
     def candidate(row: Tried) -> str:
         parts = [
             "" if row.alpha is None else f"alpha {row.alpha:g}",
-            "" if row.steps == 1 else f"{row.steps} steps",
             "" if row.token_weights == 1 else f"token weights {row.token_weights:g}",
         ]
         return ", ".join(filter(None, (row.criterion, *parts)))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hies_export.data.batches import samples_of
-from hies_export.errors import RecipeError
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.progress import SILENT, Progress
@@ -71,10 +70,6 @@ def sweep(
             something else.
         StepError: A step failed; finished cells stay in the journal.
     """
-    if recipe.prune.steps > 1:
-        raise RecipeError(
-            [f"a sweep scores heads once for all sparsities, got prune.steps: {recipe.prune.steps}; set it to 1"]
-        )
     grid = grid.for_modules(recipe.prune.modules)
     with Journal(folder, asked=_asked(recipe), overwrite=overwrite) as journal:
         if latency is not None:

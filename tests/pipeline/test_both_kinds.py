@@ -35,12 +35,11 @@ from hies_export.pipeline.stages import Choice, calibrate, cut, effect_batches, 
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
 from hies_export.score.criteria import Scores, score_units
-from hies_export.select.cost import CostTable, compose
+from hies_export.select.cost import CostTable
 from hies_export.select.plan import PruningPlan
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, refit
-from hies_export.units.find import find_modules
 from hies_export.units.units import Selection
 
 BUDGET = 0.45
@@ -151,17 +150,16 @@ def test_a_cut_of_both_kinds_computes_what_masks_do_and_reloads(done: Run) -> No
 
 def test_auto_tries_every_criterion(done: Run) -> None:
     tried = done.report.details.tried
-    alphas = [("hies", alpha, 1) for alpha in (0.3, 0.6, 0.9, 0.99)]
-    found = [(t.criterion, t.alpha, t.steps) for t in tried]
-    first = [("compensated", None, 2), ("compensated", None, 1), ("fisher", None, 1)]
-    assert found[:8] == [*first, *alphas, ("his", None, 1)]
-    assert [t.candidate for t in tried[:8]] == list(range(8))
-    assert [t.token_weights for t in tried] == [1.0] * 8 + [0.3, 0.1]
+    alphas = [("hies", alpha) for alpha in (0.3, 0.6, 0.9, 0.99)]
+    found = [(t.criterion, t.alpha) for t in tried]
+    assert found[:7] == [("compensated", None), ("fisher", None), *alphas, ("his", None)]
+    assert [t.candidate for t in tried[:7]] == list(range(7))
+    assert [t.token_weights for t in tried] == [1.0] * 7 + [0.3, 0.1]
     # The best of all candidates is judged again with every weight of tokens, and one row is chosen.
     (chosen,) = (number for number, t in enumerate(tried) if t.chosen)
-    assert {t.candidate for t in tried[8:]} == {tried[chosen].candidate}
+    assert {t.candidate for t in tried[7:]} == {tried[chosen].candidate}
     plan = PruningPlan.from_file(done.folder / "plan.json")
-    assert (plan.criterion, plan.alpha) == found[chosen][:2] == (done.report.criterion, done.report.alpha)
+    assert (plan.criterion, plan.alpha) == found[chosen] == (done.report.criterion, done.report.alpha)
     assert len({t.stability for t in tried}) > 2  # candidates that are all alike would prove nothing
 
 
@@ -333,42 +331,11 @@ def test_neurons_alone(folder: Path) -> None:
     assert 0.79 < count_flops(slim.model, batch) / count_flops(prepared.model, batch) <= 0.8
 
 
-def test_two_steps_score_the_refitted_model(folder: Path) -> None:
-    recipe = recipe_of(folder, prune__steps=2, prune__compensation={"samples": 60})
-    prepared, choice = chosen_by(recipe)
-    table = flops_of(prepared)
-    statistics = collect_statistics(prepared.model, prepared.rows.score, prepared.modules)
-    scores = score_units(statistics, prepared.modules, criterion="fisher")
-    halfway = 1 - (1 - BUDGET) / 2
-    first = select_units(scores, prepared.modules, table=table, ratio=halfway)
-    slim = prune_units(prepared.model, first, prepared.modules)
-    refit(slim, first, prepared.modules, MomentStream(prepared.model, prepared.modules, prepared.rows.refit))
-    sites = find_modules(slim, inputs_of(prepared.rows.score[0]), kinds=BOTH)
-    again = collect_statistics(slim, prepared.rows.score, sites)
-    lost = {name: len(kept.removed) for name, kept in first.items()}
-    second = select_units(
-        score_units(again, sites, criterion="fisher"),
-        sites,
-        table=table.after(lost),
-        ratio=BUDGET + 1 - table.ratio(lost),
-    )
-    assert choice.plan.kept == compose(first, second)
-    assert [kept.kind for kept in choice.plan.kept.values()] == ["attention"] * 3 + ["mlp"] * 3
-    assert BUDGET - 0.01 < choice.outcome.predicted <= BUDGET
-    once = select_units(scores, prepared.modules, table=table, ratio=BUDGET)
-    assert once != choice.plan.kept
-    # Numbers of units that left in the first step are those of the first step.
-    name = next(name for name, kept in first.items() if kept.removed)
-    gone = list(first[name].removed)
-    assert_near(choice.statistics["fisher"][name][gone], statistics["fisher"][name][gone])
-    assert_near(choice.statistics["fisher"][name][list(first[name].units)], again["fisher"][name], within=REFITTED)
-
-
 def test_a_memory_limit_changes_nothing(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written = []
     for number, memory in enumerate((4.0, 1e-6)):
         compensation = {"samples": 60, "memory_gb": memory, "token_weights": 0.3}
-        options = {"prune__criterion": "compensated", "prune__steps": 2, "prune__compensation": compensation}
+        options = {"prune__criterion": "compensated", "prune__compensation": compensation}
         recipe = recipe_of(folder, **options)
         prepared, choice = chosen_by(recipe)
         slim = cut(prepared, choice)
@@ -467,7 +434,7 @@ def test_auto_of_one_kind_without_compensation_judges_masked_models(
     prepared, choice = chosen_by(recipe_of(folder, prune__criterion="auto", prune__compensation=None, **options))
     assert "auto ranks units by the errors that least squares leaves, but prune.compensation is not set" in caplog.text
     assert [tried.criterion for tried in choice.tried] == criteria
-    assert {(tried.steps, tried.token_weights) for tried in choice.tried} == {(1, 1.0)}
+    assert {tried.token_weights for tried in choice.tried} == {1.0}
     (chosen,) = (tried for tried in choice.tried if tried.chosen)
     assert chosen.stability >= choice.tried[0].stability
     dense = predict(prepared.model, prepared.rows.held_out).values

@@ -33,8 +33,7 @@ PLAN = PruningPlan(
 )
 TRIED = [
     TRIED_ROW | {"criterion": "hies", "alpha": 0.25, "quality": 0.86123, "stability": 0.951},
-    TRIED_ROW
-    | {"criterion": "<b>|", "steps": 2, "token_weights": 0.1, "quality": 0.9, "stability": 1.0, "chosen": True},
+    TRIED_ROW | {"criterion": "<b>|", "token_weights": 0.1, "quality": 0.9, "stability": 1.0, "chosen": True},
 ]
 
 
@@ -144,12 +143,12 @@ def test_what_was_tried_is_a_table() -> None:
     assert list(table.header) == ["candidate", "accuracy", "same prediction", ""]
     assert [list(row) for row in table.rows] == [
         ["hies, alpha 0.25", "0.8612", "95.1%", ""],
-        ["<b>|, 2 steps, token weights 0.1", "0.9000", "100.0%", "chosen"],
+        ["<b>|, token weights 0.1", "0.9000", "100.0%", "chosen"],
     ]
     markdown, page = render_markdown(report), render_html(report)
     assert "## How it was chosen, on held-out rows\n\n| candidate | accuracy |" in markdown
-    assert "| &lt;b>\\|, 2 steps, token weights 0.1 | 0.9000 | 100.0% | chosen |" in markdown
-    assert "<td>&lt;b&gt;|, 2 steps, token weights 0.1</td>" in page
+    assert "| &lt;b>\\|, token weights 0.1 | 0.9000 | 100.0% | chosen |" in markdown
+    assert "<td>&lt;b&gt;|, token weights 0.1</td>" in page
     without_labels = [{**row, "quality": None} for row in TRIED]
     assert "accuracy" not in tried_table(make_report(tried=without_labels)).header
     for nothing in (make_report(alpha_curve=[]), make_report(alpha_curve=[], tried=[])):

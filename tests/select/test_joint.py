@@ -396,23 +396,6 @@ def test_a_budget_that_cannot_be_met_names_the_kinds_there_are(modules: Sequence
         chosen(effects_of(modules, 0), modules, 0.01)
 
 
-def test_a_table_goes_on_after_a_cut() -> None:
-    modules = (heads("a", 4), block("m", 10))
-    table = table_of(modules, PRICE)
-    lost = {"a": 1, "m": 4}
-    left = table.after(lost)
-    assert [len(row) for row in left.saved.values()] == [4, 7]
-    for more in ({"a": 0, "m": 0}, {"a": 2, "m": 5}, {"a": 1, "m": 3}):
-        both = {name: lost[name] + count for name, count in more.items()}
-        # In shares of the dense cost: what was saved before, and what is saved now.
-        assert 1 - table.ratio(both) == pytest.approx((1 - table.ratio(lost)) + (1 - left.ratio(more)))
-    assert left.what == table.what
-    assert table.after({}) == table
-    # Timings of which the middle is slower than the ends stay as they are.
-    timed = CostTable("latency", {"a": (0.0, 0.1, 0.05, 0.3)}).after({"a": 1})
-    assert timed.saved["a"] == pytest.approx((0.0, -0.05, 0.2))
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_smaller_budgets_keep_a_part_of_what_larger_ones_keep(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "MOST_OPTIONS", 0)

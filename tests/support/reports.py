@@ -15,7 +15,7 @@ DATA: dict[str, Any] = {
     **{"evaluation_split": "validation", "held_out_samples": 0, "held_out_split": "train", "held_out_further": True},
     **{"name": None, "file": None, "fingerprint": "f"},
 }
-TRIED: dict[str, Any] = {"candidate": 0, "steps": 1, "token_weights": 1.0, "alpha": None, "chosen": False}
+TRIED: dict[str, Any] = {"candidate": 0, "token_weights": 1.0, "alpha": None, "chosen": False}
 
 # What a deployment found, with a cascade among the forms.
 _TIME = {"batch": 8, "sequence": 20, "phase": "rows", "ms": 3.0, "ratio_low": 0.4, "ratio_high": 0.5, "noisy": False}

@@ -144,8 +144,6 @@ def test_every_problem_of_a_grid_is_said_at_once(recipe_file: Path, tmp_path: Pa
         SweepGrid(modules=("both",))
     with pytest.raises(RecipeError, match="a criterion must be one of .* got 'auto'"):
         SweepGrid(criteria=("auto",))
-    with pytest.raises(RecipeError, match="a sweep scores heads once for all sparsities, got prune.steps: 2"):
-        sweep(PruningRecipe.from_yaml(recipe_file, {"prune.steps": 2}), SweepGrid(), tmp_path / "out")
     with pytest.raises(RequestError, match="runtime must be one of .*, got 'onnx'"):
         LatencyRequest("onnx").check(TextClassification)
 
