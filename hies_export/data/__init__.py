@@ -16,6 +16,7 @@ from .batches import (
     IGNORED,
     JUDGED_KEY,
     OWN_KEY,
+    PIECE_KEY,
     TOKEN_PLACES,
     Batch,
     are_tokens,

@@ -40,8 +40,11 @@ ANSWER_KEYS = ("context", "answers")
 OWN_KEY = "own"
 # Key of a batch of conversations, (rows,) bool: every label token is a prediction of its own, as answers may be long.
 CHAT_KEY = "chat"
+# Key of a batch whose tokens are of a smaller vocabulary, (rows, tokens) int64: 0, or at tokens that stand for one that
+# went, which piece of it they are, from 1. Labels are then judged by the token that they are of.
+PIECE_KEY = "piece"
 # What a batch may have that no model takes.
-_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY, CHAT_KEY))
+_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY, CHAT_KEY, PIECE_KEY))
 
 
 def are_tokens(labels: torch.Tensor) -> bool:

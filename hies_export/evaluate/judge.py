@@ -364,7 +364,7 @@ def metric_inputs(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], task: Task
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """Return the inputs of metrics, predictions and references of (samples,) and options, after a check."""
-    check_metrics(names, predicts=predictions.kind)
+    check_metrics(names, predicts=predictions.kind, trimmed=predictions.characters is not None)
     options = {"num_labels": predictions.values.shape[-1]} if predictions.kind == "classes" else {}
     return *task.table(predictions, references), options
 

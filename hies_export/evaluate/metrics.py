@@ -30,8 +30,9 @@ class Metric:
 
     name: str  # the name recipes give it
     # What it compares: "classes", "labels" (sets of them), "numbers" (of a regression, or the similarities of pairs),
-    # "tokens" (of generated text), "words" (their classes), "spans" (answers in a text), "choices" (among answers to a
-    # prompt) or "ranking" (of what is relevant). "own words" and "own ranking" compare with the dense model's.
+    # "tokens" (of generated text), "characters" (of the same, whose number is known), "words" (their classes), "spans"
+    # (answers in a text), "choices" (among answers to a prompt) or "ranking" (of what is relevant). "own words" and
+    # "own ranking" compare with the dense model's.
     of: str
     compute: Compute  # the function, of predictions and references; NaN if the metric is undefined
     higher_is_better: bool = True  # whether more is better
@@ -155,6 +156,15 @@ def _is_constant(*sides: np.ndarray) -> bool:
 def perplexity(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the exponential of the mean negative log-likelihood of all label tokens."""
     return float(np.exp(np.float64(math.fsum(predictions["nll"]) / references.sum())))
+
+
+@register_metric("nats_per_character", of="characters", higher_is_better=False, title="nats per character")
+def nats_per_character(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the mean negative log-likelihood of a character of all labels, in nats, whatever tokens they are cut into.
+
+    It is for a trimmed vocabulary, whose tokens are others, so that perplexities cannot be compared.
+    """
+    return math.fsum(predictions["nll"]) / predictions["characters"].sum()
 
 
 @register_metric("token_accuracy", of="tokens", title="token accuracy")
@@ -361,11 +371,17 @@ _PREDICTING = {
 
 
 def check_metrics(
-    names: Sequence[str], *, predicts: str = "classes", rows: RowsKind | None = None, labels: int | None = None
+    names: Sequence[str],
+    *,
+    predicts: str = "classes",
+    rows: RowsKind | None = None,
+    labels: int | None = None,
+    trimmed: bool = False,
 ) -> None:
     """Check, before any work, that every metric exists and fits what the model predicts, or what its rows are.
 
     With `labels`, how many the model has, metrics of classes, label sets and numbers are also tried on that many.
+    `trimmed` says whether the characters of tokens are counted, as models of two vocabularies are compared by them.
     """
     of = _Of((predicts, f"own {predicts}"), _PREDICTING.get(predicts, predicts)) if rows is None else _OF_ROWS[rows]
     problems: list[str] = []
@@ -375,7 +391,7 @@ def check_metrics(
         except RecipeError as error:
             problems += error.problems
             continue
-        if metric.of not in of.kinds:
+        if metric.of not in of.kinds and not (trimmed and predicts == "tokens" and metric.of == "characters"):
             fitting = ", ".join(known for known, other in METRICS.items() if other.of in of.kinds)
             problems.append(
                 f"the metrics of {of.words} must be among {fitting}, got {name!r}, which is for {metric.of}"

@@ -56,10 +56,11 @@ from ..tasks.registry import refuse_unknown
 from ..units.find import find_modules
 from ..units.heads import tower_of
 from ..units.units import PrunableModule, Selection
+from ..vocabulary.recut import in_new_numbers
 from .accept import check_model, warn_of_one_class
 from .draw import LEAST_FOR_LOSS, Splits, all_looks
 from .recipe import PruneSection
-from .trimming import PER_SAMPLE, Trimming, trim_in_memory
+from .trimming import PER_SAMPLE, Reading, Trimming, beside_whole, recut_of, trim_in_memory
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class Job:
         source: How the dense model is stored; None in memory.
         asked: The fields of the recipe, for the report; None in memory.
         trimming: The model as it was, if its vocabulary was trimmed: `model` is without the tokens that went.
+        reading: How rows are read; None in memory.
         seed: Seed of the criterion `random`; plans record it.
         began: When it began to be made, by `time.monotonic`.
         progress, clock: Where stages are shown, and their seconds by kind of work.
@@ -143,6 +145,7 @@ class Job:
     source: Source | None = None
     asked: Request | None = None
     trimming: Trimming | None = None
+    reading: Reading | None = None
     seed: int = 0
     began: float = 0.0
     progress: Progress = SILENT
@@ -236,7 +239,7 @@ class Job:
     def dense_predictions(self, batches: Sequence[Batch], progress: Progress = SILENT) -> Predictions:
         """Return the dense model's predictions of some batches; those of judged `rows` are predicted once.
 
-        They are of the model with its whole vocabulary if `rows.in_dense` has the batches in its tokens.
+        If the vocabulary was trimmed, they are of the model as it was, on the batches as it reads them.
         """
         in_dense = next((own for name, own in self.rows.in_dense.items() if getattr(self.rows, name) is batches), None)
         model, read = (self.dense, in_dense) if in_dense else (self.model, batches)
@@ -244,6 +247,8 @@ class Job:
             if of is model and rows is read:
                 return predictions
         found = predict(model, read, task=self.task, progress=progress)
+        if self.trimming is not None and in_dense and found.kind == "tokens":
+            found = in_new_numbers(found, self.task.references(read), self.trimming.kept)
         if any(rows is batches for rows in (self.rows.held_out, self.rows.promise, self.rows.evaluation)):
             self.predicted.append((model, read, found))
             warn_if_no_better_than_commonest(self.task, found, batches)
@@ -369,7 +374,7 @@ def job_in_memory(
     compensation_batches: Any,
     processor: Any,
     columns: Mapping[str, Any] | None,
-    vocabulary: Mapping[str, Any] | None,
+    vocabulary: Mapping[str, Any] | Sequence[str] | None,
     evaluation: ComparisonSection,
     shape: tuple[int, ...] | None,
     seed: int,
@@ -386,10 +391,11 @@ def job_in_memory(
     check_in_memory(model)
     if processor is not given.processor and isinstance(model, TextEncoder):
         model.read_by(processor)
-    dense_processor, trimming = processor, None
+    trimming = None
     if vocabulary is not None:
         given_rows = {"batches": batches, "held_out": held_out, "compensation_batches": compensation_batches}
-        model, processor, trimming = trim_in_memory(model, processor, given_rows, columns, vocabulary)
+        task = task_of(model)
+        model, processor, trimming = trim_in_memory(model, processor, given_rows, columns, vocabulary, task)
 
     def read(model: PreTrainedModel, processor: Any) -> tuple[Task, Rows]:
         task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
@@ -401,20 +407,22 @@ def job_in_memory(
         together = None if fields is None else fields.get("query") or fields.get("group")
         return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches, together)
 
-    task, rows = read(model, processor)
-    # An embedding model reads its texts in the order of their lengths, which are others in other tokens.
-    if trimming is not None and task.predicts in PER_SAMPLE and not task.embeds:
-        rows = replace(rows, in_dense={"held_out": read(trimming.dense, dense_processor)[1].held_out})
+    if trimming is None:
+        task, rows = read(model, processor)
+    else:
+        task, rows = _read_for_both(read, model, processor, trimming)
+        trimming = trimming.on(rows.in_dense.get("held_out", []), rows.held_out)
     timed = None if options.budget is None else options.budget.timed
     if timed is not None:
         check_runtime(timed.runtime, task=type(task))
         check_one_graph([timed.runtime], type(task))
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
     kind = kind_of_rows(rows.held_out, embeds=task.embeds)
-    metrics = evaluation.metrics or task.usual_metrics(rows=kind)
+    usual = task.usual_metrics(rows=kind)
+    metrics = evaluation.metrics or (usual if trimming is None else beside_whole(usual))
     limited = options.budget and options.budget.metric
     how: dict[str, Any] = {"predicts": task.predicts, "rows": kind, "labels": getattr(model.config, "num_labels", None)}
-    check_metrics((*metrics, *([limited] if limited else [])), **how)
+    check_metrics((*metrics, *([limited] if limited else [])), **how, trimmed=trimming is not None)
     job = make_job(
         model,
         rows,
@@ -432,6 +440,24 @@ def job_in_memory(
         check_job(job)
         check_apart(job)
     return job
+
+
+def _read_for_both(
+    read: Callable[[PreTrainedModel, Any], tuple[Task, Rows]],
+    model: PreTrainedModel,
+    processor: Any,
+    trimming: Trimming,
+) -> tuple[Task, Rows]:
+    """Return the task of a model without the tokens that went, and its rows, with the held-out ones for both models."""
+    whole, dense = read(trimming.dense, trimming.processor)
+    # Texts to embed come in the order of their lengths, which are others in other tokens.
+    if whole.predicts in PER_SAMPLE and not whole.embeds:
+        task, rows = read(model, processor)
+        return task, replace(rows, in_dense={"held_out": dense.held_out})
+    recut = recut_of(trimming, whole, processor, model.config).batches
+    in_dense, held_out = recut(dense.held_out)
+    rows = Rows(recut(dense.score)[1], held_out, recut(dense.refit)[1], in_dense={"held_out": in_dense})
+    return task_of(model, tolerance=whole.tolerance, threshold=whole.threshold), rows
 
 
 def _rows_in_memory(

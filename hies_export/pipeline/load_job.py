@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import load_config, refuse_quantised
 from ..checkpoint.load import Source, device_to_prune_on, load_dense, source_of, task_class
 from ..checkpoint.sentence import EMBEDDER, RERANKER, Unwrapped, kind_in, load_sentence
-from ..data.batches import Batch, by_length, check_one_size, is_of_documents
+from ..data.batches import Batch, check_one_size, is_of_documents
 from ..data.processors import load_processor, settle_padding, tokenizer_of
 from ..data.rows import load_rows, taken_from
 from ..data.splits import may_overlap, whole_split
@@ -43,7 +43,7 @@ from ..vocabulary.kept import check_request
 from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
 from .job import Job, Rows, check_apart, check_job, make_job, promised_metric
 from .recipe import PruningRecipe
-from .trimming import Texts, read_in_dense, texts_in, texts_of, trim
+from .trimming import Reading, Texts, beside_whole, read_tokens, texts_in, texts_of, trim
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +61,15 @@ def load_job(recipe: PruningRecipe, *, progress: Progress = SILENT) -> Job:
     whole = task = _to_read(task, recipe, found, processor, metrics)
     model, trimming = None, None
     if recipe.vocabulary is not None:
-        texts = _texts(recipe, recipe.vocabulary)
-        check_request(tokenizer_of(processor), texts.used, keep=recipe.vocabulary.keep)
+        texts = _texts(recipe, recipe.vocabulary, whole)
         dense = _load(recipe, found, task, processor, progress)
         progress.stage("trim the vocabulary")
         model, processor, trimming = trim(dense, processor, texts, recipe.vocabulary)
         whole.config = trimming.dense.config
         task = _to_read(_task(recipe, found, model), recipe, found, processor, metrics)
         task.config = model.config
-    load = rows_of(recipe, task)
+    # Blocks of text are cut where the model as it was reads so many tokens.
+    load = rows_of(recipe, whole)
     draws = Draws.of(options, recipe.calibration, recipe.compound)
     splits = hold_out(splits_of(recipe), _promise(recipe, draws, task, metrics), load)
     drawn = draw(splits, load, options, draws)
@@ -77,14 +77,18 @@ def load_job(recipe: PruningRecipe, *, progress: Progress = SILENT) -> Job:
     if model is None:
         model = _load(recipe, found, task, processor, progress)
     task.config = model.config
+    reading = Reading(task, processor, whole, trimming)
+    batches = read_drawn(recipe, reading, drawn)
+    evaluation, in_dense = reading.to_judge(rows, splits.evaluation.batch_size)
     batches = replace(
-        read_drawn(recipe, task, drawn),
-        evaluation=_shortest_first(task, rows, splits.evaluation.batch_size),
+        batches,
+        evaluation=evaluation,
         evaluation_of=taken_from(rows),
-        in_order=_in_order(task, rows),
+        in_order=_in_order(reading, rows),
         splits=splits,
-        in_dense=_in_dense(recipe, whole, task, {"held_out": drawn.held_out, "evaluation": rows}, splits),
+        in_dense={**batches.in_dense, "evaluation": in_dense},
     )
+    trimming = trimming and trimming.on(in_dense, evaluation)
     progress.stage("find the units that may go")
     job = make_job(
         model,
@@ -103,6 +107,7 @@ def load_job(recipe: PruningRecipe, *, progress: Progress = SILENT) -> Job:
         source=_source(recipe, found, model, config),
         asked=requested(recipe, splits),
         trimming=trimming,
+        reading=reading,
         seed=recipe.calibration.seed,
         began=began,
         progress=progress,
@@ -124,29 +129,19 @@ def _load(recipe: PruningRecipe, found: _Checkpoint, task: Task, processor: Any,
     return model
 
 
-def _texts(recipe: PruningRecipe, asked: VocabularySection) -> Texts:
-    """Return the texts that the recipe names; those of the evaluated split show what the trimming does to others."""
-    data = recipe.data
-
-    def of(split: str) -> list[str]:
-        return texts_of(load_rows(**data.source, split=split), data)
-
+def _texts(recipe: PruningRecipe, asked: VocabularySection, task: Task) -> Texts:
+    """Return the texts that the recipe names, and how often a task reads each token, after checks without a model."""
     if asked.files:
-        used, source = texts_in(asked.files), ", ".join(file.name for file in asked.files)
+        texts = texts_in(asked.files, task)
     else:
-        used, source = of(recipe.calibration.split), f"the split {recipe.calibration.split}"
-    return Texts(used, of(recipe.evaluation.split), source)
-
-
-def _in_dense(
-    recipe: PruningRecipe, whole: Task, task: Task, samples: Mapping[str, datasets.Dataset], splits: Splits
-) -> dict[str, list[Batch]]:
-    """Return the rows that are judged as the dense model reads them; nothing if it has the same vocabulary."""
-    if recipe.vocabulary is None:
-        return {}
-    size = {"held_out": recipe.calibration.batch_size, "evaluation": splits.evaluation.batch_size}
-    found = {name: read_in_dense(whole, task, rows, size[name]) for name, rows in samples.items()}
-    return {name: batches for name, batches in found.items() if batches}
+        split = recipe.calibration.split
+        rows = load_rows(**recipe.data.source, split=split, numbered=True)
+        task.check_rows(rows)
+        prompt = [] if recipe.data.prompt is None else [recipe.data.prompt]
+        used = [*texts_of(rows, task.columns_of_text), *prompt]
+        texts = Texts(used, read_tokens(task, rows), f"the split {split}")
+    check_request(tokenizer_of(task.processor), texts.used, keep=asked.keep)
+    return texts
 
 
 def _source(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel, config: Any) -> Source:
@@ -171,16 +166,17 @@ def rows_of(recipe: PruningRecipe, task: Task) -> Callable[..., datasets.Dataset
     return partial(task.load, **recipe.data.source)
 
 
-def read_drawn(recipe: PruningRecipe, task: Task, drawn: Drawn) -> Rows:
+def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
     """Return the batches that decide which units a model loses."""
     size = recipe.calibration.batch_size
-    held_out = _shortest_first(task, drawn.held_out, size)
+    held_out, dense = reading.to_judge(drawn.held_out, size)
     return Rows(
-        score=task.read(drawn.scoring, size=size),
+        score=reading.read(drawn.scoring, size=size),
         held_out=held_out,
-        refit=task.read(drawn.compensation, size=size, use="refit"),
+        refit=reading.read(drawn.compensation, size=size, use="refit"),
         # The compounds of `deploy` keep the promise that its cuts keep.
-        promise=_shortest_first(task, drawn.promised, size) if recipe.deploy is None else held_out,
+        promise=reading.to_judge(drawn.promised, size)[0] if recipe.deploy is None else held_out,
+        in_dense={"held_out": dense},
     )
 
 
@@ -258,10 +254,10 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     return task.read(drawn.compensation, size=recipe.calibration.batch_size, use="refit")
 
 
-def _in_order(task: Task, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
+def _in_order(reading: Task | Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
     first = rows.select(range(min(len(rows), ROWS)))
     # Documents are embedded once, and queries while somebody waits.
-    return lambda size: [batch for batch in task.read(first, size=size, use="time") if not is_of_documents(batch)]
+    return lambda size: [batch for batch in reading.read(first, size=size, use="time") if not is_of_documents(batch)]
 
 
 def _task(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel | None = None) -> Task:
@@ -281,12 +277,12 @@ def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
     # For questions with choices, token metrics judge only the right choices.
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
     choices = task.generative and recipe.data.label is not None and not of_tokens
-    metrics = recipe.evaluation.metrics or task.usual_metrics(
-        rows=rows, answers=recipe.data.answer is not None, choices=choices
-    )
+    trimmed = recipe.vocabulary is not None
+    usual = task.usual_metrics(rows=rows, answers=recipe.data.answer is not None, choices=choices)
+    metrics = recipe.evaluation.metrics or (beside_whole(usual) if trimmed else usual)
     predicts = "choices" if choices else task.predicts
     names, labels = tuple(dict.fromkeys((*metrics, *extra))), getattr(task.config, "num_labels", None)
-    check_metrics(names, predicts=predicts, rows=rows, labels=labels)
+    check_metrics(names, predicts=predicts, rows=rows, labels=labels, trimmed=trimmed)
     return tuple(metrics)
 
 
@@ -396,7 +392,3 @@ def _to_read(
     if metrics and METRICS[metrics[0]].of == "choices" and isinstance(task, TextGeneration):
         task = task.of_choices()
     return task.to_read(columns, processor)
-
-
-def _shortest_first(task: Task, samples: datasets.Dataset, batch_size: int) -> list[Batch]:
-    return by_length(task.read(samples, size=batch_size, use="judge"), config=task.config)

@@ -194,6 +194,11 @@ class PruneResult:
             (True, torch.Size([4, 3]))
         """
         job = self.job
+        if job.trimming is not None:
+            raise RequestError(
+                "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary= took some "
+                "away; prune without it"
+            )
         read: dict[str, Any] = {"task": job.task, "processor": job.processor, "columns": columns}
         batches = batches_of(job.model, rows, what="rows", **read)
         return Cascade.choose(self.slim.model, job.model, batches, disagreement=disagreement, processor=job.processor)
@@ -240,7 +245,7 @@ def prune(
     keep_layers: Sequence[int] = (),
     multiple_of: int | MultipleOf | Mapping[str, int] = 1,
     compensation: CompensationSection | Mapping[str, Any] | Literal["usual"] | None = "usual",
-    vocabulary: Mapping[str, Any] | None = None,
+    vocabulary: Mapping[str, Any] | Sequence[str] | None = None,
     plan: PruningPlan | None = None,
     held_out: Any = None,
     compensation_batches: Any = None,
@@ -288,8 +293,9 @@ def prune(
         multiple_of: Divisor of the number of units left in a layer.
         compensation: How layers are refitted after the cut, see `CompensationSection`; None for no refit. "usual" is as
             the budget asks, and None with a plan.
-        vocabulary: Remove the tokens that texts do not use: the arguments of `trim_vocabulary`, whose `texts` are by
-            default those of `batches`, which are then a data set or a list of texts. It needs no budget.
+        vocabulary: Remove the tokens that texts do not use: a list of texts, or arguments of `trim_vocabulary`, whose
+            `texts` are by default those of `batches`, which are then a data set or a list of texts. Both models are
+            compared as each reads the rows, a language model by nats per character. It needs no budget.
         plan: Cut by this plan instead of choosing. Only `compensation` applies then.
         held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the
             result is measured on. By default a quarter of `batches`, which then is not used for scoring: drawn, the

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,72 +13,119 @@ import datasets
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch, by_length
-from ..data.processors import tokenizer_of
+from ..data.processors import padding_token, tokenizer_of
 from ..data.rows import column_values, load_rows, own_columns
 from ..errors import DataError, RequestError
 from ..files import Rule, check
-from ..model.text_encoder import TextEncoder
-from ..recipe.sections import Columns, VocabularySection
+from ..recipe.sections import VocabularySection
 from ..tasks import Task
-from ..tasks.given import holds_inputs
-from ..tasks.prompts import template_fields
+from ..tasks.given import holds_inputs, rows_to_read
+from ..tasks.task import Use
 from ..vocabulary.kept import KeptTokens, check_request
-from ..vocabulary.tokenizer import compare_cuts
+from ..vocabulary.recut import Recut, compare_cuts
+from ..vocabulary.tokenizer import CutBeside
 from ..vocabulary.trim import VocabularyFacts, trim_vocabulary
 
 _VOCABULARY = Rule("vocabulary= must be arguments of trim_vocabulary", "see there")
-# Predictions of these kinds are one for each sample, whatever its tokens.
-PER_SAMPLE = ("classes", "labels", "numbers", "embeddings")
+# Predictions of these kinds are one for each sample, whatever its tokens, so that each model reads samples by itself.
+PER_SAMPLE = ("classes", "labels", "numbers", "embeddings", "spans")
 
 
 @dataclass(frozen=True)
 class Trimming:
-    """What was trimmed: the model as it was, the tokens that stay, and what that does to other texts."""
+    """What was trimmed: the model as it was and what reads its inputs, the tokens that stay, and what is said of it."""
 
     dense: PreTrainedModel
+    processor: Any
     kept: KeptTokens
     facts: VocabularyFacts
+
+    def on(self, dense: Sequence[Batch], slim: Sequence[Batch]) -> Trimming:
+        """Return the same with what it does to the rows that both models are judged on, as each reads them."""
+        judged = compare_cuts(dense, slim, self.kept) if dense else self.facts.judged
+        return replace(self, facts=replace(self.facts, judged=judged))
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts that say which tokens stay, and those that show what a trimming does to others.
+    """What says which tokens stay.
 
     Attributes:
-        used: Those whose tokens stay.
-        judged: Those that show what the trimming does to others.
-        source: Where the used ones are from, for the report.
+        used: Texts whose tokens stay.
+        read: How often each token occurs as a task reads them.
+        source: Where they are from, for the report.
     """
 
     used: Sequence[str]
-    judged: Sequence[str]
+    read: Mapping[int, int]
     source: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of a job are read: by a task, and by that of the model as it was if the vocabulary was trimmed."""
+
+    task: Task
+    processor: Any
+    whole: Task
+    trimming: Trimming | None
+
+    def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
+        """Return batches of samples as the model reads them that is pruned."""
+        if self._recut is None:
+            return self.task.read(samples, size=size, use=use)
+        return self._recut.batches(self.whole.read(samples, size=size, use=use))[1]
+
+    def to_judge(self, samples: datasets.Dataset, size: int) -> tuple[list[Batch], list[Batch]]:
+        """Return batches to judge predictions on, shortest samples first, and the same for the model as it was, if any.
+
+        Both have the samples in the same order.
+        """
+        if self._recut is not None:
+            dense = by_length(self.whole.read(samples, size=size, use="judge"), config=self.whole.config)
+            return self._recut.batches(dense)[::-1]
+        slim = by_length(self.task.read(samples, size=size, use="judge"), config=self.task.config)
+        if self.trimming is None or not len(samples):
+            return slim, []
+        own, smaller = (one.read(samples, size=size, use="time") for one in (self.whole, self.task))
+        # The windows of a question have its number, and may be more in other tokens.
+        like = None if self.task.predicts == "spans" else smaller
+        return slim, by_length(own, config=self.whole.config, like=like)
+
+    @cached_property
+    def _recut(self) -> Recut | None:
+        if self.trimming is None or self.task.predicts in PER_SAMPLE:
+            return None
+        return recut_of(self.trimming, self.whole, self.processor, self.task.config)
+
+
+def beside_whole(metrics: Sequence[str]) -> tuple[str, ...]:
+    """Return metrics by which models of other tokens compare: the unit of a language model's loss is the same text."""
+    return tuple("nats_per_character" if name == "perplexity" else name for name in metrics)
+
+
+def recut_of(trimming: Trimming, whole: Task, processor: Any, config: Any) -> Recut:
+    """Return what turns the batches of the model as it was, and of the task that reads them, into the smaller one's."""
+    tokenizers = tokenizer_of(trimming.processor), tokenizer_of(processor)
+    return Recut.of(whole, trimming.kept, tokenizers, padding_token(tokenizers[1], config))
 
 
 def trim(
     model: PreTrainedModel, processor: Any, texts: Texts, asked: VocabularySection
 ) -> tuple[PreTrainedModel, Any, Trimming]:
-    """Return a model and its processor without the tokens that texts do not use, and what it does to judged texts.
-
-    What is put around texts counts as a text: the prompts of a SentenceTransformer, and a chat template.
-    """
-    tokenizer = tokenizer_of(processor)
-    around = model.reader.prompts if isinstance(model, TextEncoder) else []
-    if isinstance(template := getattr(tokenizer, "chat_template", None), str):
-        around.append(template)
+    """Return a model and its processor without the tokens that texts do not use."""
     options: dict[str, Any] = {"keep": asked.keep, "multiple_of": asked.multiple_of, "min_count": asked.min_count}
-    trimmed = trim_vocabulary(model, processor, [*texts.used, *around * asked.min_count], **options)
-    smaller = tokenizer_of(trimmed.processor)
+    trimmed = trim_vocabulary(model, processor, texts.used, read=texts.read, **options)
     facts = VocabularyFacts(
         total=trimmed.kept.total,
         kept=len(trimmed.kept.rows),
         source=texts.source,
         texts=len(texts.used),
         min_count=asked.min_count,
-        judged=compare_cuts(tokenizer, smaller, texts.judged, trimmed.kept),
+        judged=CutBeside(0, 0, 0, 0),
         max_abs=trimmed.max_abs,
     )
-    return trimmed.model, trimmed.processor, Trimming(model, trimmed.kept, facts)
+    return trimmed.model, trimmed.processor, Trimming(model, processor, trimmed.kept, facts)
 
 
 def trim_in_memory(
@@ -84,12 +133,10 @@ def trim_in_memory(
     processor: Any,
     rows: Mapping[str, Any],
     columns: Mapping[str, Any] | None,
-    vocabulary: Mapping[str, Any],
+    vocabulary: Mapping[str, Any] | Sequence[str],
+    task: Task,
 ) -> tuple[PreTrainedModel, Any, Trimming]:
-    """Trim the vocabulary of a model in memory; the `rows` are those of `prune`, by its arguments.
-
-    Held-out rows show what the trimming does to other texts.
-    """
+    """Trim the vocabulary of a model in memory; the `rows` are those of `prune`, by its arguments."""
     if processor is None:
         raise RequestError("vocabulary= needs processor=, the model's tokenizer, got none")
     for name, some in rows.items():
@@ -98,16 +145,37 @@ def trim_in_memory(
                 f"with vocabulary=, {name}= must be read anew, as tokens get other numbers, but it has the model's "
                 "inputs already; give a data set of texts, and columns= if it also has inputs, or a list of texts"
             )
-    options, given = dict(vocabulary), [_texts_given(rows[name]) for name in ("batches", "held_out")]
-    texts = options.pop("texts", given[0])
-    if not texts:
+    options = dict(vocabulary) if isinstance(vocabulary, Mapping) else {"texts": vocabulary}
+    texts, batches = options.pop("texts", None), rows["batches"]
+    asked = check(options, VocabularySection, _VOCABULARY, where="vocabulary")
+    if not (used := _texts_given(batches) if texts is None else texts):
         raise DataError(
             "vocabulary= needs texts to see which tokens they use: give batches= as a data set or a list of texts, or "
             'vocabulary={"texts": [...]}'
         )
-    asked = check(options, VocabularySection, _VOCABULARY, where="vocabulary")
-    check_request(tokenizer_of(processor), texts, keep=asked.keep)
-    return trim(model, processor, Texts(texts, given[1] or given[0] or texts, "texts given"), asked)
+    check_request(tokenizer_of(processor), used, keep=asked.keep)
+    given, reader = rows_to_read(batches, what="batches", task=task, processor=processor, columns=columns)
+    read = read_tokens(reader, given) if texts is None else tokens_in_place(reader, used)
+    return trim(model, processor, Texts(used, read, "texts given"), asked)
+
+
+def read_tokens(task: Task, rows: datasets.Dataset) -> Counter[int]:
+    """Return how often each token occurs in all that a task reads of rows."""
+    reader = task.in_full()
+    counts: Counter[int] = Counter()
+    for ids in reader.tokens(reader.samples(rows)):
+        counts.update(ids.tolist())
+    return counts
+
+
+def tokens_in_place(task: Task, texts: Sequence[str]) -> Counter[int]:
+    """Return how often each token occurs in texts that stand wherever a task reads one: in prompts, pairs, answers."""
+    if task.generative and not task.columns.prompt:  # as they stand
+        return Counter()
+    texts = [text for text in texts if text.strip()]
+    rows = datasets.Dataset.from_dict(dict.fromkeys(task.columns_of_text, texts))
+    alone = task.columns.model_copy(update={"label": None, "group": None})
+    return read_tokens(task.to_read(alone, task.processor), rows)
 
 
 def _texts_given(rows: Any) -> list[str]:
@@ -117,14 +185,10 @@ def _texts_given(rows: Any) -> list[str]:
     return [*_texts(rows)] if isinstance(rows, (list, tuple)) and not any(isinstance(r, dict) for r in rows) else []
 
 
-def texts_of(rows: datasets.Dataset, columns: Columns | None = None) -> list[str]:
-    """Return the texts in some columns of rows, by default in all, and the prompt of the columns, if they have one."""
-    asked = list(own_columns(rows))
-    if columns is not None:
-        named = (*columns.text, *columns.messages, columns.query, columns.document, columns.answer)
-        asked = list(dict.fromkeys(name for name in (*named, *template_fields(columns.prompt or "")) if name))
-    found = [text for column in asked if column in rows.column_names for text in _texts(column_values(rows, column))]
-    return found if columns is None or columns.prompt is None else [*found, columns.prompt]
+def texts_of(rows: datasets.Dataset, columns: Sequence[str] | None = None) -> list[str]:
+    """Return the texts in some columns of rows, by default in all."""
+    asked = own_columns(rows) if columns is None else columns
+    return [text for column in asked if column in rows.column_names for text in _texts(column_values(rows, column))]
 
 
 def _texts(values: Iterable[Any]) -> Iterator[str]:
@@ -139,20 +203,22 @@ def _texts(values: Iterable[Any]) -> Iterator[str]:
             yield from _texts(value.values())
 
 
-def texts_in(files: Sequence[Path]) -> list[str]:
-    """Return the texts in all columns of some files; raises DataError if there are none."""
-    found = [text for file in files for text in texts_of(load_rows(files={"texts": file}, split="texts"))]
-    if not found:
-        raise DataError(f"vocabulary.files must have a column of text, but {files[0]} has none; name files of texts")
-    return found
+def texts_in(files: Sequence[Path], task: Task) -> Texts:
+    """Return the texts in all columns of some files, as they stand, and as a task reads them.
 
-
-def read_in_dense(dense: Task, task: Task, samples: datasets.Dataset, size: int) -> list[Batch]:
-    """Return batches of samples as a model with all tokens reads them, in the order in which `task` is judged on them.
-
-    Empty if predictions of the task are not one for each sample, so that those of other tokens cannot be compared.
+    Raises:
+        DataError: A file has no text.
     """
-    if task.predicts not in PER_SAMPLE or not len(samples):
-        return []
-    own, smaller = (one.read(samples, size=size, use="time") for one in (dense, task))
-    return by_length(own, config=dense.config, like=smaller)
+    used: list[str] = []
+    read: Counter[int] = Counter()
+    for file in files:
+        rows = load_rows(files={"texts": file}, split="texts")
+        if not (found := texts_of(rows)):
+            raise DataError(f"vocabulary.files must have a column of text, but {file} has none; name files of texts")
+        used += found
+        read += tokens_in_place(task, found)
+        asked = task.columns
+        named = {*task.columns_of_text, *filter(None, (asked.image, asked.label, asked.group))}
+        if named <= {*rows.column_names}:
+            read |= read_tokens(task, rows)
+    return Texts(used, read, ", ".join(file.name for file in files))

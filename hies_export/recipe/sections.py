@@ -397,13 +397,14 @@ class VocabularySection(Section):
     """Remove the tokens that texts do not use, with their rows of the embeddings and of a language model's head.
 
     Heads and neurons are scored, cut and refitted on the model that is left. Held-out rows are read with the smaller
-    vocabulary and compared with the predictions of the model as it was, if these are classes, label sets, numbers or
-    embeddings; predictions of other tasks are compared with those of the model without the tokens. A budget counts what
-    the tokens save, but a budget of time is relative to the model without them.
+    vocabulary and compared with the predictions of the model as it was; a language model is judged by
+    `nats_per_character`. A budget counts what the tokens save, but a budget of time is relative to the model without
+    them.
 
     Attributes:
-        files: Files of texts like those that will be read, as for `data.files`: all columns of text count. By default
-            the columns that `data` names, of all rows of the split that units are scored on.
+        files: Files of texts like those that will be read, as for `data.files`: all columns of text count, by
+            themselves and in place of the columns that `data` names. By default all rows of the split that units are
+            scored on, as they are read.
         min_count: How often a token must occur in them to stay.
         keep: Tokens that stay in any case, as the vocabulary spells them, such as "##ing" or "Ġthe".
         multiple_of: Divisor of the number of tokens that stay; on a GPU, the head of a language model is fast with 64.

@@ -74,7 +74,7 @@ def vocabulary_words(facts: VocabularyFacts) -> str:
     judged, more = facts.judged, facts.judged.tokens_ratio - 1
     return (
         f"The vocabulary has the {facts.kept:,} of {facts.total:,} tokens that {facts.texts:,} texts of {facts.source} "
-        f"need{often}. Of the {judged.texts:,} evaluated texts, {_percent(judged.share_otherwise):.1f} % are cut "
+        f"need{often}. Of the {judged.texts:,} evaluated rows, {_percent(judged.share_otherwise):.1f} % are read "
         f"otherwise, which makes {100 * more:.1f} % more tokens in all. A text in another language, or of another "
         "kind, is cut into many more tokens, which the model was not trained on: do not use it for these."
     )

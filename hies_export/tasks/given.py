@@ -60,25 +60,16 @@ def batches_of(
         DataError: Texts are no texts, or blank; or the batches do not suit the model.
         RequestError: The processor is missing, or columns are given where there are none.
     """
-    fields: Mapping[str, Any] | None = columns
-    if isinstance(given, datasets.Dataset):
-        if holds_inputs(model, given, columns):
-            given = _of_inputs(model, given, processor, task)
-        elif columns is None and (fields := usual_columns(given, type(task))) is None:
-            raise DataError(
-                f"{task.name} needs columns= that name what to read ({task.needs}), such as "
-                f"columns={{'text': 'sentence'}}, got none for a data set with {listed(own_columns(given))}"
-            )
-    elif columns is not None:
-        raise RequestError(
-            f"columns= belongs to a datasets.Dataset, but {what} is a {type(given).__name__}; leave it out"
+    if isinstance(given, datasets.Dataset) and holds_inputs(model, given, columns):
+        batches = check_batches(model, _of_inputs(model, given, processor, task), task, what=what)
+    elif isinstance(given, datasets.Dataset) or columns is not None or _are_texts(given):
+        rows, task = rows_to_read(
+            given, what=what, task=task, processor=processor, columns=columns, max_length=max_length
         )
-    elif isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given):
-        given, fields = _of_texts(given, what, task)
-    if fields is None:
-        batches = check_batches(model, given, task, what=what)
+        if not (batches := task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)):
+            raise DataError(f"{what} must have at least one row, got an empty data set")
     else:
-        batches = _of_rows(given, what, task, processor, {"max_length": max_length, **fields}, use)
+        batches = check_batches(model, given, task, what=what)
     if task.predicts in ("words", "tokens"):
         batches = [_padding_unlabelled(batch, shift=task.shift) for batch in batches]
     return [task.canonical(model, batch) for batch in batches]
@@ -89,6 +80,10 @@ def holds_inputs(model: PreTrainedModel, given: Any, columns: Mapping[str, Any] 
     if isinstance(given, datasets.Dataset):
         return columns is None and model.main_input_name in given.features
     return not isinstance(given, (list, tuple)) or any(isinstance(item, Mapping) for item in given)
+
+
+def _are_texts(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given)
 
 
 def _is_pair(item: Any) -> bool:
@@ -157,21 +152,37 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, t
     return found
 
 
-def _of_rows(
-    rows: datasets.Dataset, what: str, task: Task, processor: Any, fields: Mapping[str, Any], use: Use
-) -> list[Batch]:
-    """Return the batches of a data set of texts or images, given the fields of `Columns`."""
+def rows_to_read(
+    given: Any,
+    *,
+    what: str,
+    task: Task,
+    processor: Any,
+    columns: Mapping[str, Any] | None,
+    max_length: int | None = None,
+) -> tuple[datasets.Dataset, Task]:
+    """Return the rows of a data set, or of a list of texts, and the task that reads them, by arguments as above."""
+    fields: Mapping[str, Any] | None = columns
+    if not isinstance(given, datasets.Dataset):
+        if columns is not None:
+            raise RequestError(
+                f"columns= belongs to a datasets.Dataset, but {what} is a {type(given).__name__}; leave it out"
+            )
+        given, fields = _of_texts(given, what, task)
+    elif columns is None and (fields := usual_columns(given, type(task))) is None:
+        raise DataError(
+            f"{task.name} needs columns= that name what to read ({task.needs}), such as "
+            f"columns={{'text': 'sentence'}}, got none for a data set with {listed(own_columns(given))}"
+        )
     if processor is None:
         raise RequestError(
-            f"{what} with the columns {listed(own_columns(rows))} needs processor=, the model's tokenizer or processor"
+            f"{what} with the columns {listed(own_columns(given))} needs processor=, the model's tokenizer or processor"
         )
-    columns = check(dict(fields), Columns, _COLUMNS, where="columns")
-    task = task.to_read(columns, processor)
-    task.check_rows(rows)
-    found = task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)
-    if not found:
-        raise DataError(f"{what} must have at least one row, got an empty data set")
-    return found
+    task = task.to_read(
+        check({"max_length": max_length, **(fields or {})}, Columns, _COLUMNS, where="columns"), processor
+    )
+    task.check_rows(given)
+    return given, task
 
 
 def usual_columns(

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DataError, refusing
 from .late import data, torch
 from .prompts import answer_text, end_of_text, tokenise
-from .task import Use, batched
+from .task import AT_ONCE, Task, Use, batched
 from .text_generation import TextGeneration, check_answer, with_positions
 
 if TYPE_CHECKING:
     import datasets
     import PIL.Image
+    from torch import Tensor
 
     from ..data import Batch
 
@@ -54,6 +55,12 @@ class ImageTextToText(TextGeneration):
                 "processor.num_additional_image_tokens = 1 (if the vision model has a class token), and save it with "
                 "save_pretrained"
             )
+
+    def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
+        """Yield the tokens of all prompts and answers, and of some with their images, to which processors add some."""
+        yield from super().tokens(samples)
+        if self.columns.image in samples.column_names:
+            yield from Task.tokens(self, samples.select(range(min(AT_ONCE, len(samples)))))
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of images, prompts and answers, of which nothing is cut."""

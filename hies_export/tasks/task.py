@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 AnyTask = TypeVar("AnyTask", bound="Task")
 Item = TypeVar("Item")
 
+# Samples whose tokens are counted at once.
+AT_ONCE = 64
 # The fields of a recipe's `data` that name columns.
 COLUMNS = ("text", "image", "messages", "prompt", "answer", "query", "document", "label", "group")
 # What rows are read for: to score units by their labels, to refit without them, to judge predictions with all that
@@ -47,7 +49,7 @@ class Predictions:
         sample: The sample of each value, (values,) int64, in order; None if each has its own.
         whole: Whether all values of a sample are one prediction, as the tokens of an answer are.
         nll: The negative log-likelihood of each label token, (values,) float32, in nats.
-        characters: The length of each choice, (questions, choices) float64.
+        characters: The length of each choice, (questions, choices), or of all labels of a sample, (samples,), float64.
         contexts: The text that each question is about.
         places: The characters of a text where each word begins and ends, (values, 2) int64; None for lists of words.
     """
@@ -184,15 +186,21 @@ class Task(ABC):
             self.check_rows(rows)
             return self.draw(rows, **drawn)
 
+    @property
+    def columns_of_text(self) -> list[str]:
+        """The columns that texts are read from."""
+        asked = self.columns
+        of_queries = (asked.query, asked.document)
+        names = (*asked.text, *of_queries, *asked.messages, *template_fields(asked.prompt or ""), asked.answer)
+        return [name for name in dict.fromkeys(names) if name]
+
     def check_rows(self, rows: datasets.Dataset) -> None:
         """Check that the model can be fed with these rows, before anything is computed."""
         columns = self.columns
         if refusal := self.refusal(columns):
             raise DataError(f"{refusal}; the data has {listed(data.own_columns(rows))}")
         inputs = (*columns.text, *([columns.image] if columns.image else []))
-        asked = (columns.query, columns.document, *columns.messages, *template_fields(columns.prompt or ""))
-        others = (*asked, columns.answer, columns.group, columns.label)
-        for column in (*inputs, *(name for name in others if name)):
+        for column in (*inputs, *self.columns_of_text, *(name for name in (columns.group, columns.label) if name)):
             if column not in rows.column_names:
                 known = data.own_columns(rows)
                 raise DataError(
@@ -242,6 +250,16 @@ class Task(ABC):
         if use == "refit" and not self.places_by_labels:
             task = self._changed(columns=self.columns.model_copy(update={"label": None}))
         return list(task.batches(samples, size, use)) if len(samples) else []
+
+    def in_full(self: AnyTask) -> AnyTask:
+        """Return the same task, which reads all that rows have; by default, it does."""
+        return self
+
+    def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
+        """Yield the tokens, (tokens,) int64, that a model reads of samples or has to predict, without padding."""
+        yield from (
+            batch["input_ids"][batch["attention_mask"] != 0] for batch in self.batches(samples, AT_ONCE, "score")
+        )
 
     @abstractmethod
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:

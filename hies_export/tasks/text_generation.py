@@ -7,6 +7,7 @@ import logging
 import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +27,7 @@ from .prompts import (
     template_fields,
     tokenise,
 )
-from .task import AnyTask, Predictions, Task, Use, batched
+from .task import AT_ONCE, AnyTask, Predictions, Task, Use, batched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Default tokens of a block of plain text, if the model takes as many.
 BLOCK_LENGTH = 512
+# The number of a token that is read in pieces, all of which are predicted.
+WHOLE = -1
 # The one column of samples that are packed blocks.
 BLOCK = "input_ids"
 # Texts that are tokenised at once.
@@ -76,6 +79,8 @@ class TextGeneration(Task):
     # Whether every choice becomes a row of a batch to judge, without the end-of-text token. Such batches describe their
     # rows (`CHOICE_KEYS`), and predictions are those of choices.
     every_choice = False
+    # Whether packing drops the incomplete last block.
+    whole_blocks = True
 
     def of_choices(self: AnyTask) -> AnyTask:
         """Return the same task, which is judged by the likelihood of every choice."""
@@ -87,6 +92,18 @@ class TextGeneration(Task):
     def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the columns of rows on which chat models are tuned, if a data set has them."""
         return columns_of_chats(features) if "messages" in cls.reads else None
+
+    def in_full(self: AnyTask) -> AnyTask:
+        """Return the same task, which reads every choice, and the incomplete last block."""
+        return self._changed(every_choice=self.columns.label is not None, whole_blocks=False)
+
+    def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
+        """Yield the tokens of blocks, or of all that plain texts or prompts with answers have, nothing of it cut."""
+        if samples.column_names == [BLOCK]:
+            for part in batched(range(len(samples)), AT_ONCE):
+                yield from map(torch.tensor, samples[part][BLOCK])
+            return
+        yield from (torch.tensor(ids) for ids, _ in self._rows(samples, "judge", None)[0])
 
     @property
     def prompted(self) -> bool:
@@ -123,7 +140,8 @@ class TextGeneration(Task):
         length = data.token_limit(self.processor, self.config, asked) or BLOCK_LENGTH
         length = length if asked is not None else min(length, BLOCK_LENGTH)
         length -= len(self._begin)
-        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
+        options: dict[str, Any] = {"length": length, "whole": self.whole_blocks}
+        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, **options)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of blocks or of plain texts, or of prompts with answers or conversations, cut on the left."""
@@ -131,17 +149,21 @@ class TextGeneration(Task):
             yield from (self._blocks(samples, part) for part in batched(range(len(samples)), size))
             return
         tokenizer, limit = self.prepare_tokenizer()
-        if self.prompted:
-            samples, choices = self.with_one_answer(samples, use)
-            counted = self._answers(samples, choices, tokenizer, limit)
-        else:
-            read = self._conversations if self.columns.messages else self._plain_texts
-            counted, choices = read(samples, tokenizer, limit), None
+        counted, choices = self._rows(samples, use, limit)
         for part in batched(range(len(counted)), size):
             batch = self._padded([counted[row] for row in part], tokenizer)
             if self.columns.messages:
                 batch[data.CHAT_KEY] = torch.ones(len(part), dtype=torch.bool)
             yield batch if choices is None else batch | choices.of(part)
+
+    def _rows(self, samples: datasets.Dataset, use: Use, limit: int | None) -> tuple[list[Tokens], Choices | None]:
+        """Return the tokens of each row to read, with a description of choices."""
+        tokenizer, _ = self.prepare_tokenizer()
+        if not self.prompted:
+            read = self._conversations if self.columns.messages else self._plain_texts
+            return read(samples, tokenizer, limit), None
+        samples, choices = self.with_one_answer(samples, use)
+        return self._answers(samples, choices, tokenizer, limit), choices
 
     def with_one_answer(self, samples: datasets.Dataset, use: Use) -> tuple[datasets.Dataset, Choices | None]:
         """Return the samples with one answer each, or each row once for every choice, with a description of these."""
@@ -322,8 +344,25 @@ class TextGeneration(Task):
         tokens, nll = (torch.cat(values) for values in zip(*kept, strict=True))
         counts = torch.cat([self.losses(batch["labels"]) for batch in batches]).cpu()
         sample = torch.arange(len(counts)).repeat_interleave(counts)
+        if data.PIECE_KEY in batches[0] and "choice" not in batches[0]:
+            pieces = self._pieces(batches)
+            tokens, sample = of_pieces(pieces, tokens, self._labels(batches)), sample[pieces <= 1]
+            nll = nll.new_zeros(len(tokens)).index_add(0, (pieces <= 1).cumsum(0) - 1, nll)
         found = Predictions(self.predicts, tokens, sample, whole=self._are_answers(batches), nll=nll)
-        return of_choices(found, batches) if "choice" in batches[0] else found
+        if "choice" in batches[0]:
+            return of_choices(found, batches)
+        known = "characters" in batches[0]
+        return replace(found, characters=torch.cat([b["characters"] for b in batches]).double()) if known else found
+
+    def _labels(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the label tokens as they are read, (label tokens,) int64."""
+        labels = (batch["labels"].cpu() for batch in batches)
+        return torch.cat([part[:, self.shift :][self.predicting(part)] for part in labels])
+
+    def _pieces(self, batches: Sequence[Batch]) -> Tensor:
+        """Return which piece of a token each label is, (label tokens,) int64, see `PIECE_KEY`."""
+        found = (batch[data.PIECE_KEY][:, self.shift :][self.predicting(batch["labels"])] for batch in batches)
+        return torch.cat([*found]).cpu()
 
     def _are_answers(self, batches: Sequence[Batch]) -> bool:
         # In plain text every token but the first is a label; a prompt, of two tokens or more, has none. Where labels
@@ -349,8 +388,8 @@ class TextGeneration(Task):
             question, right = (torch.cat([batch[key] for batch in batches]).cpu() for key in ("question", "right"))
             questions, place = question.unique(return_inverse=True)
             return torch.zeros(len(questions), dtype=torch.int64).scatter(0, place, right)
-        labels = [batch["labels"].cpu() for batch in batches]
-        return torch.cat([part[:, self.shift :][self.predicting(part)] for part in labels])
+        labels = self._labels(batches)
+        return of_pieces(self._pieces(batches), labels, labels) if data.PIECE_KEY in batches[0] else labels
 
     def decide(self, predictions: Predictions) -> Tensor:
         """Return the likeliest tokens, (label tokens,), or the likeliest choice of each question, (questions,)."""
@@ -359,7 +398,8 @@ class TextGeneration(Task):
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return what metrics of "tokens" or "choices" take.
 
-        These are the sums over each sample of `nll` and of `right` tokens, and how many label tokens it has; or the
+        These are the sums over each sample of `nll` and of `right` tokens, how many `characters` its labels have, if
+        that is known, and how many label tokens there are; or the
         choice that is `likeliest` and the one that is so `per_character`, which does not favour short choices, and the
         right one.
         """
@@ -370,9 +410,11 @@ class TextGeneration(Task):
             rows["per_character"] = first_largest(predictions.values / predictions.characters)
             return rows, references.numpy()
         assert predictions.nll is not None
-        rows = np.empty(len(predictions), dtype=[("nll", np.float64), ("right", np.int64)])
+        rows = np.zeros(len(predictions), dtype=[("nll", np.float64), ("right", np.int64), ("characters", np.float64)])
         rows["nll"] = predictions.per_sample(predictions.nll)
         rows["right"] = predictions.per_sample(predictions.values == references)
+        if predictions.characters is not None:
+            rows["characters"] = predictions.characters
         return rows, predictions.per_sample(torch.ones_like(predictions.nll)).long().numpy()
 
     def usual_metrics(
@@ -409,6 +451,17 @@ def of_choices(tokens: Predictions, batches: Sequence[Batch]) -> Predictions:
     likelihoods[place, columns["choice"]] = -tokens.per_sample(tokens.nll)
     characters[place, columns["choice"]] = columns["characters"].double()
     return Predictions("choices", likelihoods, characters=characters)
+
+
+def of_pieces(pieces: Tensor, predicted: Tensor, labels: Tensor) -> Tensor:
+    """Return what is predicted in place of each token, (tokens,), where some are read in pieces, see `PIECE_KEY`.
+
+    `pieces`, `predicted` and `labels` are those of all pieces, (pieces,). If all of a token's are right, it is `WHOLE`;
+    else its first piece counts, which is the next token all the same.
+    """
+    first = pieces <= 1
+    wrong = torch.zeros(int(first.sum())).index_add(0, first.cumsum(0) - 1, (predicted != labels).float())
+    return predicted[first].masked_fill((pieces[first] == 1) & (wrong == 0), WHOLE)
 
 
 def first_largest(values: Tensor) -> Tensor:
@@ -448,11 +501,14 @@ def with_positions(batch: Batch, config: Any, labels: Tensor) -> Batch:
     return batch | ({} if positions is None else {"position_ids": positions}) | {"labels": labels}
 
 
-def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: int) -> datasets.Dataset:
+def pack_text(
+    rows: datasets.Dataset, *, column: str, tokenizer: Any, length: int, whole: bool = True
+) -> datasets.Dataset:
     """Tokenise all texts, join them, and cut them into blocks: one row each, of `length` tokens in the column `BLOCK`.
 
     Tokens go to a temporary file, so that memory does not grow with the number of rows, except for a running text,
-    which is tokenised in one piece. The incomplete last block is dropped unless it is the only one.
+    which is tokenised in one piece. The incomplete last block is dropped if all must be `whole`, unless it is the only
+    one.
 
     Each row is a separate text, and the tokenizer's end-of-text (or else begin-of-text) token separates them. Rows from
     a txt file, or rows of which some are blank (as in WikiText), are instead the lines of one running text, joined by
@@ -486,6 +542,8 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
         tokens = np.memmap(file, dtype=np.int64, mode="r", shape=(count,))
     length = min(length, count)
     starts = np.arange(0, count - count % length + 1, length, dtype=np.int64)
+    if not whole and starts[-1] < count:
+        starts = np.append(starts, count)
     # Without a copy of the tokens.
     blocks = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(tokens[: starts[-1]]))
     return datasets.Dataset(datasets.table.InMemoryTable(pa.table({BLOCK: blocks})))

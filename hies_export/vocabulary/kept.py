@@ -77,12 +77,19 @@ def cut_texts(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Iterator[l
         yield from (encoding.ids for encoding in backend.encode_batch_fast(part))
 
 
+def count_tokens(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Counter[int]:
+    """Return how often each token occurs in texts, special tokens included."""
+    return Counter(itertools.chain.from_iterable(cut_texts(backend, texts)))
+
+
 def find_kept(
     tokenizer: Any,
     texts: Sequence[str],
     *,
     total: int,
     named: Iterable[int] = (),
+    read: Mapping[int, int] | None = None,
+    around: Sequence[str] = (),
     min_count: int = 1,
     keep: Sequence[str] = (),
     multiple_of: int = 1,
@@ -99,6 +106,8 @@ def find_kept(
         texts: Texts like those that will be read.
         total: Rows of the model's embedding.
         named: Rows that the model's configuration names.
+        read: How often a token occurs where the texts are read inside of something else.
+        around: What is read around texts, all of whose tokens stay.
         min_count: How often a token must occur to stay.
         keep: Tokens that stay in any case, as the vocabulary spells them.
         multiple_of: Divisor of the number of rows that stay.
@@ -114,11 +123,10 @@ def find_kept(
             f"the tokenizer must be the model's own, but it has token {max(known.values())}, and the model has {total} "
             "rows; give the tokenizer that the model was trained with"
         )
-    counts: Counter[int] = Counter()
-    for ids in cut_texts(backend, texts):
-        counts.update(ids)
+    counts = count_tokens(backend, texts) | Counter(read or {})
     used = {token for token, count in counts.items() if count >= min_count}
     closing = {*backend.encode("", "").ids, *(added["id"] for added in described["added_tokens"])}
+    closing |= {*itertools.chain(*cut_texts(backend, around))}
     if not used - closing:
         raise DataError(
             f"the texts must use tokens at least min_count: {min_count} times, but none but special ones occurs as "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,10 @@ from transformers import PreTrainedModel
 from ..data.processors import tokenizer_of
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import refuse_encoder_decoder
+from .chat import chat_texts, in_chat
 from .embeddings import compare_rows, cut_rows, named_tokens, renumber, row_count
-from .kept import KeptTokens, find_kept
-from .tokenizer import CutBeside, compare_cuts, shrink_tokenizer
+from .kept import KeptTokens, check_request, count_tokens, find_kept
+from .tokenizer import CutBeside, check_cuts, shrink_tokenizer
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def trim_vocabulary(
     processor: Any,
     texts: Sequence[str],
     *,
+    read: Mapping[int, int] | None = None,
     min_count: int = 1,
     keep: Sequence[str] = (),
     multiple_of: int = 1,
@@ -76,13 +79,17 @@ def trim_vocabulary(
     embedding or of a head is a unit of its own. Other texts are read too, in more tokens where theirs are gone.
 
     Special and other added tokens stay, and what any text needs: all bytes if the tokenizer falls back to them, else
-    all single characters. Rows beyond the tokenizer's tokens go.
+    all single characters. So does what is read around texts: a chat template, with every role and the use of a tool,
+    and the prompts of a SentenceTransformer. Texts are counted by themselves, and inside of that. Rows beyond the
+    tokenizer's tokens go.
 
     Args:
         model: A model of transformers that reads texts.
         processor: Its tokenizer, of `tokenizers` and of the kind WordPiece, WordLevel, BPE or Unigram; or a processor
             that has one.
-        texts: Texts like those that will be read, all languages included.
+        texts: Texts like those that will be read, all languages included: with what precedes them, such as a question's
+            prompt, as a token may begin with a space or a line's end. Blank ones are left out.
+        read: How often each token occurs in what is read beside the texts, if that is known.
         min_count: How often a token must occur in the texts to stay.
         keep: Tokens that stay in any case, as the vocabulary spells them, such as "##ing" or "Ġthe".
         multiple_of: Divisor of the number of tokens that stay; the head of a language model is fast on a GPU with 64.
@@ -106,10 +113,18 @@ def trim_vocabulary(
     refuse_encoder_decoder(model.config, type(model).__name__)
     total, texts = row_count(model), texts if isinstance(texts, str) else list(texts)
     tokenizer = tokenizer_of(processor)
-    options: dict[str, Any] = {"min_count": min_count, "keep": keep, "multiple_of": multiple_of}
-    kept = find_kept(tokenizer, texts, total=total, named=named_tokens(model, total), **options)
+    prompts = model.reader.prompts if isinstance(model, TextEncoder) else []
+    backend, texts = check_request(tokenizer, texts), [text for text in texts if text.strip()]
+    inside = [*([prompt + text for text in texts] for prompt in prompts), *in_chat(processor, texts)]
+    counts = Counter(read or {})
+    for within in inside:
+        counts |= count_tokens(backend, within)
+    options: dict[str, Any] = {"min_count": min_count, "keep": keep, "multiple_of": multiple_of, "read": counts}
+    options |= {"named": named_tokens(model, total), "around": [*prompts, *chat_texts(processor)]}
+    kept = find_kept(tokenizer, texts, total=total, **options)
     slim, smaller = apply_kept(model, processor, kept)
-    compare_cuts(tokenizer, tokenizer_of(smaller), texts, kept)
+    for within in (texts, *inside):
+        check_cuts(tokenizer, tokenizer_of(smaller), within, kept)
     return Trimmed(slim, smaller, kept, compare_rows(model, slim, kept, tokenizer, texts))
 
 

@@ -198,10 +198,10 @@ def redrawn(job: Job, recipe: PruningRecipe) -> Job:
     """Return a job with the same model and evaluation rows, and other rows drawn as a recipe says."""
     with job.clock("load"):
         draws = Draws.of(recipe.options, recipe.calibration)
-        drawn = draw(splits_of(recipe), rows_of(recipe, job.task), recipe.options, draws)
-        found = read_drawn(recipe, job.task, drawn)
-    # In the tokens of a whole vocabulary, only the evaluation rows are the same.
-    in_dense = {name: own for name, own in job.rows.in_dense.items() if name == "evaluation"}
+        assert job.reading is not None
+        drawn = draw(splits_of(recipe), rows_of(recipe, job.reading.whole), recipe.options, draws)
+        found = read_drawn(recipe, job.reading, drawn)
+    in_dense = {**job.rows.in_dense, **found.in_dense}
     rows = replace(job.rows, score=found.score, held_out=found.held_out, refit=found.refit, in_dense=in_dense)
     return replace(job, rows=rows, seed=recipe.calibration.seed)
 

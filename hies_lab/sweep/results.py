@@ -146,7 +146,7 @@ def deviation(values: Sequence[float]) -> float | None:
 
 def percent(metric: str) -> float:
     """Return the factor of a metric in tables and figures: 100, or 1 for perplexity, which is not a share."""
-    return 1.0 if metric == "perplexity" else 100.0
+    return 1.0 if metric in ("perplexity", "nats_per_character") else 100.0
 
 
 def sweep_tables(rows: Sequence[Row]) -> list[SweepTable]:

@@ -134,4 +134,7 @@ def test_metrics_fit_the_task() -> None:
     assert generating.usual_metrics() == ("perplexity",)
     assert generating.usual_metrics(answers=True) == answering.usual_metrics() == ("exact_match", "perplexity")
     check_metrics(NAMES, predicts="tokens")
-    assert [name for name, metric in METRICS.items() if not metric.higher_is_better] == ["perplexity"]
+    assert [name for name, metric in METRICS.items() if not metric.higher_is_better] == [
+        "perplexity",
+        "nats_per_character",
+    ]

@@ -164,9 +164,10 @@ BY_OTHER_MEANS = {
     "subset_accuracy": sklearn.metrics.accuracy_score,
     "pearson": lambda labels, numbers: np.corrcoef(labels, numbers)[0, 1],
     "spearman": lambda labels, numbers: np.corrcoef(scipy.stats.rankdata(labels), scipy.stats.rankdata(numbers))[0, 1],
-    "perplexity": lambda nll, right: math.exp(nll.mean()),
-    "token_accuracy": lambda nll, right: right.mean(),
-    "exact_match": lambda nll, right: right.all(-1).mean(),
+    "perplexity": lambda nll, right, characters: math.exp(nll.mean()),
+    "nats_per_character": lambda nll, right, characters: nll.sum() / characters.sum(),
+    "token_accuracy": lambda nll, right, characters: right.mean(),
+    "exact_match": lambda nll, right, characters: right.all(-1).mean(),
     **dict.fromkeys(("entity_f1", "own_entity_f1"), lambda labels, classes: f1_of_entities(labels, classes)),
     "word_accuracy": lambda labels, classes: np.mean(labels == classes),
     "choice_accuracy": lambda right, sums, characters: np.mean(sums.argmax(-1) == right),
@@ -189,12 +190,14 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
     elif kind == "labels":
         labels = (torch.rand(30, 3) < 0.5).float()
         compared = (labels, predictions.sigmoid() > 0.5)
-    elif kind == "tokens":
+    elif kind in ("tokens", "characters"):
         right = torch.rand(10, 3) < 0.7
         right[0] = True
         nll, sample = torch.rand(30), torch.arange(10).repeat_interleave(3)
-        predictions = Predictions("tokens", torch.where(right.flatten(), labels, 9), sample, whole=True, nll=nll)
-        compared = (nll.double().view(10, 3), right)
+        characters = torch.randint(1, 9, (10,)).double()
+        values, kind = torch.where(right.flatten(), labels, 9), "tokens"
+        predictions = Predictions("tokens", values, sample, whole=True, nll=nll, characters=characters)
+        compared = (nll.double().view(10, 3), right, characters)
     elif kind.endswith("words"):
         compared = (labels.view(10, 3), compared[1].view(10, 3))
         sample, kind = torch.arange(10).repeat_interleave(3), "words"

@@ -13,7 +13,7 @@ from datasets import Dataset
 from support.models import text_batch, write_recipe
 from support.runs import without_tracing
 from support.sentences import MEAN, sentence_folder
-from support.vocabularies import byte_level, pages, reader, wordpiece
+from support.vocabularies import byte_level, pages, reader, unigram, wordpiece
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
@@ -95,7 +95,7 @@ def test_the_report_says_how_other_texts_are_cut(ran: tuple[Path, Report]) -> No
     facts = report.vocabulary
     assert facts is not None
     one, other = (AutoTokenizer.from_pretrained(folder / place) for place in ("model", "out/slim"))
-    cut = [(one.tokenize(text), other.tokenize(text)) for text in OTHER]
+    cut = [[tokenizer(text, truncation=True).tokens() for tokenizer in (one, other)] for text in OTHER]
     assert (facts.total, facts.kept, facts.texts) == (len(one) + 7, len(other), len(TRAIN))
     assert facts.judged.otherwise == sum(before != after for before, after in cut) > 0
     assert facts.judged.slim_tokens - facts.judged.dense_tokens == sum(len(a) - len(b) for b, a in cut)
@@ -173,30 +173,146 @@ def test_texts_may_come_from_files(tmp_path: Path) -> None:
     assert PruningRecipe.from_yaml(recipe).inputs["vocabulary.files.0"] == tmp_path / "mine.txt"
 
 
-def test_a_language_model_is_judged_beside_itself_without_the_tokens(tmp_path: Path) -> None:
+def language_model(folder: Path, **sections: Any) -> Path:
+    """Write a decoder, lines of text and a recipe."""
     tokenizer = byte_level()
-    model = reader("LlamaForCausalLM", tokenizer, max_position_embeddings=64)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    reader("LlamaForCausalLM", tokenizer, max_position_embeddings=64).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     for name, texts in (("train", TRAIN), ("validation", OTHER)):
-        (tmp_path / f"{name}.txt").write_text("\n".join(texts))
+        (folder / f"{name}.txt").write_text("\n".join(texts))
     files = {"train": "train.txt", "validation": "validation.txt"}
-    recipe = write_recipe(
-        tmp_path,
-        "text-generation",
-        data={"files": files, "text": "text", "max_length": 32},
-        calibration={"samples": 8},
-        vocabulary={},
-        prune={"budget": {"flops": 0.8}},
-        measure={"runtimes": [], "shapes": [[1, 16]]},
-    )
-    report = run(recipe)
+    usual = {
+        "data": {"files": files, "text": "text", "max_length": 32},
+        "calibration": {"samples": 8},
+        "vocabulary": {},
+        "prune": {"budget": {"flops": 0.8}},
+        "measure": {"runtimes": [], "shapes": [[1, 16]]},
+    }
+    return write_recipe(folder, "text-generation", **(usual | sections))
+
+
+def test_a_language_model_is_judged_beside_the_model_with_all_tokens(tmp_path: Path) -> None:
+    report = run(language_model(tmp_path))
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     small = hies_export.load(tmp_path / "out" / "slim")
     batch = {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}
     assert report.flops == {"dense": count_flops(dense, batch), "slim": count_flops(small, batch), "shape": (1, 16)}
     assert report.flops.ratio <= 0.8
     assert small.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path / "out" / "slim").eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = torch.tensor(tokenizer("\n".join(OTHER) + "\n")["input_ids"])
+    blocks = ids[: len(ids) - len(ids) % 32].view(-1, 32)
+    with torch.no_grad():
+        likely = dense(blocks).logits[:, :-1].log_softmax(-1).gather(-1, blocks[:, 1:, None])
+    characters = sum(len(tokenizer.decode(block[1:])) for block in blocks)
+    assert report.quality.metric == "nats_per_character"
+    assert report.quality.dense == pytest.approx(-likely.sum().item() / characters, rel=1e-5)
+    assert report.quality.slim > 0
+    assert report.vocabulary is not None
+    assert report.vocabulary.judged.dense_tokens == blocks.numel()
+
+
+def test_only_tokens_that_went_change_what_a_language_model_says(tmp_path: Path) -> None:
+    """Where all tokens stay, the loss is the dense model's over the rows of its head that stay."""
+    data = {"files": {"train": "train.txt", "validation": "train.txt"}, "text": "text", "packing": False}
+    report = run(language_model(tmp_path, prune={}, data=data, evaluation={"samples": 20, "rows": "first"}))
+    assert report.vocabulary is not None
+    assert report.vocabulary.judged.otherwise == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    stay = [
+        tokenizer.convert_tokens_to_ids(token) for token in AutoTokenizer.from_pretrained(tmp_path / "out/slim").vocab
+    ]
+    nats, characters, same = [0.0, 0.0], 0, []
+    for text in TRAIN[:20]:
+        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=64)["input_ids"]
+        with torch.no_grad():
+            logits = dense(ids).logits[:, :-1]
+        only = torch.full_like(logits, -torch.inf)
+        only[..., stay] = logits[..., stay]
+        for number, of in enumerate((logits, only)):
+            nats[number] -= of.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum().item()
+        same.append((logits.argmax(-1) == only.argmax(-1)).flatten())
+        characters += len(tokenizer.decode(ids[0, 1:]))
+    assert report.quality.dense == pytest.approx(nats[0] / characters, rel=1e-4)
+    assert report.quality.slim == pytest.approx(nats[1] / characters, rel=1e-4)
+    assert report.stability == pytest.approx(torch.cat(same).double().mean().item())
+
+
+SHORT, ANSWERS = ([text for text in texts if len(text) < 120][:40] for texts in (TRAIN, OTHER))
+WORDS = [text.split() for text in SHORT]
+# Name of a task -> a class, what trains its tokenizer, rows, columns to read, and what is read of them, by hand.
+READ: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any], Any]] = {
+    "prompts with answers": (
+        "LlamaForCausalLM",
+        byte_level,
+        {"a": SHORT, "b": ANSWERS},
+        {"prompt": "Page: {a}\nNext?", "answer": "b"},
+        lambda read: [read(f"Page: {a}\nNext? {b}") for a, b in zip(SHORT, ANSWERS, strict=True)],
+    ),
+    "choices": (
+        "LlamaForCausalLM",
+        byte_level,
+        {"a": SHORT, "b": [[b, b[::-1]] for b in ANSWERS], "right": [0] * 40},
+        {"prompt": "Page:\n{a}\n", "answer": "b", "label": "right"},
+        lambda read: [read(f"Page:\n{a}\n{b[::-1]}") for a, b in zip(SHORT, ANSWERS, strict=True)],
+    ),
+    "blocks of text": (
+        "LlamaForCausalLM",
+        byte_level,
+        {"a": [*SHORT, ""]},
+        {"text": "a"},
+        lambda read: [read("\n".join([*SHORT, "", ""]))],
+    ),
+    "masks": ("XLMRobertaForMaskedLM", unigram, {"a": SHORT}, {"text": "a"}, lambda read: [read(SHORT[7])]),
+    "pairs": (
+        "BertForSequenceClassification",
+        wordpiece,
+        {"a": SHORT, "b": ANSWERS},
+        {"text": ("a", "b")},
+        lambda read: [read(a, b) for a, b in zip(SHORT, ANSWERS, strict=True)],
+    ),
+    "words": (
+        "XLMRobertaForTokenClassification",
+        unigram,
+        {"a": WORDS},
+        {"text": "a"},
+        lambda read: [read(words, is_split_into_words=True) for words in WORDS],
+    ),
+    "questions": (
+        "BertForQuestionAnswering",
+        wordpiece,
+        {"a": SHORT, "b": ANSWERS},
+        {"text": ("a", "b")},
+        lambda read: [read(a, b) for a, b in zip(SHORT, ANSWERS, strict=True)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_what_a_task_reads_stays(kind: str) -> None:
+    name, tokenizer, rows, columns, by_hand = READ[kind]
+    dense = reader(name, tokenizer(), max_position_embeddings=400)
+    how = {"processor": tokenizer(), "columns": columns, "compensation": None}
+    result = hies_export.prune(dense, Dataset.from_dict(rows), **how, vocabulary={})
+    facts = result.job.trimming.facts
+    assert facts.kept < facts.total
+    assert facts.judged.otherwise == 0
+    numbers = result.job.trimming.kept.numbers
+    before, after = ([one["input_ids"] for one in by_hand(of)] for of in (tokenizer(), result.job.processor))
+    assert after == [[numbers[token] for token in ids] for ids in before]
+
+
+def test_texts_that_are_given_count_where_a_task_reads_them() -> None:
+    tokenizer = byte_level()
+    rows = Dataset.from_dict({"a": ANSWERS[:8], "b": ANSWERS[8:16]})
+    how = {"processor": tokenizer, "columns": {"prompt": "Page:\n{a}\n", "answer": "b"}, "compensation": None}
+    model = reader("LlamaForCausalLM", tokenizer, max_position_embeddings=400)
+    for given in (list(SHORT), {"texts": list(SHORT)}):
+        smaller = hies_export.prune(model, rows, **how, vocabulary=given).job.processor
+        for text in SHORT:
+            read = f"Page:\n{text}\n{text}"
+            assert smaller.tokenize(read) == tokenizer.tokenize(read)
 
 
 def test_an_embedding_model_is_ranked_beside_the_vectors_of_all_tokens(tmp_path: Path) -> None:
@@ -277,6 +393,7 @@ def test_what_cannot_be_done_in_memory_is_refused(tmp_path: Path) -> None:
     for batches, options, problem in (
         *renumbered,
         (rows.select([]), {"processor": tokenizer, "vocabulary": {}}, "vocabulary= needs texts to see which tokens"),
+        (rows, {"processor": tokenizer, "vocabulary": ["", " "]}, "there must be texts to see which tokens"),
         (rows, {"processor": tokenizer, "vocabulary": {"texts": TRAIN[0]}}, "texts must be a list of texts, got '# h"),
         (rows, {"vocabulary": {}}, "vocabulary= needs processor=, the model's tokenizer, got none"),
         (rows, {"processor": tokenizer, "vocabulary": {"words": 3}}, "vocabulary= must be arguments of trim_voc"),

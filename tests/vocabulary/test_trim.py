@@ -1,6 +1,7 @@
 """A vocabulary without the tokens that a corpus does not use, against the whole one."""
 
 import json
+import re
 from pathlib import Path
 
 import onnxruntime
@@ -13,10 +14,11 @@ from support.vocabularies import TOKENIZERS, byte_level, pages, reader, unigram,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hies_export import export_onnx, find_modules, prune_units
+from hies_export.data.batches import PIECE_KEY
 from hies_export.errors import DataError, RequestError, UnsupportedModelError
 from hies_export.forms.gguf.vocabulary import find_vocabulary
 from hies_export.vocabulary.kept import find_kept
-from hies_export.vocabulary.tokenizer import compare_cuts
+from hies_export.vocabulary.recut import Recut, compare_cuts, pieces_of
 from hies_export.vocabulary.trim import trim_vocabulary
 
 FIRST, OTHER = pages()[::8], pages()[1::8]
@@ -199,7 +201,6 @@ def test_a_list_and_a_multiple_keep_more() -> None:
     assert {*plain.kept.rows} < {*kept.kept.rows}
     # What fills up the rows are tokens that the tokenizer still knows.
     assert len(kept.processor) == len(kept.kept.rows)
-    assert compare_cuts(tokenizer, kept.processor, pages(), kept.kept).share_otherwise < 1
 
 
 def test_a_processor_of_images_and_text_goes_on_reading() -> None:
@@ -242,17 +243,68 @@ def test_onnx_runtime_gives_the_outputs_of_the_rows_that_stay(tmp_path: Path) ->
     torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_how_other_texts_are_cut_is_counted() -> None:
-    tokenizer = wordpiece()
-    trimmed = trim_vocabulary(reader("BertModel", tokenizer), tokenizer, FIRST[:20])
-    found = compare_cuts(tokenizer, trimmed.processor, OTHER, trimmed.kept)
-    before, after = ([ids(one, text) for text in OTHER] for one in (tokenizer, trimmed.processor))
-    differ = sum(
-        tokenizer.convert_ids_to_tokens(b) != trimmed.processor.convert_ids_to_tokens(a)
-        for b, a in zip(before, after, strict=True)
-    )
-    assert (found.texts, found.otherwise) == (len(OTHER), differ)
-    assert (found.dense_tokens, found.slim_tokens) == (sum(map(len, before)), sum(map(len, after)))
+CHATS = {
+    "roles": "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "spaces, and no system": "{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    "{{ ' [Q] ' + m['content'] + ' [A] ' if m['role'] == 'user' else m['content'] }}{% endfor %}",
+    "tools": "{% if tools %}Call one of the tools: {{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{{ m['role'] }}: {% if m['tool_calls'] is defined %}"
+    "{% for c in m['tool_calls'] %}calling {{ c['function']['name'] }}{% endfor %}"
+    "{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_a_chat_is_read_in_the_same_tokens(chat: str) -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHATS[chat]
+    texts = [text for text in FIRST if re.match("[A-Z][a-z]+ ", text)][:20]
+    smaller = trim_vocabulary(reader("LlamaForCausalLM", tokenizer), tokenizer, texts).processor
+    for text in texts:
+        name = text.split()[0]
+        tool = {"type": "function", "function": {"name": name, "description": name, "parameters": {}}}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": name}}]}
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+        for more in ([], [call, {"role": "tool", "content": text}], [{"role": "system", "content": text}]):
+            if more and chat == "spaces, and no system":
+                continue
+            rendered = tokenizer.apply_chat_template([*more, *turns], tools=[tool], tokenize=False)
+            assert smaller.tokenize(rendered) == tokenizer.tokenize(rendered)
+
+
+def test_blank_texts_are_left_out() -> None:
+    tokenizer = byte_level()
+    model = reader("LlamaForCausalLM", tokenizer)
+    kept = [trim_vocabulary(model, tokenizer, texts).kept for texts in ([*FIRST[:9]], ["", *FIRST[:9], "  \n"])]
+    assert kept[0] == kept[1]
+
+
+def test_pieces_of_tokens_that_went_have_their_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    """What a batch is read as without the tokens that went, beside what the smaller tokenizer makes of its texts."""
+    trimmed = trim_vocabulary(reader("LlamaForCausalLM", tokenizer), tokenizer, FIRST[:20])
+    tokenizer.pad_token_id = 3
+    dense = [
+        {name: tokenizer(text, return_tensors="pt")[name] for name in ("input_ids", "attention_mask")} for text in OTHER
+    ]
+    numbers = trimmed.kept.numbers
+    cut = pieces_of(tokenizer, trimmed.processor, 0)
+    recut = Recut(trimmed.kept, cut, tokenizer.decode, labels=True, shift=1, pad=0, limit=None)
+    both = recut.batches(dense)
+    counts = []
+    for text, before, after in zip(OTHER, *both, strict=True):
+        old, new = before["input_ids"][0].tolist(), after["input_ids"][0].tolist()
+        assert (after[PIECE_KEY][0] <= 1).sum() == len(old)
+        if numbers.keys() >= {*old}:
+            assert new == [numbers[token] for token in old]
+        counts.append((len(new), len(ids(trimmed.processor, text))))
+    # Beside each other, pieces are rarely cut otherwise.
+    assert sum(count for count, _ in counts) == pytest.approx(sum(count for _, count in counts), rel=0.05)
+    found = compare_cuts(*both, trimmed.kept)
+    went = sum(not numbers.keys() >= {*batch["input_ids"][0].tolist()} for batch in dense)
+    assert (found.texts, found.otherwise) == (len(OTHER), went)
+    assert found.dense_tokens == sum(len(ids(tokenizer, text)) for text in OTHER)
     assert 0 < found.share_otherwise <= 1 < found.tokens_ratio
 
 
@@ -262,7 +314,7 @@ def test_how_other_texts_are_cut_is_counted() -> None:
         ({"texts": []}, "there must be texts .*, got none"),
         ({"texts": "one text"}, "texts must be a list of texts, got 'one text'"),
         ({"texts": ["a", 3]}, "texts must be a list of texts, got 3"),
-        ({"texts": [""]}, "the texts must use tokens at least min_count: 1 times"),
+        ({"texts": ["", "  "]}, "there must be texts .*, got none"),
         ({"min_count": 0}, "min_count must be a whole number of at least 1, got 0"),
         ({"min_count": 10**6}, "at least min_count: 1000000 times, but none"),
         ({"multiple_of": 2.5}, "multiple_of must be a whole number of at least 1, got 2.5"),

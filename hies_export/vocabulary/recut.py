@@ -1,0 +1,172 @@
+"""Read batches with the tokens that stay: each token that went becomes the pieces that its text is cut into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.batches import FILL, IGNORED, JUDGED_KEY, PIECE_KEY, TOKEN_PLACES, Batch, padded, size_of
+from ..model.tokens import longest_sequence, positions_of
+from ..tasks import Predictions, Task
+from ..tasks.text_generation import WHOLE
+from .kept import KeptTokens, backend_of
+from .tokenizer import CutBeside
+
+
+@dataclass(frozen=True)
+class Recut:
+    """Turns batches of the whole vocabulary into such of the tokens that stay, with the same predictions to make.
+
+    A token that went becomes its pieces, as if its text stood alone: beside others of the same word, the tokenizer may
+    cut them together otherwise.
+
+    Attributes:
+        kept: The tokens that stay.
+        pieces: Gives the pieces of a token that went, by their new numbers.
+        text: Gives the text of tokens of the whole vocabulary.
+        labels: Whether labels are tokens of the text; otherwise a token's first piece has its label.
+        shift: How many tokens before a label its prediction stands.
+        pad: What the smaller model pads with.
+        limit: The most tokens that the models take; None for no limit.
+    """
+
+    kept: KeptTokens
+    pieces: Callable[[int], list[int]]
+    text: Callable[[list[int]], str]
+    labels: bool
+    shift: int
+    pad: int
+    limit: int | None
+
+    @classmethod
+    def of(cls, task: Task, kept: KeptTokens, tokenizers: tuple[Any, Any], pad: int) -> Recut:
+        """Return what turns the batches that a task reads for a dense model; the second tokenizer is the smaller."""
+        whole, smaller = tokenizers
+        text = partial(whole.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return cls(
+            kept,
+            pieces_of(whole, smaller, pad),
+            text,
+            task.predicts == "tokens",
+            task.shift,
+            pad,
+            longest_sequence(task.config),
+        )
+
+    def batches(self, dense: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+        """Return batches for both models, the dense one's first: as they were, unless a row gets longer than allowed.
+
+        Of such a row, tokens after the first are left out for both.
+        """
+        both = [self._batch(batch) for batch in dense]
+        return [one for one, _ in both], [other for _, other in both]
+
+    def _batch(self, batch: Batch) -> tuple[Batch, Batch]:
+        real = batch["attention_mask"] != 0
+        names = [name for name, value in batch.items() if value.shape == real.shape]
+        rows = [self._row({name: batch[name][row][real[row]] for name in names}) for row in range(len(real))]
+        left, filled = bool((~real[:, 0]).any()), batch["input_ids"][~real].tolist()
+        dense, slim = (
+            batch | {name: padded([of[name] for of in side], fill.get(name, 0), left=left) for name in side[0]}
+            for side, fill in (
+                ([one for one, _ in rows], {**FILL, "input_ids": filled[0] if filled else 0}),
+                ([other for _, other in rows], {**FILL, "input_ids": self.pad}),
+            )
+        )
+        if "position_ids" in batch:
+            dense, slim = (one | {"position_ids": positions_of(one["attention_mask"])} for one in (dense, slim))
+        if self.labels and "labels" in dense and "characters" not in batch:
+            texts = [self.text(row[row >= 0].tolist()) for row in dense["labels"][:, self.shift :]]
+            dense, slim = (one | {"characters": torch.tensor([*map(len, texts)])} for one in (dense, slim))
+        return dense, slim
+
+    def _row(self, row: Batch) -> tuple[Batch, Batch]:
+        """Return the tokens of a row, and what belongs to each, for both models."""
+        ids, tokens = row["input_ids"], row["input_ids"]
+        if self.labels and "labels" in row:  # behind a mask, the label says which token it is
+            tokens = row["labels"].where(row["labels"] != IGNORED, ids)
+        cuts = [self.pieces(token) for token in tokens.tolist()]
+        count = torch.tensor([*map(len, cuts)])
+        went = torch.tensor([token not in self.kept.numbers for token in tokens.tolist()])
+        if self.limit is not None and len(ids) > 1 and count.sum() > self.limit:
+            fits = count.flip(0).cumsum(0).flip(0) + count[0] <= self.limit
+            fits[0] = True
+            return self._row({name: value[fits] for name, value in row.items()})
+        slim = {name: value.repeat_interleave(count) for name, value in row.items()}
+        new = torch.tensor([piece for cut in cuts for piece in cut])
+        piece = torch.cat([torch.arange(1, len(cut) + 1) for cut in cuts]) * went.repeat_interleave(count)
+        masks = torch.tensor([self.pieces(token)[0] for token in ids.tolist()]).repeat_interleave(count)
+        slim["input_ids"] = masks.where((ids != tokens).repeat_interleave(count), new)
+        for name in {*row} & {JUDGED_KEY, *TOKEN_PLACES, *([] if self.labels else ["labels"])}:
+            slim[name] = slim[name].masked_fill(piece > 1, FILL.get(name, 0))
+        if self.labels and "labels" in row:
+            read = slim["labels"] != IGNORED
+            read[: int(count[0]) * self.shift] = False  # nothing predicts a row's first token
+            row = row | {"labels": row["labels"].index_fill(0, torch.arange(self.shift), IGNORED)}
+            slim["labels"] = new.where(read, IGNORED)
+        return row, slim | {PIECE_KEY: piece}
+
+
+def pieces_of(whole: Any, smaller: Any, unknown: int) -> Callable[[int], list[int]]:
+    """Return a function that gives the pieces of a token in a smaller tokenizer; `unknown` if there are none."""
+    backend, known = backend_of(smaller), smaller.get_vocab()
+    model = json.loads(backend.to_str())["model"]
+    prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+
+    @cache
+    def pieces(token: int) -> list[int]:
+        text = whole.convert_ids_to_tokens(token)
+        if text in known:
+            return [known[text]]
+        if model["type"] == "WordPiece":
+            return longest_first(text, prefix, known) or [unknown]
+        return [piece.id for piece in backend.model.tokenize(text.removesuffix(suffix))] or [unknown]
+
+    return pieces
+
+
+def longest_first(text: str, prefix: str, known: Mapping[str, int]) -> list[int]:
+    """Return the tokens that WordPiece makes of a word, or of the rest of one, which begins with a prefix; [] if none.
+
+    Examples:
+        >>> longest_first("##abc", "##", {"##a": 0, "##ab": 1, "##c": 2})
+        [1, 2]
+    """
+    found: list[int] = []
+    while text not in ("", prefix):
+        end = next((end for end in range(len(text), 0, -1) if text[:end] in known and text[:end] != prefix), None)
+        if end is None:
+            return []
+        found.append(known[text[:end]])
+        text = prefix + text[end:]
+    return found
+
+
+def in_new_numbers(predictions: Predictions, labels: Tensor, kept: KeptTokens) -> Predictions:
+    """Return the dense model's predictions of tokens by their new numbers, as `of_pieces` gives the smaller model's.
+
+    A token that went is `WHOLE` where it is the label, (label tokens,), and else like no other.
+    """
+    numbers = torch.full((kept.total,), -2)
+    numbers[list(kept.rows)] = torch.arange(len(kept.rows))
+    values = numbers[predictions.values]
+    return replace(predictions, values=values.masked_fill((values < 0) & (predictions.values == labels), WHOLE))
+
+
+def compare_cuts(dense: Sequence[Batch], slim: Sequence[Batch], kept: KeptTokens) -> CutBeside:
+    """Compare how both models read the same rows."""
+    stays = torch.zeros(kept.total, dtype=torch.bool)
+    stays[list(kept.rows)] = True
+    if PIECE_KEY in slim[0]:
+        went = [batch[PIECE_KEY] > 0 for batch in slim]
+    else:
+        went = [~stays[batch["input_ids"]] & (batch["attention_mask"] != 0) for batch in dense]
+    otherwise = sum(int(of_batch.any(-1).sum()) for of_batch in went)
+    tokens = [sum(int(batch["attention_mask"].sum()) for batch in side) for side in (dense, slim)]
+    return CutBeside(sum(map(size_of, dense)), otherwise, *tokens)
