@@ -1,4 +1,4 @@
-"""Gates by hand: what they multiply, the gradient of each sample's own loss, and what is refused."""
+"""Labels that a language model gives its own texts, against each text by itself."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,48 +11,8 @@ from support.models import causal_lm, llava
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.statistics import Gates
 from hies_export.tasks import TextGeneration, task_of
 from hies_export.tasks.text_generation import text_labels
-from hies_export.units.units import PrunableModule
-
-MODULE = PrunableModule(name="m", units=3, unit_width=2, consumer="m.out")
-
-
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((4, 5, 6), {"samples": 4}),
-        ((20, 6), {"samples": 4}),  # flattened in front of the consumer
-        ((2, 2, 5, 6), {"samples": 2, "rows": 4}),
-        ((1, 20, 6), {"samples": 4, "rows": 4}),
-    ],
-)
-def test_every_unit_of_every_sample_has_a_gate(shape: tuple[int, ...], options: dict[str, int]) -> None:
-    x = torch.arange(120.0).view(shape)
-    gates = Gates([MODULE])
-    found = gates.apply("m", x, **options)
-    assert torch.equal(found, x)
-    gate = gates.tensors["m"]
-    assert (gate.shape, gate.requires_grad) == ((4, 3, 1, 1), True)
-    # The gradient of a sum to a gate is the sum of what it multiplies.
-    (gradient,) = torch.autograd.grad(found.sum(), gate)
-    assert torch.equal(gradient[:, :, 0, 0], x.reshape(4, 5, 3, 2).sum((1, 3)))
-
-
-def test_a_module_that_is_called_twice_has_one_gate() -> None:
-    gates = Gates([MODULE])
-    x = torch.ones(2, 4, 6)
-    total = gates.apply("m", x, samples=2).sum() + gates.apply("m", 2 * x, samples=2).sum()
-    (gradient,) = torch.autograd.grad(total, gates.tensors["m"])
-    assert torch.equal(gradient, torch.full((2, 3, 1, 1), 3 * 8.0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_gates_of_half_precision_are_float32_and_change_no_dtype(dtype: torch.dtype) -> None:
-    gates = Gates([MODULE])
-    assert gates.apply("m", torch.ones(2, 4, 6, dtype=dtype), samples=2).dtype == dtype
-    assert gates.tensors["m"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 class Fixed:

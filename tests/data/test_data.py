@@ -16,14 +16,7 @@ import torch
 import transformers
 from support.models import save_text_model, word_tokenizer
 from support.reading import reading
-from transformers import (
-    BertConfig,
-    DistilBertConfig,
-    LlamaConfig,
-    RobertaConfig,
-    ViTConfig,
-    ViTImageProcessorPil,
-)
+from transformers import BertConfig, DistilBertConfig, LlamaConfig, RobertaConfig, ViTConfig, ViTImageProcessorPil
 
 from hies_export.data import columns as images
 from hies_export.data.batches import batches_fingerprint
@@ -99,11 +92,7 @@ def classes(number, **options):
             {"config": named_config(**{"1": 0, "2": 1})},
             r"model's \(1, 2\), got '0'; rename them, or leave",
         ),
-        (
-            of_labels([0], [1]),
-            {},
-            r"holds List such as \[0\]",
-        ),
+        (of_labels([0], [1]), {}, r"holds List such as \[0\]"),
     ],
 )
 def test_check_refuses_what_the_model_cannot_be_fed_with(columns, read, match):
@@ -503,10 +492,6 @@ def test_a_checkpoint_without_processor(tmp_path, config, task, what):
     config.save_pretrained(tmp_path)
     with pytest.raises(DataError, match=rf"needs {what}, but .*save_pretrained"):
         load_processor(tmp_path, task=TASKS[task])
-
-
-def test_every_task_has_an_auto_class():
-    assert all(hasattr(transformers, task.auto_class) for task in TASKS.values())
 
 
 # ---- fingerprints ----------------------------------------------------------------------------------------

@@ -193,11 +193,7 @@ def test_only_the_answer_is_a_label(side: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "options"),
-    [
-        (TEXT, {"max_length": 4}),
-        (Columns(prompt="Q {text} A", answer="text"), {}),
-    ],
+    ("columns", "options"), [(TEXT, {"max_length": 4}), (Columns(prompt="Q {text} A", answer="text"), {})]
 )
 def test_a_reader_asks_once_what_a_tokenizer_adds_to_texts(
     columns: Columns, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

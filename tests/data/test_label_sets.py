@@ -45,12 +45,6 @@ def test_a_row_has_the_numbers_names_or_flags_of_its_labels(values: list[Any], f
     assert ["".join(f"{value:g}" for value in row) for row in found.tolist()] == wanted
 
 
-def test_a_row_of_a_data_set_in_memory_is_named_by_its_place() -> None:
-    rows = datasets.Dataset.from_dict({"label": [[0], [1, 2, 3]]}).select([1, 0])
-    with pytest.raises(DataError, match=r"but row 0 \(from 0\) has 3 in 'label'"):
-        read_label_sets(rows, column="label", config=config(*NAMES))
-
-
 @pytest.mark.parametrize("values", [[0, 1], [False, True], [0.0, 1.0], [[0], [1]], [[0.0], [1.0]]])
 def test_of_a_single_label_a_row_says_whether_it_applies(values: list[Any]) -> None:
     assert read_label_sets(rows_of(values), column="label", config=config("yes")).tolist() == [[0.0], [1.0]]

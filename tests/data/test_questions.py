@@ -180,10 +180,7 @@ GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answe
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"answers": {"text": [], "answer_start": []}},
-            "and not empty, but row 1 ",
-        ),
+        ({"answers": {"text": [], "answer_start": []}}, "and not empty, but row 1 "),
         (
             {"answers": {"text": ["e"], "answer_start": [3]}},
             "stand in its context at answer_start, .* has ' ' at 3, not 'e'",

@@ -107,18 +107,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "lists of two lengths": ("lists", {"answer": ["b", "c"]}, {}, "has 'question' 1, 'answer' 2"),
     "no such choice": ("choice", {"label": 2}, {}, "number of one of the 2 choices, from 0, .* write 0 for the first"),
     "hidden choice": ("choice", {"label": -1}, {}, "has -1; use a split with labels"),
-    "long answer": (
-        "answer",
-        {"answer": "a b c d e f g"},
-        {"max_length": 6},
-        "answers are never cut",
-    ),
-    "short text": (
-        "plain",
-        {"text": "a"},
-        {"packing": False, "processor": without_special_tokens()},
-        "two tokens",
-    ),
+    "long answer": ("answer", {"answer": "a b c d e f g"}, {"max_length": 6}, "answers are never cut"),
+    "short text": ("plain", {"text": "a"}, {"packing": False, "processor": without_special_tokens()}, "two tokens"),
     "image that does not decode": ("shown", {"image": NO_IMAGE}, {}, "at most 1% of the images"),
     "long question": ("shown", {"question": "a b c d e f g"}, {"max_length": 24}, r"fit into max_length \(24 tokens\)"),
 }

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import datasets
 import PIL.Image
 import pytest
-from support.models import SHARED
 
 from hies_export.data.rows import load_rows, mapped_rows, take, taken_from
 from hies_export.errors import DataError
@@ -297,17 +296,6 @@ def test_files_without_rows_and_folders_without_images(tmp_path):
         match=r"of images per class, or a metadata.csv .*, but .*: it has none; for other data name the files",
     ):
         load(tmp_path / "folder")
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared, the project's real data")
-def test_real_files():
-    path = SHARED / "data/stsb/validation.jsonl.gz"
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
-    assert load(path).to_list() == records
-    images = load(SHARED / "data/cifar10/test-*.parquet", samples=10)
-    assert images[3]["image"].size == (32, 32)
-    assert images["label"][:] == list(range(10))
 
 
 def test_what_save_to_disk_wrote_is_read(tmp_path):

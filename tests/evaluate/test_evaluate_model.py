@@ -255,13 +255,6 @@ def test_a_correlation_with_a_constant_is_zero_and_warns(name, constant, caplog)
     assert caplog.messages == [f"{name} is undefined because all {constant} are equal: 0.0 is returned"]
 
 
-def test_default_metrics_fit_and_accuracy_of_a_regression_does_not():
-    for kind in ("classes", "labels", "numbers"):
-        names = KINDS[kind].usual_metrics()
-        assert names
-        check_metrics(names, predicts=kind)
-
-
 @pytest.mark.parametrize(
     ("names", "how", "message"),
     [

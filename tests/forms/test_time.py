@@ -477,71 +477,12 @@ def recorded(
     return time(forms, rows_by_shape({8: batches}) if what == "rows" else {(8, 40): batches}, repeats=30)
 
 
-# What two loops and two bootstraps gave for the same times before they were one: ms, ratio, low, high of each form.
-BEFORE: dict[tuple[str, int, float], list[list[float]]] = {
-    ("one", 1, 0.0): [
-        [9.9824555, 0.999435695, 0.99517108, 1.008754944],
-        [8.002726, 0.801546317, 0.797295031, 0.805395637],
-        [3.9905905, 0.400147156, 0.397927187, 0.402178082],
-    ],
-    ("rows", 1, 0.0): [
-        [8.40384825, 1.000674428, 0.997746311, 1.003373099],
-        [6.715125146, 0.798784233, 0.797061211, 0.80045554],
-        [3.354261031, 0.398999388, 0.397925754, 0.399994204],
-    ],
-    ("one", 5, 0.0): [
-        [10.0600255, 0.995095196, 0.985480537, 1.001925694],
-        [7.9928035, 0.796974938, 0.790806255, 0.802172907],
-        [3.9838825, 0.397027335, 0.393045315, 0.401130263],
-    ],
-    ("rows", 5, 0.0): [
-        [8.399952781, 1.001625415, 0.997995855, 1.005290796],
-        [6.721602042, 0.799545421, 0.797557974, 0.801612385],
-        [3.358132281, 0.39945526, 0.398425634, 0.400508303],
-    ],
-    ("one", 5, 0.02): [
-        [10.062623, 0.983028994, 0.967482077, 0.997346758],
-        [7.892362, 0.79080516, 0.765212043, 0.812857151],
-        [3.983734, 0.394202822, 0.385936055, 0.406167735],
-    ],
-    ("rows", 5, 0.02): [
-        [8.473264969, 0.988386712, 0.983025682, 0.993631661],
-        [6.677736896, 0.792697813, 0.787893828, 0.797503193],
-        [3.352205854, 0.397932157, 0.39564688, 0.400222885],
-    ],
-}
-
-
-@pytest.mark.parametrize(("what", "loads", "apart"), BEFORE)
-def test_times_are_those_of_the_two_loops_before(
-    what: str, loads: int, apart: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of rows, batches alone were resampled; now that holds where loads and copies are taken for one."""
-    given: list[Any] = []
-    monkeypatch.setattr(
-        clocks, "ratio_with_interval", lambda *of, **how: given.append(of) or ratio_with_interval(*of, **how)
-    )
-    timed, before = recorded(monkeypatch, what, loads, apart, *SPEED), BEFORE[what, loads, apart]
-    for one, (base, other), (ms, ratio, low, high) in zip(timed, given, before, strict=True):
-        assert (one.ms, one.ratio) == pytest.approx((ms, ratio), abs=1e-9)
-        if what == "one":
-            assert (one.low, one.high) == pytest.approx((low, high), abs=1e-9)
-            continue
-        joined = [np.concatenate(base).mean(axis=1, keepdims=True)], [np.concatenate(other)]
-        assert ratio_with_interval(*joined, total=True) == pytest.approx((ratio, low, high), abs=0.1 * (high - low))
-        assert one.high - one.low >= 0.98 * (high - low)
-
-
 @pytest.mark.parametrize("what", ["one", "rows"])
 def test_an_interval_holds_the_truth_where_copies_differ(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     control, slim, int8 = recorded(monkeypatch, what, 5, 0.02, *SPEED)
     assert control.low <= 1 <= control.high or what == "one"
     assert slim.low <= 0.8 <= slim.high
     assert int8.low <= 0.4 <= int8.high
-    if what == "rows":  # an interval over batches alone missed it
-        (_, _, low, high), (_, _, slim_low, slim_high), _ = BEFORE["rows", 5, 0.02]
-        assert not low <= 1 <= high
-        assert not slim_low <= 0.8 <= slim_high
 
 
 @pytest.mark.parametrize("what", ["one", "rows"])

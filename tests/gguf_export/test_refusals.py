@@ -129,19 +129,13 @@ APART = [("a", "b"), ("b", "c"), ("ab", "c"), ("c", "a"), ("a", "bc")]
 UNKNOWN: dict[str, tuple[Callable[[], Any], str]] = {
     "words": (generative_tokenizer, "its model is of type WordLevel"),
     "unigram": (unigram, "its model is of type Unigram"),
-    "split": (
-        lambda: byte_level_tokenizer(r"\w+|\W+"),
-        "it splits texts by .*, which is none of llama-bpe",
-    ),
+    "split": (lambda: byte_level_tokenizer(r"\w+|\W+"), "it splits texts by .*, which is none of llama-bpe"),
     "merges that are ignored": (lambda: byte_level_tokenizer(ignore_merges=True), "which is none of llama-bpe"),
     "no bytes": (
         lambda: changed(byte_level_tokenizer, pre_tokenizer=pre_tokenizers.Whitespace()),
         "by Whitespace, not",
     ),
-    "lower case": (
-        lambda: changed(byte_level_tokenizer, normalizer=normalizers.Lowercase()),
-        "texts by Lowercase",
-    ),
+    "lower case": (lambda: changed(byte_level_tokenizer, normalizer=normalizers.Lowercase()), "texts by Lowercase"),
     "lower case of pieces": (lambda: changed(sentence_piece_tokenizer, normalizer=normalizers.NFKC()), "texts by NFKC"),
     "pieces that are split": (
         lambda: changed(sentence_piece_tokenizer, pre_tokenizer=pre_tokenizers.Digits()),

@@ -5,14 +5,8 @@ import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import onnx
-import onnx_ir
 import pytest
-import torch
 import transformers
-from onnxscript.rewriter import pattern
-from onnxscript.rewriter._matcher import SimplePatternMatcher
-from support.models import vit
 from torch import nn
 
 from hies_export.errors import MissingRuntimeError
@@ -21,8 +15,7 @@ from hies_export.model import internals
 
 
 @pytest.mark.parametrize(
-    ("release", "logged"),
-    [("5.4.0", 0), (transformers.__version__, 0), ("5.99.1", 1), ("6.0.0.dev0", 1)],
+    ("release", "logged"), [("5.4.0", 0), (transformers.__version__, 0), ("5.99.1", 1), ("6.0.0.dev0", 1)]
 )
 def test_a_newer_release_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str, logged: int
@@ -76,48 +69,3 @@ def test_exporters_that_fuse_nothing_are_not_asked_to(monkeypatch: pytest.Monkey
     module = nn.Linear(2, 2)
     assert internals.exported_program(module, {"x": 1}, "cpu", {"x": {0: "batch"}}) == "graph"
     assert asked == [(module, {"x": 1}, OlderOnnxConfig(True, {"x": {0: "batch"}}))]
-
-
-def test_a_pattern_is_tried_where_it_ends_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = """<ir_version: 10, opset_import: ["" : 20, "other" : 1]>
-    g (float[2] x) => (float[2] a, float[2] b, float[2] c) { m = Neg(x) a = Abs(m) b = Exp(m) c = other.Abs(m) }"""
-    rule = pattern.RewriteRule(
-        lambda op, x: (op.Abs(x), op.Exp(x)), lambda op, x: (op.Sin(x), op.Cos(x)), name="two last nodes"
-    )
-    tried = []
-    match = SimplePatternMatcher.match
-
-    def recorded(self: object, model: object, graph: object, node: onnx_ir.Node, **options: object) -> object:
-        tried.append((node.domain, node.op_type))
-        return match(self, model, graph, node, **options)
-
-    monkeypatch.setattr(SimplePatternMatcher, "match", recorded)
-    programs = [onnx_ir.from_proto(onnx.parser.parse_model(text)) for _ in range(2)]
-    pattern.RewriteRuleSet([rule]).apply_to_model(programs[0])
-    assert ("", "Neg") in tried
-    assert ("other", "Abs") in tried
-    tried.clear()
-    with internals._matching_last_nodes():
-        pattern.RewriteRuleSet([rule]).apply_to_model(programs[1])
-    assert tried == [("", "Abs")]
-    assert SimplePatternMatcher.match is recorded
-    ops = [[node.op_type for node in program.graph] for program in programs]
-    assert ops[0] == ops[1]
-    assert {"Sin", "Cos"} <= {*ops[0]}
-
-
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_is_found_under_either_name(name: str) -> None:
-    class Decoder(nn.Module):
-        if name == "cache":
-
-            def forward(self, input_ids: torch.Tensor, cache: object = None) -> None: ...
-        else:
-
-            def forward(self, input_ids: torch.Tensor, past_key_values: object = None) -> None: ...
-
-    assert internals.cache_name(Decoder()) == name
-    layers = [SimpleNamespace(keys=1, values=2), SimpleNamespace(keys=None, values=None)]
-    assert internals.keys_and_values({"logits": 0, name: SimpleNamespace(layers=layers)}) == {0: (1, 2)}
-    assert internals.cache_name(vit()) is None
-    assert internals.cache_of(vit()(torch.zeros(1, 3, 16, 16))) is None

@@ -9,12 +9,7 @@ import onnx
 import pytest
 import torch
 from support.models import bert, cut_bert, text_batch, vit
-from transformers import (
-    MambaConfig,
-    MambaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hies_export import export_onnx, load_runtime
 from hies_export.checkpoint.folders import new_folder
@@ -29,7 +24,6 @@ from hies_export.errors import (
 )
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx.parity import compare_outputs
-from hies_export.forms.onnx.trace import trace_sample
 from hies_export.progress import quiet
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids")
@@ -214,16 +208,6 @@ def test_refused_before_any_work(tmp_path, monkeypatch):
         with pytest.raises(MissingRuntimeError, match=r'pip install "hies-export\[cpu\]"'):
             use()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_sample_is_padded_and_longer_than_the_batch():
-    model = bert()
-    sample = trace_sample(model, {"input_ids": torch.tensor([[1, 2]])})
-    assert tuple(sample) == TEXT
-    assert sample["input_ids"].tolist() == [[1, 2, 1, 2]] * 2
-    assert sample["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    without_types = trace_sample(bert(type_vocab_size=1), {"input_ids": torch.tensor([[1, 2]])})
-    assert tuple(without_types) == TEXT[:2]
 
 
 def test_older_optimum_can_read_the_tokenizer(tmp_path, monkeypatch):

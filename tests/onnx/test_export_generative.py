@@ -27,7 +27,7 @@ from hies_export.forms.onnx import parity
 from hies_export.forms.onnx.export import check_traceable, export_onnx
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.forms.onnx.parity import _real_tokens, check_generation, compare_outputs
-from hies_export.forms.onnx.rewrites import count_from_past, flatten_gemm_inputs, share_tied_weights
+from hies_export.forms.onnx.rewrites import share_tied_weights
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
@@ -249,41 +249,6 @@ def test_an_output_layer_tied_to_the_embeddings_reads_them() -> None:
     assert set(program.graph.initializers) == {"table", "other"}
     ids = np.array([[1, 6], [0, 3]])
     np.testing.assert_allclose(run_program(program, ids=ids), table[ids] @ (1.5 * table.T + other), atol=1e-5)
-
-
-def test_positions_are_counted_from_the_past() -> None:
-    text = """<ir_version: 10, opset_import: ["" : 20]>
-    g (int64[n] ids, float[b, p] past, int64 given) => (int64[n] places, int64[n] moved)
-      <int64 length, int64 count, int64[n] numbers> {
-      zero = Constant<value = int64 {0}>()
-      one = Constant<value = int64 {1}>()
-      shape = Shape<start = 0, end = 1>(ids)
-      count = Squeeze(shape)
-      cached = Shape<start = 1, end = 2>(past)
-      length = Squeeze(cached)
-      numbers = Range(zero, count, one)
-      places = Add(length, numbers)
-      moved = Add(numbers, given)
-    }"""
-    program, operators = repaired(text, {}, count_from_past)
-    ids, past, given = np.zeros(4, dtype=np.int64), np.zeros((2, 3), dtype=np.float32), np.array(7)
-    # A number that is given may be on the GPU.
-    assert operators.count("Range") == 2
-    want = [3, 4, 5, 6]
-    np.testing.assert_array_equal(run_program(program, ids=ids, past=past, given=given), want)
-
-
-@pytest.mark.parametrize("trans", [0, 1])
-def test_a_gemm_gets_its_matrix(trans: int) -> None:
-    weight = np.random.default_rng(0).normal(size=(5, 4) if trans else (4, 5)).astype(np.float32)
-    shape = "5, 4" if trans else "4, 5"
-    text = f"""<ir_version: 10, opset_import: ["" : 20]>
-    g (float[b, s, 4] x, float[{shape}] w) => (float[n, 5] y) {{ y = Gemm<transB={trans}>(x, w) }}"""
-    program, operators = repaired(text, {"w": weight}, flatten_gemm_inputs)
-    assert operators == ["Reshape", "Gemm"]
-    x = np.random.default_rng(1).normal(size=(2, 3, 4)).astype(np.float32)
-    want = x.reshape(6, 4) @ (weight.T if trans else weight)
-    np.testing.assert_allclose(run_program(program, x=x), want, atol=1e-5)
 
 
 def cut_in_both_towers(folder: Path) -> PreTrainedModel:

@@ -127,7 +127,7 @@ def test_a_decoder_prefills_alike_in_both_runtimes(decoder: tuple[PreTrainedMode
     assert abs(want["logits"] - got["logits"])[real].max() < 1e-4
     rows = bench(folder, folder, shapes=[(2, 8)], repeats=6)
     assert [(row.runtime, row.phase) for row in rows] == [
-        *(("onnxruntime-cpu", "prefill"), ("onnxruntime-cpu", "decode")),
+        *(("onnxruntime-cpu", "prefill"), ("onnxruntime-cpu", "decode"))
     ]
     assert rows[1].dense_ms > 0
 

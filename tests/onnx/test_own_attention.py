@@ -27,10 +27,7 @@ RELATIVE = {
     "norm_rel_ebd": "layer_norm",
     "type_vocab_size": 0,
 }
-CONFIGS = {
-    "DebertaV2": transformers.DebertaV2Config(**SMALL, **RELATIVE),
-    "MPNet": transformers.MPNetConfig(**SMALL),
-}
+CONFIGS = {"DebertaV2": transformers.DebertaV2Config(**SMALL, **RELATIVE), "MPNet": transformers.MPNetConfig(**SMALL)}
 # One of each layout of attention, and of outputs for texts and for tokens; `-m exports` takes all.
 DEFAULT = {("DebertaV2", "ForSequenceClassification"), ("MPNet", "ForTokenClassification")}
 

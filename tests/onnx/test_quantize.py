@@ -243,12 +243,6 @@ def test_a_bias_keeps_the_mean_output_of_every_layer() -> None:
     assert np.abs((x @ rounded - x @ matrix).mean(0)).max() > 1e-3
 
 
-def test_several_graphs_have_no_such_form(exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="needs a single graph, got a vision-language model"):
-        quantize_onnx(replace(exported, files=("a.onnx", "b.onnx")), tmp_path / "out", batch=batch)
-    assert not (tmp_path / "out").exists()
-
-
 def test_models_of_small_layers_and_of_several_graphs_are_refused(
     batch: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

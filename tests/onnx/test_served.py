@@ -33,7 +33,7 @@ def test_the_graph_embeds_texts_and_the_folder_names_the_module(tmp_path: Path) 
         {"idx": 0, "name": "0", "path": "", "type": "hies_export.served.OnnxEncoder"}
     ]
     assert read_served(served).model_dump() == {
-        **{"file": "model.onnx", "dimension": 12, "runtime": "onnxruntime-cpu", "dtype": None, "threads": None},
+        **{"file": "model.onnx", "dimension": 12, "runtime": "onnxruntime-cpu", "dtype": None, "threads": None}
     }
     written = json.loads((served / "config_sentence_transformers.json").read_text())
     assert (written["prompts"]["query"], written["similarity_fn_name"]) == ("q: ", "dot")

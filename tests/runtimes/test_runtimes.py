@@ -10,10 +10,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hies_export import DataError, ExportError, MissingRuntimeError, RecipeError, export_onnx, load_runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
-from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.model.copies import convert, share_weights
-from hies_export.model.tokens import forward_inputs, positions_of
+from hies_export.model.tokens import positions_of
 from hies_export.recipe.sections import MeasureSection
 
 # logits = 2 * input_ids + attention_mask - token_type_ids, so every input can be seen in the output.
@@ -117,14 +116,6 @@ def test_onnxruntime_does_not_spin_and_takes_the_threads(folder, monkeypatch):
     assert (seen[0].intra_op_num_threads, seen[0].inter_op_num_threads) == (3, 1)
 
 
-def test_another_provider_than_asked_for_is_an_error(folder):
-    class Elsewhere(OnnxRuntime):
-        name, requested, extra = "onnxruntime-cuda", "NoSuchExecutionProvider", "gpu"
-
-    with pytest.raises(MissingRuntimeError, match=r"must run on NoSuch(.|\n)*offers .*CPU.*hies-export\[gpu\]"):
-        Elsewhere(folder, threads=1)
-
-
 def test_wrong_requests(folder, model):
     with pytest.raises(RecipeError, match=r"one of .*torch, .*got 'onnx-cpu'; did you mean 'onnxruntime-cpu'\?"):
         load_runtime("onnx-cpu", folder)
@@ -165,11 +156,6 @@ def test_a_copy_that_shares_weights_shares_nothing_else(model):
     assert {p.device.type for p in empty.parameters()} == {"meta"}
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert [p.shape for p in empty.parameters()] == [p.shape for p in model.parameters()]
-
-
-def test_forward_inputs_in_the_order_of_the_forward(model):
-    batch = {"labels": IDS, "token_type_ids": IDS, "input_ids": IDS, "text": ["a"], "idx": IDS}
-    assert list(forward_inputs(model, batch)) == ["input_ids", "token_type_ids"]
 
 
 # logits = input_ids + position_ids, and a cache that stays as it is.

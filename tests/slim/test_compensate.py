@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.architectures import tiny
 from support.cuts import random_cut, random_plan
-from support.models import bert, image_batch, llama, opt, text_batch, vit
-from support.references import assert_least_squares, kept_columns, read_tokens
+from support.models import bert, llama, opt, text_batch
+from support.references import kept_columns, read_tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,24 +18,6 @@ from hies_export.calibrate import moments as moments_room
 from hies_export.calibrate.moments import Moments, MomentStream
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
 from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
-
-
-@pytest.mark.parametrize("make", [bert, vit, llama], ids=["bert with padding", "vit", "llama without bias"])
-def test_least_squares_is_the_formula(make: Callable[[], PreTrainedModel]) -> None:
-    dense = make()
-    if dense.main_input_name == "pixel_values":
-        batches = [image_batch(31, labels=False), image_batch(64, labels=False)]
-    else:
-        batches = [text_batch(8, length, padding=make is bert) for length in (30, 24, 40, 18, 35, 22, 31, 40)]
-    slim, plan, sites = random_cut(dense, batches[0])
-    fits = compensate(dense, slim, plan, sites, batches, Compensation(ridge=0.05))
-    cut = [s for s in sites if len(plan.kept[s.name].units) < s.units]
-    assert [fit.name for fit in fits] == [s.name for s in cut]
-    for site, fit in zip(cut, fits, strict=True):
-        assert fit.method == "least_squares"
-        x, *_ = read_tokens(dense, site, batches)
-        assert_least_squares(dense, slim, plan, site, x)
-        assert fit.tokens == len(x)
 
 
 def test_nothing_removed_changes_nothing() -> None:

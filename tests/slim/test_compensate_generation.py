@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.cuts import by_module, random_cut
 from support.generative import padded, with_images
-from support.models import bert, causal_lm, llava
+from support.models import causal_lm, llava
 from support.references import RIDGE, assert_least_squares, naive_effect, read_by_sample, read_tokens
 from support.tolerance import assert_near
 from torch import Tensor
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from hies_export import Compensation, DataError, compensate, find_attention
 from hies_export.calibrate.readings import EffectStream
-from hies_export.model.tokens import real_tokens
 from hies_export.score.compensated import RemovalOptions, removal_chain
 from hies_export.tasks.text_generation import text_labels
 
@@ -110,17 +109,3 @@ def test_least_squares_of_real_tokens_is_the_formula(
         assert fits[site.name].tokens == len(x)
         assert_least_squares(dense, slim, plan, site, x)
     assert any(fit.method == "least_squares" for name, fit in fits.items() if "vision" not in name)
-
-
-def test_the_mask_of_a_text_is_not_that_of_an_image() -> None:
-    mask = torch.ones(2, 17, dtype=torch.int64)
-    mask[1, 5:] = 0
-    batch, y = {"attention_mask": mask}, torch.zeros(2, 17, 32)
-    model = llava()
-    assert real_tokens(model, "model.vision_tower.encoder.layers.0.self_attn", batch, y).all()
-    for other, name in (
-        (model, "model.language_model.layers.0.self_attn"),
-        (causal_lm(), "model.layers.0.self_attn"),
-        (bert(), "bert.encoder.layer.0.attention.self"),
-    ):
-        assert torch.equal(real_tokens(other, name, batch, y), mask.bool())

@@ -47,16 +47,6 @@ def test_a_fingerprint_is_what_a_loop_finds(period: int, monkeypatch: pytest.Mon
     fingerprints._signs.cache_clear()
 
 
-def test_signs_are_as_good_as_random() -> None:
-    signs = fingerprints._signs(torch.device("cpu"))
-    assert signs.abs().eq(1).all()
-    # About half of them are negative, the two patterns are not alike, and neither follows its neighbours.
-    assert (signs.mean(1).abs() < 0.005).all()
-    assert (signs[0] * signs[1]).mean().abs() < 0.005
-    for distance in (1, 2, 768, 4096):
-        assert ((signs[:, distance:] * signs[:, :-distance]).mean(1).abs() < 0.005).all()
-
-
 def tuned(base: PreTrainedModel, seed: int) -> PreTrainedModel:
     """Return the base with weights that moved by 3.5 % of their norm, so that two such differ by 5 %."""
     model, generator = copy.deepcopy(base), torch.Generator().manual_seed(seed)

@@ -32,13 +32,7 @@ _SAME = {
     97: "vision_start_token_id boi_token_id boi_token_index",
     96: "vision_end_token_id eoi_token_id eoi_token_index",
 }
-OFTEN_NONE = (
-    "pad_token_id",
-    "num_key_value_heads",
-    "decoder_start_token_id",
-    "head_dim",
-    "vocab_size",
-)
+OFTEN_NONE = ("pad_token_id", "num_key_value_heads", "decoder_start_token_id", "head_dim", "vocab_size")
 SMALL = {name: value for value, names in _SAME.items() for name in names.split()}
 
 # Tried in order, each on top of the small dimensions, until a model can be built and a batch fits it: as it is; every

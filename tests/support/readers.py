@@ -247,7 +247,4 @@ def _recipes(folder: Path) -> list[Read]:
     ]
 
 
-MAKERS = (
-    *(_plans, _checkpoints, _older, _generation, _processors, used_checkpoints),
-    *(_runs, _small, _recipes),
-)
+MAKERS = (*(_plans, _checkpoints, _older, _generation, _processors, used_checkpoints), *(_runs, _small, _recipes))

@@ -27,10 +27,7 @@ QUANTISED = {
     "gpt2": "a decoder whose head is its embedding",
 }
 # Decoders that do not generate, for `-m exports`.
-DECODERS = {
-    "gpt2/GPT2ForSequenceClassification": "a classifier",
-    "qwen3/Qwen3Model": "no head",
-}
+DECODERS = {"gpt2/GPT2ForSequenceClassification": "a classifier", "qwen3/Qwen3Model": "no head"}
 REFUSED = {
     "bart": "an encoder and a decoder",
     "beam": "code that fails with fewer heads",

@@ -159,10 +159,7 @@ def test_columns_that_hold_no_conversation() -> None:
         ({"prompt": ["a"], "completion": ["b"], "id": ["c"]}, {"messages": ("prompt", "completion")}),
         (
             {"instruction": ["a"], "input": ["b"], "output": ["c"]},
-            {
-                "prompt": "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
-                "answer": "output",
-            },
+            {"prompt": "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n", "answer": "output"},
         ),
         (
             {"instruction": ["a"], "output": ["c"]},

@@ -1,6 +1,5 @@
 """Models that tag words: entities, their F1, what is kept of them, and the whole line on a tiny model."""
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from scipy import stats
@@ -383,30 +381,18 @@ def test_samples_without_a_word_are_refused() -> None:
         prune(tagger(), [batch] * 4, criterion="l2", budget={"heads": 0.3})
 
 
-def test_a_config_with_fewer_tags_than_the_head_is_refused(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    tagger().save_pretrained(model)
-    config = json.loads((model / "config.json").read_text()) | {"id2label": {"0": "O", "1": "B-place"}}
-    (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match="must load, but does not: RuntimeError: .*BertForTokenClassification"):
-        hies_export.load(model)
-
-
-# With layers that 8 bits make faster; of one size, so that both tests that write graphs trace it once.
-SIZES = {"hidden_size": 120, "intermediate_size": 256, "num_hidden_layers": 1}
 MODULES = {"modules": ["attention", "mlp"], "criterion": "compensated", "compensation": {"samples": 80}}
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run, with 8 bits."""
+    """The folder of a run."""
     torch.manual_seed(0)
     recipe = save_tagger(
         tmp_path_factory.mktemp("tags"),
         prune={**MODULES, "budget": {"flops": 0.8}},
-        export={"quantize": "int8"},
         measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["onnxruntime-cpu"]},
-        model=SIZES,
+        model={"hidden_size": 120, "intermediate_size": 256, "num_hidden_layers": 1},
     )
     assert hies("run", recipe) == 0
     return recipe.parent / "out"
@@ -437,27 +423,6 @@ def test_a_run_judges_what_it_writes(out: Path) -> None:
     assert f"| same entities (F1) | | {shared:.1%} |" in " ".join(text.split())
     assert f"{'all' if report.stability == 1 else f'{100 * report.stability:.1f} % of the'} sentences stay" in text
     assert "entity F1 " in text.split("\n\n")[1]
-
-
-@pytest.mark.parametrize("bits", ["float32", "int8"])
-def test_files_predict_what_the_report_says(out: Path, bits: str) -> None:
-    name, file = ("onnx", "model.onnx") if bits == "float32" else ("onnx-int8", "model_quantized.onnx")
-    session, batches = onnxruntime.InferenceSession(out / name / file), validation(out.parent)
-    slim, found = hies_export.load(out / "slim"), []
-    for batch in batches:
-        feeds = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **inputs(batch)}
-        (logits,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
-        with torch.no_grad():
-            wanted = slim(**inputs(batch)).logits
-        real = batch["attention_mask"].bool()
-        if bits == "float32":
-            torch.testing.assert_close(torch.from_numpy(logits)[real], wanted[real], rtol=1e-4, atol=1e-4)
-        for row, judged in zip(logits, batch["judged"], strict=True):
-            found.append(entities([TAGS[number] for number in row.argmax(-1)[judged.numpy()]]))
-    dense = AutoModelForTokenClassification.from_pretrained(out.parent / "model")
-    same = np.mean([one == entities(tags) for one, tags in zip(found, tags_of(dense, batches), strict=True)])
-    form = next(of for of in Report.from_file(out).details.forms if (of.model, of.bits) == ("slim", bits))
-    assert form.stability == pytest.approx(same)
 
 
 def test_the_card_shows_how_to_find_entities(out: Path) -> None:
@@ -506,42 +471,3 @@ def test_a_promise_over_entities_needs_fewer_rows_than_one_over_sentences(tmp_pa
         RequestError, match=r"from 194 held-out rows or more, and there are 80"
     ):  # of the rows to train on
         load_job(recipe.to_deploy(keep=0.97))
-
-
-def test_too_few_rows_to_promise_entities_are_refused(tmp_path: Path) -> None:
-    """By the first metric too, if the promise names none."""
-    held_out = {"held_out": {"split": "validation", "samples": 80}, "prune": {"budget": {"keep": 0.95}}}
-    recipe = save_tagger(tmp_path, validation=160, evaluation={"split": "validation", "metrics": OWN_FIRST}, **held_out)
-    load_job(PruningRecipe.from_yaml(recipe))
-    recipe = save_tagger(tmp_path, validation=160, **held_out)
-    with pytest.raises(
-        RequestError, match=r"keep: 0\.95 can be promised .* from 94 held-out rows or more, and there are 80"
-    ):
-        load_job(PruningRecipe.from_yaml(recipe))
-
-
-def test_deploy_says_over_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_tagger(tmp_path, train=100, validation=120, model=SIZES)
-    files = [f"--data={split}={tmp_path / split}.jsonl" for split in ("train", "validation")]
-    within = ["--within", "1s", "--runtime", "onnxruntime-cpu", "-o", tmp_path / "deploy"]
-    first = ["--set", f"evaluation.metrics={json.dumps(OWN_FIRST)}"]
-    assert hies("deploy", tmp_path / "model", *files, "--keep", "0.8", *within, *first) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "promised 80 % of the entities; kept " in " ".join(lines)
-    report = json.loads((tmp_path / "deploy" / "report.json").read_text())
-    assert report["details"]["deployment"]["promise"] == 0.8
-    assert report["details"]["stability_of"] == "sentence"
-    # Every metric of both models, and of every form.
-    values = {name: of["dense"] for name, of in report["details"]["metrics"].items()}
-    assert [*values] == OWN_FIRST
-    dense = next(form for form in report["details"]["forms"] if form["model"] == "dense")
-    assert dense["metrics"] == pytest.approx(values)
-    assert any(line.startswith(f"entity F1 {values['entity_f1']:.4f} ") for line in lines)
-    (row,) = (line for line in lines if line.startswith("dense float32 ") and "kB" in line)
-    shown = [f"{values[name]:.4f}" if name != "own_entity_f1" else "100.0%" for name in values]
-    assert f" 100.0% {' '.join(shown)} " in row
-
-
-def test_classes_that_are_not_numbered_from_0_are_refused() -> None:
-    with pytest.raises(RequestError, match="id2label must name every class, numbered from 0 without a gap"):
-        TASK(SimpleNamespace(num_labels=2, id2label={1: "O", 2: "B-x"}))

@@ -62,8 +62,7 @@ def test_what_the_table_says_holds(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    types((name for name, entry in ENTRIES.items() if holds(entry, "onnx")), (), pytest.mark.exports),
+    "model_type", types((name for name, entry in ENTRIES.items() if holds(entry, "onnx")), (), pytest.mark.exports)
 )
 def test_what_the_table_says_is_exported(model_type: str) -> None:
     STEPS["onnx"](Subject.of(model_type))
@@ -157,15 +156,6 @@ def test_a_broken_cut_breaks_the_contract() -> None:
     slim = subject.slim[False]
     with torch.no_grad():
         slim.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
-    with pytest.raises(CutMismatchError, match="differs"):
-        cut(subject)
-
-
-def test_a_broken_cut_of_neurons_breaks_the_contract() -> None:
-    subject = Subject.of("phi3", MLP)
-    cut(subject)
-    with torch.no_grad():
-        subject.slim[False].model.layers[1].mlp.gate_up_proj.weight[0].mul_(1.5)
     with pytest.raises(CutMismatchError, match="differs"):
         cut(subject)
 

@@ -8,7 +8,7 @@ import torch
 from support.checkpoints import llava_batch
 from support.families import architecture, decoder, gpt2
 from support.models import bert, image_batch, llava, text_batch, vit
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Kept, PrunableModule, UnsupportedModelError, find_modules, prune_units
@@ -18,7 +18,6 @@ from hies_export.units import neurons as mlp
 from hies_export.units.heads import tower_of
 from hies_export.units.neurons import find_mlp
 from hies_export.units.probe import Probe
-from hies_export.units.reads import MIXED, NOWHERE, Reach, reach
 
 Batch = dict[str, Tensor]
 
@@ -87,35 +86,6 @@ def test_features_of_neurons(layout: Layout) -> None:
     assert first.producers == tuple(layout.name + producer for producer in layout.producers)
     for part in first.slices:
         assert all(set(part.indices([neuron]).tolist()) == layout.rows(neuron) for neuron in range(first.units))
-
-
-def test_columns_are_told_apart_however_many_there_are() -> None:
-    generator = torch.Generator().manual_seed(1)
-    order = torch.randperm(28672, generator=generator)
-    gate, up = (torch.rand(2, 3, 28672, generator=generator).requires_grad_() for _ in range(2))
-    scale = nn.Parameter(torch.rand(28672, generator=generator))
-    shared = nn.Parameter(torch.rand(1, generator=generator))
-    x = (torch.nn.functional.silu(gate[..., order]) * up * scale).mul(shared)
-    first, second, third, fourth = reach(x, [gate, up], [scale, shared])
-    assert torch.equal(first.column[order], torch.arange(28672))
-    assert torch.equal(second.column, torch.arange(28672))
-    assert torch.equal(third.column, torch.arange(28672))
-    assert (fourth.column == MIXED).all()
-    assert first.at_token
-    assert not first.linear
-
-
-def test_what_is_mixed_is_noticed() -> None:
-    def of(function: Callable[[Tensor], Tensor]) -> Reach:
-        leaf = torch.rand(4, 5, 300, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        return reach(function(leaf), [leaf], [])[0]
-
-    assert (of(lambda x: x.softmax(-1)).column == MIXED).all()
-    assert (of(lambda x: torch.nn.functional.rms_norm(x, (300,))).column == MIXED).all()
-    assert not of(lambda x: x.cumsum(1)).at_token
-    assert not of(lambda x: x.flip(0)).at_token
-    assert of(lambda x: 3 * x).linear
-    assert (of(lambda x: x[..., :200]).column == torch.cat([torch.arange(200), torch.full((100,), NOWHERE)])).all()
 
 
 def test_a_relu_that_is_off_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,11 +159,7 @@ def changed(change: str) -> PreTrainedModel:
         (MLP, "scaled in columns", "factor has values for every neuron, but not in rows, .*down_proj.layer"),
         (ATTENTION, "adapted layer", "query heads do not have features of their own in model.layers.0.mlp"),
         (ATTENTION, "norm across heads", "the heads do not reach model.layers.1.self_attn.o_proj.1 side by side"),
-        (
-            ATTENTION,
-            "two readers",
-            "o_proj.one and model.layers.1.self_attn.o_proj.other all read the att",
-        ),
+        (ATTENTION, "two readers", "o_proj.one and model.layers.1.self_attn.o_proj.other all read the att"),
         (ATTENTION, "fixed number of heads", "with fewer heads the code of LlamaAttention .* does not do"),
     ],
 )
