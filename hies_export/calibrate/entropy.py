@@ -65,7 +65,8 @@ class Entropies:
 
     def _take_map(self, module: PrunableModule, layer: nn.Module, args: Any, outputs: Any) -> None:
         found = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
-        maps = [o for o in found if _is_map(o, module.units)]
+        shaped = [o for o in found if o.dim() == 4 and o.shape[1] == module.units]  # (batch, heads, query, keys)
+        maps = [o for o in shaped if (o >= 0).all() and (o.sum(-1) - 1).abs().amax() < 1e-2]
         if self.recording and len(maps) == 1:
             queries = target_tokens(self._model, module.name, self.batch)
             entropy = entropy_of_map(maps[0].detach(), self.batch.get("attention_mask"), queries)
@@ -82,13 +83,6 @@ class Entropies:
             found[name] = mean, int((calls[0][1] > 0).sum())
         self._calls = {}
         return found
-
-
-def _is_map(output: Tensor, heads: int) -> bool:
-    """Return whether an output of a module is (batch, heads, query, keys) with rows that sum to one."""
-    if output.dim() != 4 or output.shape[1] != heads:
-        return False
-    return bool((output >= 0).all() and (output.sum(-1) - 1).abs().amax() < 1e-2)
 
 
 def entropy_of_map(attention: Tensor, mask: Tensor | None, queries: Tensor | None = None) -> tuple[Tensor, Tensor]:

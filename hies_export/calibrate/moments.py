@@ -163,7 +163,9 @@ class Sums:
     def xx(self) -> Tensor:
         """(inputs, inputs), as in `Moments`; to be read after the last token."""
         if len(self._xx) >= WIDE:
-            _mirror(self._xx)
+            for start in range(0, len(self._xx), BLOCK):
+                end = start + BLOCK
+                self._xx[end:, start:end] = self._xx[start:end, end:].T
         return self._xx
 
 
@@ -304,12 +306,6 @@ def _add_products(total: Tensor, x: Tensor) -> None:
         return
     for start in range(0, len(total), BLOCK):
         total[start : start + BLOCK, start:] += x[:, start : start + BLOCK].T @ x[:, start:]
-
-
-def _mirror(total: Tensor) -> None:
-    for start in range(0, len(total), BLOCK):
-        end = start + BLOCK
-        total[end:, start:end] = total[start:end, end:].T
 
 
 class MomentStream(Stream[LayerMoments]):

@@ -202,15 +202,9 @@ class _Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.happened = True
         # Python discards what a finaliser raises, and torch spends much of its time in them: try again afterwards.
-        if hasattr(signal, "setitimer") and _in_finaliser(frame):
-            signal.setitimer(signal.ITIMER_REAL, 0.005)
-            return
+        while frame is not None and hasattr(signal, "setitimer"):
+            if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__:
+                signal.setitimer(signal.ITIMER_REAL, 0.005)
+                return
+            frame = frame.f_back
         raise KeyboardInterrupt
-
-
-def _in_finaliser(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__:
-            return True
-        frame = frame.f_back
-    return False

@@ -76,7 +76,15 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
                 raise ValueError(f"it numbers a token {largest:,}")
             words = numbers - special
     with refusing(f"{needs} that works, but the one of {path} does not", REMEDY, DataError):
-        _try_out(loaded, task)
+        # Many settings of a processor's files are only looked at in a call.
+        if task.text:
+            # A copy, as a fast tokenizer keeps how it was last called, and saves that.
+            copy.deepcopy(tokenizer_of(loaded))([""], truncation=True, verbose=False)
+        if task.images:
+            image = PIL.Image.new("RGB", (64, 48))
+            for name, value in getattr(loaded, "image_processor", loaded)(image, return_tensors="pt").items():
+                if not torch.as_tensor(value).isfinite().all():
+                    raise ValueError(f"it makes NaN or infinity of a black image's {name}")
     if not task.text:
         return loaded
     if task.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
@@ -100,18 +108,6 @@ def image_shape_of(processor: Any, model: PreTrainedModel) -> tuple[int, ...] | 
     mode = MODES.get(getattr(model.config, "num_channels", 3), "RGB")
     image = PIL.Image.new(mode, (SQUARE, SQUARE))
     return image_shape(getattr(processor, "image_processor", processor)(image, return_tensors="pt"))
-
-
-def _try_out(processor: Any, task: Reads) -> None:
-    """Read an empty text and a small image: many settings of a processor's files are only looked at by then."""
-    if task.text:
-        # A copy, as a fast tokenizer keeps how it was last called, and saves that.
-        copy.deepcopy(tokenizer_of(processor))([""], truncation=True, verbose=False)
-    if task.images:
-        image = PIL.Image.new("RGB", (64, 48))
-        for name, value in getattr(processor, "image_processor", processor)(image, return_tensors="pt").items():
-            if not torch.as_tensor(value).isfinite().all():
-                raise ValueError(f"it makes NaN or infinity of a black image's {name}")
 
 
 def padding_token(tokenizer: Any, config: Any) -> int:

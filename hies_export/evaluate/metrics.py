@@ -311,7 +311,9 @@ def _load_from_evaluate(name: str) -> Metric:
     def compute(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
         with quiet():
             found = module.compute(predictions=predictions, references=references)
-            return float(found[module.name] if module.name in found else _only(found))
+        if module.name not in found and len(found) != 1:
+            raise ValueError(f"it gives {', '.join(found) or 'nothing'}")
+        return float(found[module.name] if module.name in found else next(iter(found.values())))
 
     return Metric(name, of, compute, getattr(module, "higher_is_better", Path(name).stem not in _ERRORS))
 
@@ -324,12 +326,6 @@ def _kind_of_features(features: Any) -> str | None:
         return None
     dtype = features["predictions"].dtype
     return "classes" if dtype.startswith(("int", "uint")) else "numbers" if dtype.startswith("float") else None
-
-
-def _only(found: dict[str, Any]) -> Any:
-    if len(found) != 1:
-        raise ValueError(f"it gives {', '.join(found) or 'nothing'}")
-    return next(iter(found.values()))
 
 
 @dataclass(frozen=True)

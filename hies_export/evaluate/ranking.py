@@ -160,7 +160,8 @@ class RankedTexts(Ranked):
     @classmethod
     def _of_pairs(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
         pair, side, score = (_joined(batches, key) for key in ("pair", "side", "score"))
-        first, second = (_by_number(pair, side == number) for number in (0, 1))
+        first, second = ((side == number).nonzero().flatten() for number in (0, 1))
+        first, second = first[pair[first].argsort()], second[pair[second].argsort()]
         if not torch.equal(pair[first], pair[second]):
             raise DataError("every pair of texts must have one row of side 0 and one of side 1")
         # Of equal second texts, the first row stands for all.
@@ -302,11 +303,6 @@ def ranked(dense: Tensor, batches: Sequence[Batch], similarity: Similarity = "co
 
 def _joined(batches: Sequence[Batch], key: str) -> Tensor:
     return torch.cat([batch[key] for batch in batches]).cpu()
-
-
-def _by_number(numbers: Tensor, where: Tensor) -> Tensor:
-    places = where.nonzero().flatten()
-    return places[numbers[places].argsort()]
 
 
 def _contents(batches: Sequence[Batch]) -> list[tuple[int, ...]]:

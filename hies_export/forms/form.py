@@ -163,20 +163,18 @@ class Forms:
         if key not in self._exports:
             self.progress.stage(f"export the {name} model")
             try:
-                self._exports[key] = self._exported(name, options)
+                place = self.folder / f"{Path(name).name}-{sum(made == name for made, _ in self._exports)}"
+                plain = self._exports.get((name, options.unquantized))
+                if options.quantize and isinstance(plain, Export):
+                    self._exports[key] = self.exporter.quantize(plain, place, options)
+                else:
+                    self._exports[key] = self.exporter.export(self._models[name], place, options)
             except HiesError as error:
                 self._exports[key] = error
         found = self._exports[key]
         if isinstance(found, HiesError):
             raise found
         return found
-
-    def _exported(self, name: str, options: ExportSection) -> Export:
-        place = self.folder / f"{Path(name).name}-{sum(made == name for made, _ in self._exports)}"
-        plain = self._exports.get((name, options.unquantized))
-        if options.quantize and plain is not None and not isinstance(plain, HiesError):
-            return self.exporter.quantize(plain, place, options)
-        return self.exporter.export(self._models[name], place, options)
 
     def plain(self, name: str) -> Export:
         """Return the export of a model by the options of the exporter, but not quantised."""

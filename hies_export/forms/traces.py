@@ -256,14 +256,18 @@ def _apart(program: Any) -> Any:
 
     The exporter merges equal computations, so that layers of equal widths share one.
     """
+    import onnx_ir
+
     copied = program.clone()
     for node in reversed(list(copied.graph.all_nodes())):
         if not _is_shape_with_constants(node):
             continue
         for user, index in [*node.outputs[0].uses()]:
-            again = _again(node)
+            again = onnx_ir.Node(node.domain, node.op_type, node.inputs, [*node.attributes.values()], name=node.name)
+            (old,), (new,) = node.outputs, again.outputs
+            new.name, new.type, new.shape = old.name, old.type, old.shape.copy()
             user.graph.insert_before(user, again)
-            user.replace_input_with(index, again.outputs[0])
+            user.replace_input_with(index, new)
         node.graph.remove(node, safe=True)
     return copied
 
@@ -281,15 +285,6 @@ def _is_shape_with_constants(node: Any) -> bool:
         for value in node.inputs
         if value is not None
     )
-
-
-def _again(node: Any) -> Any:
-    import onnx_ir
-
-    copied = onnx_ir.Node(node.domain, node.op_type, node.inputs, [*node.attributes.values()], name=node.name)
-    (old,), (new,) = node.outputs, copied.outputs
-    new.name, new.type, new.shape = old.name, old.type, old.shape.copy()
-    return copied
 
 
 def _merge(graph: Any) -> None:

@@ -44,6 +44,7 @@ def render_card(
         origin: `base_model` and the licence, as in the metadata of a card; see `checkpoint.beside.read_card`.
         images: File -> its caption.
     """
+    branch = ["--revision", revision] if revision else []
     return render_report(
         "card.md.j2",
         report,
@@ -53,14 +54,9 @@ def render_card(
         on_hub="/" in location,
         # A further argument, if needed.
         revision=f", revision={json.dumps(revision)}" if revision else "",
-        download=_download(location, revision),
+        download=shlex.join(["hf", "download", location, *branch, "--include", "gguf/*", "--local-dir", "."]),
         task=TASKS.get(report.task),
     )
-
-
-def _download(location: str, revision: str | None) -> str:
-    branch = ["--revision", revision] if revision else []
-    return shlex.join(["hf", "download", location, *branch, "--include", "gguf/*", "--local-dir", "."])
 
 
 def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:

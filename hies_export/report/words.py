@@ -244,7 +244,9 @@ def lead_text(report: Report) -> str:
     elif told.promise is not None and told.promise.budget.metric is None:
         kept = [promise, _quality_text(report, told)]
     else:
-        kept = [_agreement_text(report, told), _quality_text(report, told), promise]
+        share = "all" if told.stability == 1 else f"{_percent(told.stability):.1f} % of the"
+        of = f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, told)})"
+        kept = [of, _quality_text(report, told), promise]
     parts = "; ".join(filter(None, [*kept, told.time, told.size, _budget_result(report)]))
     return f"{told.name}: {parts}." if told.name else f"{parts}."
 
@@ -366,12 +368,6 @@ def _time(report: Report) -> str:
     (row,) = quiet
     dtype = "" if row.dtype == "float32" else f" in {row.dtype}"
     return f"{row.ratio:.2f} of the time on {runtime_name(row.runtime)} at {form_step(row)}{dtype}"
-
-
-def _agreement_text(report: Report, told: _Subject) -> str:
-    """Return how many predictions stay, the tolerance for a regression, the interval, and of how many rows."""
-    share = "all" if told.stability == 1 else f"{_percent(told.stability):.1f} % of the"
-    return f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, told)})"
 
 
 def _interval_and_rows(report: Report, told: _Subject) -> str:

@@ -233,7 +233,11 @@ class _Greedy:
             self._move(slice(None), columns, solved, taken_over)
             self._candidates = self._heads()
         if self._left_count < STILL_LEFT * len(self._left):
-            self._drop_gone()
+            stay = self._columns(self._left.nonzero().flatten())
+            self._inverse = self._inverse[stay][:, stay]
+            self._read, self._gradient = self._read.index_select(1, stay), self._gradient.index_select(1, stay)
+            self._groups, self._candidates = self._groups[self._left], self._candidates[self._left]
+            self._left = self._left[self._left]
         return groups, self._size(self._of_token[:, None])[0]
 
     def _move(self, tokens: slice, columns: Tensor, solved: Tensor, taken_over: Tensor) -> None:
@@ -246,13 +250,6 @@ class _Greedy:
 
     def _columns(self, places: Tensor) -> Tensor:
         return (places[:, None] * self._width + torch.arange(self._width, device=places.device)).flatten()
-
-    def _drop_gone(self) -> None:
-        stay = self._columns(self._left.nonzero().flatten())
-        self._inverse = self._inverse[stay][:, stay]
-        self._read, self._gradient = self._read.index_select(1, stay), self._gradient.index_select(1, stay)
-        self._groups, self._candidates = self._groups[self._left], self._candidates[self._left]
-        self._left = self._left[self._left]
 
     def _neurons(self, *gone: Tensor) -> Tensor:
         """Let the others take over from `gone` neurons, as in `_move`; return what `_heads` does.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,9 +97,11 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
         for name, axis, index in feature_cuts(slim, module, kept):
             whole = slim.get_submodule(name)
             layer = select_features(whole, index, axis)
-            for place in (name, *_tied_to(slim, whole, own)):
-                owner, _, attribute = place.rpartition(".")
-                setattr(slim.get_submodule(owner), attribute, layer)
+            # Also where another layer has the same weight, such as one of an auxiliary loss.
+            for place, other in list(slim.named_modules(remove_duplicate=False)):
+                if place == name or (getattr(other, "weight", None) is whole.weight and place not in own):
+                    owner, _, attribute = place.rpartition(".")
+                    setattr(slim.get_submodule(owner), attribute, layer)
             shapes.linear[name] = list(features_of(layer))
         for name, axis, index in parameter_cuts(slim, module, kept):
             old = slim.get_parameter(name)
@@ -113,15 +115,6 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
             shapes.attributes[module.name] = changed
         if len(kept.units) < module.units and (narrowed := narrow_arguments(holder, module, kept)):
             shapes.narrowed[module.name] = narrowed
-
-
-def _tied_to(model: PreTrainedModel, layer: nn.Module, own: Collection[str]) -> list[str]:
-    """Return the layers with the same weight as a layer, such as those of an auxiliary loss, that are not in `own`."""
-    return [
-        name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if getattr(module, "weight", None) is layer.weight and name not in own
-    ]
 
 
 # Attention returns its output, and often its weights beside it, which are None without heads.

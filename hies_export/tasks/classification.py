@@ -194,7 +194,9 @@ class TextClassification(Classification):
             given = data.kind_of(rows.features[self.columns.group])
             raise DataError(f"the column {self.columns.group!r} must hold a text or a number per row, got {given}")
         must = f"every row must have a {self.columns.group!r}"
-        data.check_each(rows, self.columns.group, _is_given, must, "leave it out")
+        data.check_each(
+            rows, self.columns.group, lambda value: value is not None and str(value).strip(), must, "leave it out"
+        )
         if self.columns.label:
             data.read_numbers(rows, column=self.columns.label, what=_GRADE)
 
@@ -215,10 +217,6 @@ class TextClassification(Classification):
         texts = samples.select_columns(list(self.columns.text))[part]
         columns: Sequence[Sequence[str]] = [texts[name] for name in self.columns.text]
         return data.encoded(self.processor, self.config, *columns, max_length=self.columns.max_length)
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and bool(str(value).strip())
 
 
 class ImageClassification(Classification):

@@ -213,7 +213,12 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     meta device.
     """
     label = f"{type(model).__name__} ({model.config.model_type})"
-    _refuse_experts(model, label)
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        named = _EXPERTS.fullmatch(name.rpartition(".")[2]) or "Experts" in kind
+        if named and any(True for _ in module.parameters()):
+            experts = "its neurons belong to a mixture of experts, of which each token sees a few,"
+            raise _refusal(label, f"{experts} in {name} ({kind})")
     probe = Probe(model, positive=True)
     layers = layers_of_linears(probe.model)
     dense = LinearObserver(probe, layers)
@@ -237,16 +242,6 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
 
 def _refusal(label: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{label} cannot be cut: {reason}; supported are {SUPPORTED}")
-
-
-def _refuse_experts(model: PreTrainedModel, label: str) -> None:
-    """Refuse a mixture of experts: a module with such a name and with parameters."""
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        named = _EXPERTS.fullmatch(name.rpartition(".")[2]) or "Experts" in kind
-        if named and any(True for _ in module.parameters()):
-            experts = "its neurons belong to a mixture of experts, of which each token sees a few,"
-            raise _refusal(label, f"{experts} in {name} ({kind})")
 
 
 def _describe(block: FoundBlock, probe: Probe, label: str) -> PrunableModule:

@@ -29,7 +29,7 @@ from ..runtimes.base import load_runtime
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
 from .join import LOGITS, PASSED_ON, join_graphs
-from .threshold import Promise, check_rows, choose_threshold, margins
+from .threshold import check_rows, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
 PROMISE = "hies_export.forms.cascade"
@@ -152,29 +152,26 @@ class CascadeForm(Compound):
             largest = max(1.0, certain.abs().max().item(), found.abs().max().item())
             exact = self._dtype == "float32"
             resolution = (RESOLUTION if exact else RESOLUTION_BITS) * largest
-            promise = choose_threshold(
-                found,
-                answers,
-                self.disagreement,
-                passed_on=certain,
-                confidence=self.confidence,
-                resolution=resolution,
-            )
+            how: dict[str, Any] = {"confidence": self.confidence, "resolution": resolution}
+            promise = choose_threshold(found, answers, self.disagreement, passed_on=certain, **how)
             program = onnx_ir.load(sure)
             shared = join_graphs(program.graph, graphs[1].graph, promise.threshold)
             program.metadata_props[PROMISE] = json.dumps(asdict(promise))
             copy_beside(slim, staging)
             save_program(program, staging / ONNX_FILE)
             joined = logits(staging / ONNX_FILE)
-            max_abs = _compared(
-                joined,
-                found,
-                certain,
-                apart=margins(found) - promise.threshold,
-                near=resolution,
-                tolerance=(OTHER_PROGRAM["float32"] if exact else REGROUPED_IN_FEWER_BITS) * largest,
+            apart, allowed = (
+                margins(found) - promise.threshold,
+                OTHER_PROGRAM["float32"] if exact else REGROUPED_IN_FEWER_BITS,
             )
-            _check_promise(joined, answers, promise)
+            max_abs = _compared(joined, found, certain, apart=apart, near=resolution, tolerance=allowed * largest)
+            differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
+            if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
+                raise ParityError(
+                    f"the graph of a cascade must keep the promised disagreement of {promise.disagreement:g}, but "
+                    f"changes {differ} of {promise.rows:,} held-out answers (its two models in torch: "
+                    f"{promise.differ}); serve it in float32"
+                )
             size = sum(file.stat().st_size for file in staging.glob(f"{ONNX_FILE}*"))
         return Export(
             format="onnx",
@@ -202,12 +199,14 @@ class CascadeForm(Compound):
         """Return a report's facts about a cascade, which keeps this share of the answers on the evaluation batches."""
         promise = exported.facts["promise"]
         assert exported.max_abs is not None
+        runtime = load_runtime(self.runtime, exported.folder, dtype=self._dtype)
+        found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
         summary = CascadeSummary(
             disagreement=promise.disagreement,
             confidence=CONFIDENCE,
             threshold=promise.threshold,
             rows=promise.rows,
-            passed_on=self._passed_on(exported, batches),
+            passed_on=float(sum(part.sum() for part in found) / sum(part.size for part in found)),
             stability=stability,
             bytes=exported.bytes,
         )
@@ -223,11 +222,6 @@ class CascadeForm(Compound):
             tried=tuple(tried),
         )
         return summary, facts
-
-    def _passed_on(self, exported: Export, batches: Sequence[Batch]) -> float:
-        runtime = load_runtime(self.runtime, exported.folder, dtype=self._dtype)
-        found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
-        return float(sum(part.sum() for part in found) / sum(part.size for part in found))
 
 
 COMPOUNDS[CascadeForm.name] = CascadeForm
@@ -274,13 +268,3 @@ def _compared(
             "report the model"
         )
     return worst
-
-
-def _check_promise(joined: torch.Tensor, answers: torch.Tensor, promise: Promise) -> None:
-    differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
-    if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
-        raise ParityError(
-            f"the graph of a cascade must keep the promised disagreement of {promise.disagreement:g}, but changes "
-            f"{differ} of {promise.rows:,} held-out answers (its two models in torch: {promise.differ}); serve it in "
-            "float32"
-        )

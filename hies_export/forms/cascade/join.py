@@ -27,7 +27,11 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
     (logits,) = (output for output in slim.outputs if output.name == LOGITS)
     logits.name = "slim_logits"
     new = Builder(slim, "cascade")
-    unsure = new("LessOrEqual", _margin(new, logits), new.constant(np.float32(threshold)))
+    # The distance of the largest logit of every row to the next one, (rows,).
+    first, second, end, columns = (new.constant(np.array([number])) for number in (0, 1, 2, 1))
+    largest, _ = new.several(2, "TopK", logits, end)  # (rows, 2)
+    apart = new("Sub", new("Slice", largest, first, second, columns), new("Slice", largest, second, end, columns))
+    unsure = new("LessOrEqual", new("Squeeze", apart, columns), new.constant(np.float32(threshold)))
     rows = new("Transpose", new("NonZero", unsure), perm=[1, 0])  # (rows that go on, 1)
     some = new("Greater", new("Size", rows), new.constant(np.int64(0)))
     then = onnx_ir.Graph([], [], nodes=[], name="pass_on")
@@ -46,14 +50,6 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
         slim.opset_imports[domain] = max(version, slim.opset_imports.get(domain, version))
     drop_unused(slim)
     return shared
-
-
-def _margin(new: Builder, logits: Any) -> Any:
-    """Return the distance of the largest logit of every row to the next one, (rows,)."""
-    first, second, end, columns = (new.constant(np.array([number])) for number in (0, 1, 2, 1))
-    largest, _ = new.several(2, "TopK", logits, end)  # (rows, 2)
-    apart = new("Sub", new("Slice", largest, first, second, columns), new("Slice", largest, second, end, columns))
-    return new("Squeeze", apart, columns)
 
 
 def _answers_of(dense: Any, new: Builder, inputs: Mapping[str, Any], rows: Any) -> Any:

@@ -48,7 +48,12 @@ def check_same_function(
 
 def decoder_logits(layout: Layout, tensors: Iterable[tuple[str, Tensor]], ids: Tensor) -> Tensor:
     """Return logits, (tokens, vocabulary), of tokens (tokens,), as llama.cpp does; tensors as in `named_tensors`."""
-    rotation = _rotation(layout, len(ids))
+    frequencies = layout.theta ** (-torch.arange(0, layout.head_dim, 2, dtype=torch.float64) / layout.head_dim)
+    if layout.rope_factors is not None:
+        frequencies = frequencies / layout.rope_factors.double()
+    angles = torch.arange(len(ids), dtype=torch.float64)[:, None] * frequencies
+    # What turns pairs of columns, complex, (tokens, head_dim / 2).
+    rotation = torch.polar(torch.full_like(angles, layout.rope_scale), angles).to(torch.complex64)
     x, embedding, layer = torch.empty(0), torch.empty(0), dict[str, Tensor]()
     number = 0
     for name, tensor in tensors:
@@ -92,15 +97,6 @@ def _layer(x: Tensor, weights: dict[str, Tensor], layout: Layout, sizes: LayerSi
 
 def _norm(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layout.epsilon) * weight
-
-
-def _rotation(layout: Layout, tokens: int) -> Tensor:
-    """Return the complex factors that rotate pairs of columns, (tokens, head_dim / 2)."""
-    frequencies = layout.theta ** (-torch.arange(0, layout.head_dim, 2, dtype=torch.float64) / layout.head_dim)
-    if layout.rope_factors is not None:
-        frequencies = frequencies / layout.rope_factors.double()
-    angles = torch.arange(tokens, dtype=torch.float64)[:, None] * frequencies
-    return torch.polar(torch.full_like(angles, layout.rope_scale), angles).to(torch.complex64)
 
 
 def _rotate(x: Tensor, rotation: Tensor, layout: Layout) -> Tensor:
@@ -164,7 +160,12 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
         for prompt in prompts:
             tokens = runtime.generate(prompt.tolist(), new)
             equal += _same_tokens(reference, prompt, tokens, strict=dtype == "float32")
-        _check_tokens(runtime, tokenizer)
+        for text, split in zip(TEXTS, runtime.tokenize(TEXTS), strict=True):
+            if split != (own := tokenizer(text, add_special_tokens=False)["input_ids"]):
+                raise ParityError(
+                    f"llama.cpp's tokenizer must split texts as the model's does, but splits {text!r} into "
+                    f"{split[:20]} and not {own[:20]}; report the tokenizer"
+                )
         release = runtime.release
     return Parity(float(differences.max()), share, new, equal, len(TEXTS), release)
 
@@ -215,13 +216,3 @@ def _same_tokens(reference: PreTrainedModel, prompt: Tensor, tokens: list[int], 
             )
         return number
     return len(tokens)
-
-
-def _check_tokens(runtime: LlamaCppRuntime, tokenizer: Any) -> None:
-    for text, found in zip(TEXTS, runtime.tokenize(TEXTS), strict=True):
-        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if found != wanted:
-            raise ParityError(
-                f"llama.cpp's tokenizer must split texts as the model's does, but splits {text!r} into {found[:20]} "
-                f"and not {wanted[:20]}; report the tokenizer"
-            )

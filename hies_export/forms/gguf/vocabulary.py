@@ -71,6 +71,7 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
     by_number = {number: token for token, number in known.items()}
     tokens = tuple(by_number.get(number, f"[unused{number}]") for number in range(size))
     sentence_piece, template = model.get("byte_fallback", False), tokenizer.chat_template
+    ids = tokenizer("a", add_special_tokens=True)["input_ids"]  # which shows what is put around a text
     shared: dict[str, Any] = {
         "tokens": tokens,
         "types": tuple(_types(tokens, described, tokenizer, by_number, has_bytes=sentence_piece)),
@@ -79,7 +80,10 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
             for name in ("bos", "eos", "unk", "pad")
             if (number := getattr(tokenizer, f"{name}_token_id", None)) is not None
         },
-        "adds": _adds(tokenizer),
+        "adds": {
+            name: bool(ids) and number is not None and number == ids[place]
+            for name, number, place in (("bos", tokenizer.bos_token_id, 0), ("eos", tokenizer.eos_token_id, -1))
+        },
         "chat_templates": {"default": template} if isinstance(template, str) else template or {},
     }
     if sentence_piece:
@@ -139,15 +143,6 @@ def _types(
             yield UNUSED
         else:
             yield BYTE if has_bytes and token in _BYTE_TOKENS else NORMAL
-
-
-def _adds(tokenizer: Any) -> dict[str, bool]:
-    """Return whether the tokenizer puts its bos and eos tokens around a text, by trying."""
-    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return {
-        "bos": bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id,
-        "eos": bool(ids) and tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id,
-    }
 
 
 def _scores(model: Mapping[str, Any], tokens: tuple[str, ...]) -> Iterator[float]:

@@ -129,7 +129,13 @@ def export_onnx(
     def written(programs: dict[str, Any]) -> Export:
         with new_folder(target, overwrite=overwrite) as staging:
             size = sum(save_program(program, staging / name) for name, program in programs.items())
-            _write_companions(staging, traced, processor)
+            write_config(traced, staging)
+            copy_documents(traced, staging)
+            if traced.can_generate() and traced.generation_config is not None:
+                traced.generation_config.to_json_file(staging / "generation_config.json")
+            if processor is not None:
+                processor.save_pretrained(staging)
+                name_tokenizer(staging)
             names = _names(programs)
             programs.clear()  # a graph has copies of the weights, transposed or joined; the comparison reads the files
             with quiet(verbose=talk), exact_products():
@@ -312,14 +318,3 @@ def copy_beside(exported: Export, folder: Path) -> None:
     """Copy what lies beside the graph of an export into another one's folder."""
     ignored = shutil.ignore_patterns(f"{exported.file.name}*")
     shutil.copytree(exported.folder, folder, ignore=ignored, dirs_exist_ok=True)
-
-
-def _write_companions(folder: Path, model: PreTrainedModel, processor: Any) -> None:
-    """Write config.json, the processor's files so that older Optimum and transformers 4 read them, and the licence."""
-    write_config(model, folder)
-    copy_documents(model, folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.to_json_file(folder / "generation_config.json")
-    if processor is not None:
-        processor.save_pretrained(folder)
-        name_tokenizer(folder)

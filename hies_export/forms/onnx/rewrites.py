@@ -46,7 +46,10 @@ def share_tied_weights(program: Any) -> None:
         if weight.const_value is None or len(weight.shape) != 2 or node.attributes.get_int("transB", 0):
             continue
         for table in tables:
-            if list(table.shape) == list(weight.shape)[::-1] and _transposed(table, weight):
+            if list(table.shape) != list(weight.shape)[::-1]:
+                continue
+            rows, columns = table.const_value.numpy(), weight.const_value.numpy()
+            if np.array_equal(rows[0], columns[:, 0]) and np.array_equal(rows, columns.T):
                 # Keep the other attributes: a FusedMatMul may also scale.
                 node.op_type, node.domain = "FusedMatMul", "com.microsoft"
                 node.attributes["transB"] = onnx_ir.AttrInt64("transB", 1)
@@ -54,12 +57,6 @@ def share_tied_weights(program: Any) -> None:
                 graph.opset_imports.setdefault("com.microsoft", 1)
                 break
     drop_unused(graph)
-
-
-def _transposed(table: Any, weight: Any) -> bool:
-    """Return whether one matrix is the transpose of the other."""
-    rows, columns = table.const_value.numpy(), weight.const_value.numpy()
-    return np.array_equal(rows[0], columns[:, 0]) and np.array_equal(rows, columns.T)
 
 
 def read_masks_whole(program: Any) -> None:

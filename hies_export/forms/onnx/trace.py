@@ -87,7 +87,14 @@ def export_program(
         count_from_past(program)
     add_biases_of_skipped(program)
     RemoveUnusedNodesPass()(program)
-    _strip_metadata(program)
+    # Stack traces contain paths of the exporting machine.
+    for node in program.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+    for value in _values(program.graph):
+        value.metadata_props.clear()
+    program.graph.metadata_props.clear()
+    program.metadata_props.clear()
     if axes is not None:
         name_axes(program, axes)
     return program
@@ -135,14 +142,3 @@ def _values(graph: Any) -> Iterator[Any]:
     yield from graph.inputs
     for node in graph.all_nodes():
         yield from node.outputs
-
-
-def _strip_metadata(program: Any) -> None:
-    """Remove stack traces from the graph, because they contain paths of the exporting machine."""
-    for node in program.graph.all_nodes():
-        node.metadata_props.clear()
-        node.doc_string = None
-    for value in _values(program.graph):
-        value.metadata_props.clear()
-    program.graph.metadata_props.clear()
-    program.metadata_props.clear()

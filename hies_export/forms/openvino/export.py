@@ -32,6 +32,14 @@ from ..runtimes.graphs import Rewrite, weight_of, with_bias
 from ..runtimes.openvino import OPENVINO_FILE, OpenVinoRuntime, name_tensors
 from ..runtimes.ort import OnnxRuntime, input_array
 
+# Rows to calibrate on, at most: the default of NNCF's `subset_size`.
+ROWS = 300
+# How much of an activation's range SmoothQuant moves to the weights: half, as in its paper,
+# https://arxiv.org/abs/2211.10438. NNCF's default is 0.95.
+SMOOTHING = 0.5
+
+# OpenVINO computes it in float in any case; rounding its inputs would only cost time and precision.
+_ATTENTION = "ScaledDotProductAttention"
 # Neurons of a layer that are set apart: as many as a kernel computes in the time of one.
 APART = 16
 # Operators that compute each neuron by itself: those that only scale or shift, and those that make an activation.
@@ -42,6 +50,8 @@ _BENDING = frozenset(
         *("Mish", "Pow", "QuickGelu", "Relu", "Sigmoid", "Softplus", "Sqrt", "Swish", "Tanh"),
     }
 )
+
+logger = logging.getLogger(__name__)
 
 
 def readers(graph: Any) -> dict[str, Any]:
@@ -104,18 +114,6 @@ def _narrowed(new: Rewrite, value: Any, neurons: np.ndarray, width: int) -> Any:
         return product if bias is None else new("Add", product, _narrowed(new, bias, neurons, width))
     inputs = [_narrowed(new, given, neurons, width) for given in node.inputs]
     return new(node.op_type, *inputs, domain=node.domain, **{a.name: a for a in node.attributes.values()})
-
-
-# Rows to calibrate on, at most: the default of NNCF's `subset_size`.
-ROWS = 300
-# How much of an activation's range SmoothQuant moves to the weights: half, as in its paper,
-# https://arxiv.org/abs/2211.10438. NNCF's default is 0.95.
-SMOOTHING = 0.5
-
-# OpenVINO computes it in float in any case; rounding its inputs would only cost time and precision.
-_ATTENTION = "ScaledDotProductAttention"
-
-logger = logging.getLogger(__name__)
 
 
 def require_nncf() -> None:

@@ -64,7 +64,11 @@ def quantize_graph(
     for node in left:
         _quantize_layer(graph, node, tokens, zeros)
     for node in [node for node in graph if tables and node.op_type == "Gather" and _is_table(node, smallest)]:
-        _quantize_table(graph, node)
+        new, (table, indices) = Rewrite(graph, node), node.inputs
+        columns, scale = quantize_columns(table.const_value.numpy().T)
+        rows = new("Gather", new.constant(np.ascontiguousarray(columns.T)), indices)
+        scales = new("Gather", new.constant(scale[:, None]), indices)
+        new.finish(new("Mul", new("Cast", rows, to=1), scales))
     drop_unused(graph)
     graph.sort()
     graph.opset_imports["com.microsoft"] = graph.opset_imports.get("com.microsoft", 1)
@@ -188,13 +192,9 @@ def quantize_blocks(
         shift = (spread.mean @ error).float().numpy()
     levels, zero = (tensor.T.numpy().astype(np.uint8) for tensor in (blocks.levels.flatten(0, 1), blocks.zero))
     zero = np.pad(zero, ((0, 0), (0, zero.shape[1] % 2)))
-    return _packed(levels.reshape(outputs, -1, BLOCK)), blocks.scale.T.float().numpy(), _packed(zero), shift
-
-
-def _packed(halves: np.ndarray) -> np.ndarray:
-    """Return numbers below 16, two to a byte along the last axis."""
-    packed: np.ndarray = halves[..., 0::2] | halves[..., 1::2] << 4
-    return packed
+    # Numbers below 16, two to a byte.
+    packed, zeros = (part[..., 0::2] | part[..., 1::2] << 4 for part in (levels.reshape(outputs, -1, BLOCK), zero))
+    return packed, blocks.scale.T.float().numpy(), zeros, shift
 
 
 def _quantize_tokens(new: Rewrite, states: Any, width: int, zeros: dict[Any, Any]) -> tuple[Any, Any]:
@@ -253,12 +253,3 @@ def _is_table(node: Any, smallest: int) -> bool:
         and tensor.size >= smallest
         and tensor.dtype.name == "FLOAT"
     )
-
-
-def _quantize_table(graph: Any, node: Any) -> None:
-    new = Rewrite(graph, node)
-    table, indices = node.inputs
-    columns, scale = quantize_columns(table.const_value.numpy().T)
-    rows = new("Gather", new.constant(np.ascontiguousarray(columns.T)), indices)
-    scales = new("Gather", new.constant(scale[:, None]), indices)
-    new.finish(new("Mul", new("Cast", rows, to=1), scales))
