@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.readings import Reading, reading
-from hies_export.calibrate.statistics import Statistics
-from hies_export.calibrate.weight_norms import sum_by_unit
+from hies_export.calibrate.statistics import Statistics, sum_by_unit
 from hies_export.data.batches import Batch, size_of
 from hies_export.errors import DataError
 from hies_export.kinds import KINDS

@@ -4,9 +4,8 @@ The input is a model, its `PrunableModule`s and batches. The output is `Statisti
 and gradients of every consumer) or moments (sums for least squares). The model is restored afterwards.
 
 passes.py     a pass over the rows, or as many as a memory limit makes necessary
-statistics.py `Statistics`, and `collect_statistics`: one forward and one backward pass per batch; "his", by gates
+statistics.py `Statistics`, and `collect_statistics`: a forward and a backward pass per batch, through gates for "his"
 entropy.py    "entropy": entropies of attention rows
-weight_norms.py  "weight_l2": sums over the weights of a unit
 readings.py   what consumers read in a batch, with gradients; `EffectStream`, for `score_compensated`
 moments.py    `MomentStream`, for `compensate`, and the ridge regression that moments allow
 abreast.py    `abreast`: many batches that wait at one layer after the other, for refits layer by layer

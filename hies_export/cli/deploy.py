@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import quoted
-from .arguments import Options, a_number, add_request, read_recipe, refuse_output
-
-if TYPE_CHECKING:
-    from ..pipeline.recipe import PruningRecipe
-    from ..report.report import Report
+from .arguments import Options, a_number, add_request, read_recipe
+from .run import run_and_print
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,22 +36,4 @@ def run(options: Options) -> dict[str, Any]:
     """Search, print the report, say which file to deploy, and return the report's summary."""
     recipe = read_recipe(options, deploys=True)
     recipe = recipe.to_deploy(keep=options.keep, runtimes=options.runtimes, minutes=options.within)
-    refuse_output(options, recipe)
-    from ..pipeline.run import run as run_recipe  # after the refusals, because it takes seconds
-    from ..report.tables import print_report
-
-    report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=options.progress)
-    print_report(report, options.console)
-    print_answer(report, recipe, options)
-    return report.summary()
-
-
-def print_answer(report: Report, recipe: PruningRecipe, options: Options) -> None:
-    """Print which file to deploy, and what else was written."""
-    found = report.details.deployment
-    if found is not None and found.file is not None:
-        options.console.print(f"\ndeploy {Path(recipe.output) / found.file}")
-    served = ", served/ (for sentence-transformers)" if (Path(recipe.output) / "served").is_dir() else ""
-    options.console.print(
-        f"written to {recipe.output}: slim/ (checkpoint), its exports{served}, report.html, report.md, report.json"
-    )
+    return run_and_print(recipe, options)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..tasks import TASKS
 from .arguments import Options, add_budgeted, read_recipe, refuse_output
-from .deploy import print_answer
+
+if TYPE_CHECKING:
+    from ..pipeline.recipe import PruningRecipe
 
 add_arguments = add_budgeted
 
 
 def run(options: Options) -> dict[str, Any]:
     """Run the recipe, print its report, and return the report's summary."""
-    recipe = read_recipe(options)
+    return run_and_print(read_recipe(options), options)
+
+
+def run_and_print(recipe: PruningRecipe, options: Options) -> dict[str, Any]:
+    """Run a recipe, print its report, which file to deploy if asked, and what was written; return the summary."""
     refuse_output(options, recipe)
     from ..pipeline.run import run as run_recipe  # after the refusals, because it takes seconds
     from ..report.tables import print_report
@@ -21,7 +28,12 @@ def run(options: Options) -> dict[str, Any]:
     report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=options.progress)
     print_report(report, options.console)
     if recipe.deploy is not None:
-        print_answer(report, recipe, options)
+        found, folder = report.details.deployment, Path(recipe.output)
+        if found is not None and found.file is not None:
+            options.console.print(f"\ndeploy {folder / found.file}")
+        served = ", served/ (for sentence-transformers)" if (folder / "served").is_dir() else ""
+        written = f"its exports{served}, report.html, report.md, report.json"
+        options.console.print(f"written to {recipe.output}: slim/ (checkpoint), {written}")
         return report.summary()
     written = f"{recipe.export.format}-{recipe.export.quantize}"
     exports = f"{recipe.export.unquantized.format}/" + (f", {written}/" if recipe.export.quantize else "")

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import datasets
 
-from ..data.rows import common_values, taken_from, whole
-from ..data.splits import whole_split
+from ..data.rows import common_values, taken_from, whole, whole_split
 from ..errors import RequestError
 from ..evaluate.interval import FAILURES, confidence_of_each, queries_needed, rate_rows_needed, rows_needed
 from ..forms.deployment import SEARCHED, fewer_bits

@@ -23,8 +23,7 @@ from ..checkpoint.load import Source, device_to_prune_on, load_dense, source_of,
 from ..checkpoint.sentence import EMBEDDER, RERANKER, Unwrapped, kind_in, load_sentence
 from ..data.batches import Batch, by_length, check_one_size, is_of_documents
 from ..data.processors import load_processor, settle_padding, tokenizer_of
-from ..data.rows import load_rows, taken_from
-from ..data.splits import may_overlap, whole_split
+from ..data.rows import load_rows, may_overlap, taken_from, whole_split
 from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each
 from ..evaluate.metrics import METRICS, check_metrics

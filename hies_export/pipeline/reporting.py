@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.beside import read_card
 from ..data.batches import has_references, samples_of
-from ..data.splits import DataFacts
+from ..data.rows import DataFacts
 from ..evaluate.metrics import METRICS
 from ..forms.formats import Export
 from ..forms.measure.machine import machine_facts

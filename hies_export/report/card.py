@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from ..checkpoint.beside import LICENSE_KEYS
-from ..data.splits import DataFacts
+from ..data.rows import DataFacts
 from ..tasks import TASKS
 from .html import render_report
 from .report import Report

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
-from ..data.splits import DataFacts
+from ..data.rows import DataFacts
 from ..evaluate.judge import AlphaPoint, Quality, Tried
 from ..files import Rule, check, read_json
 from ..forms.cascade.export import CascadeFacts, CascadeSummary

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.weight_norms import slices_of
+from hies_export.calibrate.statistics import slices_of
 from hies_export.data.batches import Batch
 from hies_export.errors import UnsupportedModelError
 from hies_export.model.linear import features_of, weight_of

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.readings import reading
-from hies_export.calibrate.weight_norms import sum_by_unit
+from hies_export.calibrate.statistics import sum_by_unit
 from hies_export.data.batches import Batch
 from hies_export.model.linear import weight_of
 from hies_export.model.modes import threads_for

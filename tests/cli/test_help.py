@@ -12,7 +12,7 @@ import pytest
 from hies_export import cli
 from hies_export.cli.main import main
 
-SHARED = {"__init__", "main", "arguments", "paths", "terminal", "digits"}
+SHARED = {"__init__", "main", "arguments", "terminal", "digits"}
 COMMANDS = sorted({path.stem for path in Path(cli.__file__).parent.glob("*.py")} - SHARED)
 
 
