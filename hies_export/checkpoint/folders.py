@@ -51,8 +51,14 @@ def _hidden(output: Path) -> Iterator[Path]:
 
 def _put(written: Path, output: Path) -> None:
     """Move what was written to its place; an old folder there is deleted with the hidden one."""
-    _share(written)
-    lasting = _is_to_last(output)
+    # Whoever may read an output may read all its files: safetensors makes its own private to their owner.
+    mode = written.stat().st_mode & 0o666
+    for path in written.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
+    # Not in the temporary folder, nor part of another output that is being written.
+    parents = output.absolute().parents
+    lasting = Path(tempfile.gettempdir()) not in parents and not any(WRITING in parent.name for parent in parents)
     for path in (written, *written.rglob("*")) if lasting else ():
         _to_disk(path)
     old = written.with_name(".replaced")
@@ -66,20 +72,6 @@ def _put(written: Path, output: Path) -> None:
         raise
     if lasting:
         _to_disk(output.parent)
-
-
-def _share(written: Path) -> None:
-    """Let whoever may read an output read all its files: safetensors makes its own private to their owner."""
-    mode = written.stat().st_mode & 0o666
-    for path in written.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
-
-
-def _is_to_last(output: Path) -> bool:
-    """Return whether an output is permanent: not in the temporary folder, nor part of another being written."""
-    parents = output.absolute().parents
-    return Path(tempfile.gettempdir()) not in parents and not any(WRITING in parent.name for parent in parents)
 
 
 def _to_disk(path: Path) -> None:

@@ -32,8 +32,19 @@ def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) ->
     check_runs(model, sample, "the calibration rows")
     output = _predicted(model, sample, task)
     if task.predicts in ("classes", "labels"):
-        _check_classes(model, output.shape[-1])
-    _check_generation_config(model)
+        classes, given = ClassNames(model.config), output.shape[-1]
+        if len(classes.names) != given:
+            raise RequestError(
+                f"id2label must name every class of the model, but its config names {len(classes.names)} ({classes}), "
+                f"and the head of {type(model).__name__} gives {given}; name as many"
+            )
+    if model.can_generate():  # transformers reads some generation configs with a warning, and does not save them
+        must = (
+            f"a generation config must be one that transformers saves, but that of this {type(model).__name__} is not"
+        )
+        remedy = "correct model.generation_config, or generation_config.json beside the weights"
+        with tempfile.TemporaryDirectory() as folder, refusing(must, remedy):
+            model.generation_config.save_pretrained(folder)
 
 
 def warn_of_one_class(batches: Sequence[Batch], what: str, so: str) -> None:
@@ -72,23 +83,3 @@ def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor
                 "infinity; take an earlier checkpoint"
             )
     return output
-
-
-def _check_classes(model: PreTrainedModel, given: int) -> None:
-    """Refuse a config that does not name as many classes as the model gives."""
-    classes = ClassNames(model.config)
-    if len(classes.names) != given:
-        raise RequestError(
-            f"id2label must name every class of the model, but its config names {len(classes.names)} ({classes}), and "
-            f"the head of {type(model).__name__} gives {given}; name as many"
-        )
-
-
-def _check_generation_config(model: PreTrainedModel) -> None:
-    """Refuse a generation config that transformers reads with a warning, but does not save."""
-    if not model.can_generate():
-        return
-    must = f"a generation config must be one that transformers saves, but that of this {type(model).__name__} is not"
-    remedy = "correct model.generation_config, or generation_config.json beside the weights"
-    with tempfile.TemporaryDirectory() as folder, refusing(must, remedy):
-        model.generation_config.save_pretrained(folder)

@@ -122,7 +122,11 @@ def find_fastest(job: Job, statistics: Statistics, forms: Forms) -> Choice:
             like = found[0].choice if found else None
             for kind in COMPOUNDS.values():
                 found += _joined(hurried, statistics, scored, forms, kind, tried, like)
-        found = [_fastest(hurried, found)] if found else []
+        if len(found) > 1:
+            hurried.progress.stage("time the cuts that were found")
+            running = [one.form for one in found if one.form is not None]
+            times = ratios(quick_times(hurried, running, compounds=any(one.choice.compound for one in found)))
+            found = [min(zip(times, found, strict=True), key=lambda pair: pair[0])[1]]
     except OutOfTime as error:
         job.progress.stage(str(error))
         for way in order[: looks.forms]:
@@ -271,16 +275,6 @@ def _joined(
         for one in joined
         if one.cut is not None and one.form is not None
     ]
-
-
-def _fastest(job: Job, found: Sequence[_Found]) -> _Found:
-    """Time the cuts, each in its own way, and return the fastest."""
-    if len(found) == 1:
-        return found[0]
-    job.progress.stage("time the cuts that were found")
-    running = [one.form for one in found if one.form is not None]
-    times = quick_times(job, running, compounds=any(one.choice.compound for one in found))
-    return min(zip(ratios(times), found, strict=True), key=lambda pair: pair[0])[1]
 
 
 def find_compound(job: Job, asked: Compound, statistics: Statistics, forms: Forms) -> Choice:
