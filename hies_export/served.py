@@ -18,7 +18,7 @@ import torch
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
-from .checkpoint.served_settings import SERVED_FILE, read_served
+from .checkpoint.sentence import SERVED_FILE, read_served
 from .forms.runtimes.base import Runtime, load_runtime
 
 

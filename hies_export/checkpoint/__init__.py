@@ -11,5 +11,4 @@ beside.py    the files beside the weights: fetched, copied and completed; the ca
 sentence.py  embedding models and rerankers by sentence-transformers: folder, Hub id or object -> model and back
 save.py      `save_slim`: slim model -> folder, loaded again in every way and compared; refits beside a plan
 apply.py     `apply_plan`: checkpoint, plan -> slim folder
-served_settings.py  the settings of an export that sentence-transformers runs
 """

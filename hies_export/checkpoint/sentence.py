@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from ..errors import RequestError, listed, quoted, refusing, require_package, shortened
 from ..files import Rule, Schema, read_json
-from ..model.internals import auto_classes, file_of, layers_unwarned, model_class_of, never_asking
+from ..model.internals import auto_classes, file_of, layers_unwarned, model_class_of, never_asking, sentence_options
 from ..model.online import hub_or_cache
 from ..model.text_encoder import ENCODERS, TextEncoder
 from ..model.tokens import longest_sequence, shortest_limit
 from ..slim.config import slim_class
-from .beside import COMPANIONS, fetch, fetch_files
+from .beside import COMPANIONS, fetch, fetch_files, write_json
 from .classes import AGAIN, find_model_class, load_config, read_config
 from .weights import load_weights, weight_files
 
@@ -358,3 +358,52 @@ def _of_reranker(given: Any, where: str) -> Unwrapped:
 
     limit = shortest_limit(length, longest_sequence(inner.config))
     return Unwrapped(inner, copy.deepcopy(given.tokenizer), wrap, limit)
+
+
+SERVED_FILE = "hies_served.json"
+_CLASS = "hies_export.served.OnnxEncoder"
+_RULE = Rule("the settings of a served model must be what hies_export wrote", "export the model again")
+
+
+class Served(Schema):
+    """The content of hies_served.json.
+
+    Attributes:
+        file: Name of the graph's file.
+        dimension: Width of the embeddings.
+        runtime: Name of the runtime, as for `load_runtime`.
+        dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
+        threads: Threads of the CPU; None for as many as torch has.
+    """
+
+    file: str
+    dimension: int
+    runtime: str = "onnxruntime-cpu"
+    dtype: str | None = None
+    threads: int | None = None
+
+
+def write_served(folder: Path, model: TextEncoder, *, file: str, runtime: str, dtype: str | None = None) -> None:
+    """Make an export's folder, which has the graph and the tokenizer, a folder of sentence-transformers.
+
+    Args:
+        folder: The folder, to which modules.json, the module's settings, and the prompts are added.
+        model: The model that was exported: how it reads texts and its dimension are written.
+        file: Name of the graph's file in the folder.
+        runtime: Name of the runtime that it is to run on, as for `load_runtime`.
+        dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
+    """
+    write_json(folder / MODULES_FILE, [{"idx": 0, "name": "0", "path": "", "type": _CLASS}])
+    served = Served(file=file, dimension=model.dimension, runtime=runtime, dtype=dtype)
+    write_json(folder / SERVED_FILE, served.model_dump())
+    write_json(folder / OPTIONS_FILE, sentence_options(model.reader.given))
+    model.reader.given[0].save_config(str(folder))
+
+
+def read_served(folder: Path) -> Served:
+    """Return the settings of a folder that `write_served` wrote."""
+    found = Served.model_validate(read_json(folder / SERVED_FILE, Served, _RULE))
+    # The file may come from elsewhere, and must name a file beside it.
+    if found.file in ("", "..") or Path(found.file).name != found.file:
+        raise _RULE.refused(f"{folder / SERVED_FILE} names {found.file}, which is not in its folder")
+    return found

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.folders import new_folder
 from ..checkpoint.save import check_in_sentence_transformers
-from ..checkpoint.served_settings import write_served
+from ..checkpoint.sentence import write_served
 from ..entry_points import FORMATS as KNOWN
 from ..entry_points import Registry
 from ..equal import OTHER_PROGRAM

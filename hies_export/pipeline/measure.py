@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.served_settings import write_served
+from ..checkpoint.sentence import write_served
 from ..data.batches import Batch
 from ..evaluate.judge import Judge
 from ..forms.cost.latency import compare_with_full

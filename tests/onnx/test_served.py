@@ -11,7 +11,7 @@ from support.runs import hies
 from support.sentences import WIDTH, bert_encoder, dense, load_embedder, sentence_folder
 
 from hies_export import RequestError
-from hies_export.checkpoint.served_settings import SERVED_FILE, read_served
+from hies_export.checkpoint.sentence import SERVED_FILE, read_served
 
 
 def test_the_graph_embeds_texts_and_the_folder_names_the_module(tmp_path: Path) -> None:

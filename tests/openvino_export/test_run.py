@@ -11,7 +11,7 @@ from support.runs import hies
 from support.sentences import WIDTH, dense, sentence_folder
 
 from hies_export import RecipeError
-from hies_export.checkpoint.served_settings import read_served
+from hies_export.checkpoint.sentence import read_served
 from hies_export.forms import deployment
 from hies_export.forms.runtimes.base import load_runtime
 from hies_export.pipeline.recipe import PruningRecipe
