@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hies_export.cli.arguments import Options, a_list, add_recipe, read_recipe
-from hies_export.errors import RecipeError
+from hies_export.cli.arguments import Options, add_recipe, read_recipe
+from hies_export.errors import RecipeError, quoted
 from hies_export.kinds import ATTENTION
 
 if TYPE_CHECKING:
     from hies_export.pipeline.recipe import PruningRecipe
 
     from .sweep.grid import SweepGrid
+
+
+def _a_list(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return a `type` of argparse that reads values of a kind, separated by commas."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+        except ValueError:
+            what = "whole numbers" if kind is int else "numbers"
+            raise ArgumentTypeError(f"must be {what}, separated by commas, got {quoted(text)}") from None
+
+    return read
 
 
 def _number_or_word(text: str) -> float | str:
@@ -43,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser, "RECIPE|SWEEP", "a recipe, YAML; with --show, the folder of a finished sweep")
     for flag, kind, metavar, text in GRID:
-        add(f"--{flag}", type=a_list(kind), metavar=metavar, help=text)
+        add(f"--{flag}", type=_a_list(kind), metavar=metavar, help=text)
     add(
         "--latency",
         metavar="RUNTIME",

@@ -64,19 +64,6 @@ def a_number(kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -
     return read
 
 
-def a_list(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Return a `type` of argparse that reads values of a kind, separated by commas."""
-
-    def read(text: str) -> tuple[Any, ...]:
-        try:
-            return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
-        except ValueError:
-            what = "whole numbers" if kind is int else "numbers"
-            raise ArgumentTypeError(f"must be {what}, separated by commas, got {quoted(text)}") from None
-
-    return read
-
-
 COLUMNS = {
     "image": "column of images, if there is a choice",
     "label": "column of labels, if there is a choice; rows need no labels",
