@@ -132,30 +132,3 @@ def test_held_out_rows_say_which_predictions_are_of_one_text(answers: bool, text
     found = Judge((), dense, ("perplexity",), TextGeneration(None)).samples  # type: ignore[arg-type]
     assert (found if found is None else found.tolist()) == texts
     assert Judge((), given(torch.zeros(3, 2)), ("accuracy",), classifying()).samples is None
-
-
-def test_equal_selections_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    predicted: list[int] = []
-
-    class Fixed:
-        metrics = ("accuracy",)
-        batches = ()
-
-        @staticmethod
-        def judgement(predictions: int) -> Judgement:
-            return Judgement(0.5, 0.1, predictions / 10)
-
-        @staticmethod
-        def agreement(predictions: int) -> torch.Tensor:
-            return torch.arange(10) < predictions
-
-    def predict(model: object, selection: Selection, *_: object, **__: object) -> int:
-        predicted.append(len(selection["layer"].units))
-        return predicted[-1]
-
-    monkeypatch.setattr("hies_export.pipeline.held_out.predict_pruned", predict)
-    candidates = [candidate(2 if i < 6 else 3, i / 12) for i in range(12)]
-    choice = choose_alpha(candidates, HeldOut(Fixed(), None, ()))  # type: ignore[arg-type]
-    assert predicted == [2, 3]
-    assert len(choice.curve) == 12
-    assert choice.scores.parameters["heads"] == 3

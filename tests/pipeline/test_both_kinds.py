@@ -268,21 +268,6 @@ def chosen_by(recipe: PruningRecipe) -> tuple[Job, Choice]:
     return prepared, choose(prepared, calibrate(prepared))
 
 
-def test_hies_ranks_heads_and_fisher_neurons(folder: Path) -> None:
-    prepared, choice = chosen_by(recipe_of(folder, prune__criterion="hies", prune__alpha=0.5))
-    statistics = collect_statistics(prepared.model, prepared.rows.score, prepared.modules)
-    scores = score_units(statistics, prepared.modules, criterion="hies", alpha=0.5)
-    table = flops_of(prepared)
-    assert choice.plan.kept == select_units(scores, prepared.modules, table=table, ratio=BUDGET)
-    assert (choice.plan.criterion, choice.plan.alpha) == ("hies", 0.5)
-    # Scores and statistics of all modules are told, and entropies of those that have one.
-    assert set(choice.scores.scores) == set(choice.statistics["fisher"]) == {m.name for m in prepared.modules}
-    assert set(choice.statistics["entropy"]) == {m.name for m in prepared.modules if m.kind == "attention"}
-    for name, kept in choice.plan.of_kind("mlp").items():
-        fisher = statistics["fisher"][name]
-        assert fisher[list(kept.units)].min() >= fisher[list(kept.removed)].max()
-
-
 def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     recipe = recipe_of(folder, prune__budget={"parameters": 0.7}, prune__multiple_of={"heads": 2, "neurons": 16})
     prepared, choice = chosen_by(recipe)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import decoder
-from support.models import bert, save_project, text_batch
+from support.models import bert, text_batch
 
 from hies_export import PruningRecipe, prune
 from hies_export.errors import RecipeError, UnsupportedModelError
@@ -76,17 +76,6 @@ def test_neurons_that_cannot_go_are_left_alone(caplog: pytest.LogCaptureFixture)
     assert "only heads are removed" in caplog.text
     with pytest.raises(UnsupportedModelError, match="experts"):
         prune(model, batches, budget={"flops": 0.95}, modules=("attention", "mlp"))
-
-
-def test_a_recipe_written_elsewhere_means_the_same(tmp_path: Path) -> None:
-    save_project(tmp_path, train=20, validation=10, prune={"budget": {"flops": 0.6}, "alpha": 0.5})
-    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
-    (tmp_path / "elsewhere").mkdir()
-    copy = tmp_path / "elsewhere" / "recipe.yaml"
-    copy.write_text(recipe.to_yaml())
-    again = PruningRecipe.from_yaml(copy)
-    assert method_of(again.options) == SMALLER
-    assert again.model_dump() == recipe.model_dump()
 
 
 def test_a_checkpoint_without_a_tokenizer_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,16 +8,14 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
-from support.models import save_regressor, word_tokenizer
+from support.models import word_tokenizer
 from support.reading import reading
 from transformers import BertConfig
 
 from hies_export.data.rows import load_rows
 from hies_export.errors import RequestError
 from hies_export.pipeline.draw import Draws, Promise, Splits, draw, evaluated, hold_out
-from hies_export.pipeline.load_job import load_job
-from hies_export.pipeline.recipe import PruneSection, PruningRecipe
+from hies_export.pipeline.recipe import PruneSection
 from hies_export.recipe.sections import CalibrationSection, Columns, DataSection, EvaluationSection, HeldOutSection
 
 OPTIONS = PruneSection.model_validate({"budget": {"flops": 0.5}})
@@ -155,21 +153,6 @@ def test_a_promise_counts_rows_with_a_query(tmp_path: Path) -> None:
 def test_all_rows_to_evaluate_are_those_that_are_not_held_out(tmp_path: Path, asked: int, left: int) -> None:
     splits, load = splits_of(tmp_path, evaluation={"samples": asked})
     assert hold_out(splits, Promise("99 %", (20,), 1000), load).evaluation.samples == left
-
-
-def test_a_recipe_of_a_reranker_judges_its_order(tmp_path: Path) -> None:
-    sections = {"prune": {"budget": {"heads": 0.5}, "compensation": {}}, "measure": {"runtimes": ["torch"]}}
-    folder = save_regressor(tmp_path, **sections)
-    recipe = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides({"data.group": "sentence"})
-    found = load_job(recipe)
-    labels = [json.loads(line)["label"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
-    assert sorted(torch.cat([batch["grades"] for batch in found.rows.evaluation]).tolist()) == pytest.approx(
-        sorted(labels)
-    )
-    for batch in (*found.rows.evaluation, *found.rows.score, *found.rows.refit):
-        assert "group" in batch
-        assert "labels" not in batch
-    assert "grades" not in found.rows.score[0]
 
 
 def test_a_promise_about_queries_holds_out_as_many_queries_as_it_needs(tmp_path: Path) -> None:

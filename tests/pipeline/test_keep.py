@@ -31,7 +31,6 @@ from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.stages import calibrate, confirm, cut
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
-from hies_export.report.words import asked_words
 from hies_export.score.criteria import score_units
 from hies_export.select.select import select_units
 from hies_export.slim.cut import prune_units
@@ -206,20 +205,6 @@ def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, 
     job: Any = {"model": None, "processor": None, "modules": (), "scored": (), "shapes": {}, "exporter": None}
     job["given"] = None
     return search.promise_of(Job(task=task, rows=Rows([], rows), options=options, metrics=metrics, **job), 0.98)
-
-
-@pytest.mark.parametrize(
-    ("asked", "metrics", "what"),
-    [
-        ({"predictions": 0.99}, ("entity_f1", "own_entity_f1"), "99 % of the sentences"),
-        ({"predictions": 0.99}, ("own_entity_f1", "entity_f1"), "99 % of the entities"),
-        ({"metric": "own_entity_f1"}, ("entity_f1", "own_entity_f1"), "99 % of the entities"),
-        ({"metric": "entity_f1", "by": 0.01}, ("own_entity_f1",), "at most 0.01 of entity F1"),
-    ],
-)
-def test_a_promise_over_entities_is_asked_for(asked: dict[str, Any], metrics: tuple[str, ...], what: str) -> None:
-    task = SimpleNamespace(embeds=False, generative=False, word="sentence")
-    assert asked_words(promise_of(asked, [{"input_ids": torch.zeros(7, 2)}], task, metrics)) == what
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,8 @@
 """Which rows a promise is made on, for `run` and `deploy` alike, and how often it then holds on others."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
-import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
@@ -14,17 +10,14 @@ from support.models import save_project, save_regressor, save_stories
 from support.runs import held_out_and_evaluated
 
 from hies_export.data.batches import samples_of
-from hies_export.data.rows import take
 from hies_export.errors import RequestError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each, lower_share, queries_needed, rows_needed
-from hies_export.pipeline.draw import Draws, Looks, Promise, Splits, all_looks, draw, evaluated, hold_out
+from hies_export.pipeline.draw import Looks, Promise, all_looks
 from hies_export.pipeline.fastest import looks_of
 from hies_export.pipeline.job import Job
 from hies_export.pipeline.load_job import load_job
-from hies_export.pipeline.recipe import PruneSection, PruningRecipe
-from hies_export.pipeline.search import largest
-from hies_export.recipe.budget import Budget, KeepBudget
-from hies_export.recipe.sections import CalibrationSection, DataSection, DeploySection, EvaluationSection
+from hies_export.pipeline.recipe import PruningRecipe
+from hies_export.recipe.sections import DeploySection
 from hies_export.tasks import TASKS
 
 ENCODER = TASKS["text-classification"]
@@ -206,58 +199,3 @@ def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
     # A block has many predictions: no more are held out than the ten that promise 50 % if they all agree.
     assert counts(found) == (10, every - 10)
     assert held_out_and_evaluated(found) == held_out_and_evaluated(load_job(run.to_deploy(keep=0.5)))
-
-
-class Truth:
-    """Rows whose answer changes with the size of a cut: of new rows, 0.3 % more with each size, of training rows 0.1 %.
-
-    So 95 % of the answers to new rows stay up to size 16.
-    """
-
-    def __init__(self, seed: int):
-        generator = np.random.default_rng(seed)
-        last = {"train": 1000 * generator.random(1200), "validation": 1000 / 3 * generator.random(450)}
-        self._rows = {split: datasets.Dataset.from_dict({"last": values}) for split, values in last.items()}
-
-    def load(self, split: str, *, samples: int | None, shuffle_seed: int | None = None, **how: Any) -> datasets.Dataset:
-        return take(self._rows[split], samples=samples, shuffle_seed=shuffle_seed, **how)
-
-
-def promised(truth: Truth, divide: Callable[[Splits], Splits]) -> tuple[int, float, float]:
-    """Return the largest cut that keeps 95 %, and the shares that stay of the rows promised on, and of the others."""
-    splits = divide(
-        Splits(DataSection(files={"train": Path("x")}, text="t"), CalibrationSection(), EvaluationSection())
-    )
-    options = PruneSection(budget=Budget(keep=KeepBudget(predictions=0.95)))
-    rows = draw(splits, truth.load, options, Draws.of(options, splits.calibration)).held_out
-    held_out, others = (torch.tensor(of["last"][:]) for of in (rows, evaluated(splits, truth.load)))
-    confidence = confidence_of_each(FAILURES)
-
-    def holds(size: int) -> bool:
-        return lower_share(held_out > size, confidence=confidence) >= 0.95
-
-    size = largest(100, holds, near=16, failures=FAILURES)
-    return size, (held_out > size).double().mean().item(), (others > size).double().mean().item()
-
-
-def test_a_promise_on_rows_of_the_evaluated_split_holds_for_new_rows() -> None:
-    promise = Promise("95 %", (Looks().rows(0.95, None),), 1024)
-    broken = {"evaluated": 0, "further": 0}
-    kept: list[tuple[float, float]] = []
-    for seed in range(60):
-        truth = Truth(seed)
-        for name, divide in (
-            ("evaluated", partial(hold_out, promise=promise, load=truth.load)),
-            ("further", lambda splits: splits),
-        ):
-            size, on_held_out, on_others = promised(truth, divide)
-            broken[name] += size > 16
-            if name == "evaluated":
-                kept.append((on_others - (1 - 0.003 * size), on_held_out - (1 - 0.003 * size)))
-    assert broken["evaluated"] <= 0.025 * 60
-    assert broken["further"] == 60
-    # What the other rows keep is what new rows keep; the rows that chose the cut flatter it.
-    others, held_out = np.array(kept).T
-    error = others.std() / 60**0.5
-    assert abs(others.mean()) < 3 * error
-    assert held_out.mean() > 0

@@ -1,14 +1,20 @@
-"""Quickstart's training, on one thread whatever the number of threads."""
+"""Quickstart: its training, on one thread whatever the number of threads, and its run."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.runs import without_tracing
 from support.tolerance import assert_near
+from transformers import ViTConfig
 
+from hies_export.cli import digits
 from hies_export.cli.digits import MODEL, prepare_quickstart
+from hies_export.cli.main import main
 from hies_export.progress import Silent
 
 
@@ -47,3 +53,48 @@ def test_the_number_of_threads_comes_back_when_training_is_interrupted(tmp_path:
     with pytest.raises(RuntimeError, match="stopped"):
         prepare_quickstart(tmp_path, progress=Interrupted())
     assert torch.get_num_threads() == 2
+
+
+def quickly(folder: Path, **options: Any) -> Path:
+    """Prepare the quickstart of half the layers, with fewer passes over the images; time torch alone, and briefly.
+
+    The graph of the slim model is written and compared all the same, and that of the dense model is not needed.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "ViTConfig", lambda **sizes: ViTConfig(**(sizes | {"num_hidden_layers": 2})))
+        path = prepare_quickstart(folder, epochs=20, **options)
+    text = path.read_text()
+    measured = "measure: {runtimes: [torch, onnxruntime-cpu], shapes: [[1], [64]], repeats: 50}"
+    assert text.count(measured) == 1
+    path.write_text(text.replace(measured, "measure: {runtimes: [torch], shapes: [[64]], repeats: 2}"))
+    return path
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hies_export.cli.digits.prepare_quickstart", quickly)
+    monkeypatch.chdir(tmp_path)
+    assert main(["quickstart", "-o", "quick start", "--json"]) == 0
+    printed = capsys.readouterr().out
+    summary = json.loads(printed.splitlines()[-1])
+    # It worked in a hidden folder, which is gone.
+    assert summary["model"] == "quick start/vit-digits"
+    report = json.loads((tmp_path / "quick start" / "run" / "report.json").read_text())
+    assert report["model"] == summary["model"]
+    assert report["details"]["run"]["recipe"]["model"] == str(tmp_path / "quick start" / "vit-digits")
+    assert "hies-export inspect 'quick start/run/slim'" in printed
+    # How well it learns depends on the processor; the recipe promises nothing of the slim model but its FLOPs.
+    assert summary["quality"]["slim"] > summary["quality"]["dense"] - 0.05
+    assert summary["flops"]["slim"] <= 0.5 * summary["flops"]["dense"]
+    assert summary["heads"]["removed"] > 0
+    assert summary["neurons"]["removed"] > 0
+    assert {p.name for p in (tmp_path / "quick start").iterdir()} == {"digits", "recipe.yaml", "run", "vit-digits"}
+    # What it says to try next works.
+    recipe = str(tmp_path / "quick start" / "recipe.yaml")
+    changes = ("prune.allocation=uniform", "prune.criterion=fisher", "calibration.samples=64")
+    options = [part for change in changes for part in ("--set", change)]
+    with without_tracing():
+        assert main(["run", recipe, *options, "-o", str(tmp_path / "uniform")]) == 0
+    # A uniform ViT is a plain checkpoint.
+    assert "auto_map" not in json.loads((tmp_path / "uniform" / "slim" / "config.json").read_text())
+    assert not (tmp_path / "uniform" / "slim" / "modeling_hies.py").exists()

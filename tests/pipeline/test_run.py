@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,21 +17,18 @@ import pytest
 import torch
 from support.families import architecture
 from support.hub import Hub
-from support.models import bert, save_project, save_text_model, vit, write_rows
+from support.models import bert, save_project, save_text_model, write_rows
 from support.reading import share_same
 from support.runs import hies, without_tracing
 from support.tolerance import assert_near, assert_same_plan, near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification, BertModel
 
 import hies_export
-from hies_export.errors import RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.runtimes.pytorch import TorchRuntime
-from hies_export.pipeline import bench as benching
 from hies_export.pipeline.bench import bench
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.recipe.sections import ExportSection, HeldOutSection
 from hies_export.report.report import CUT, KEPT, Report
 from hies_export.select.plan import PruningPlan
 
@@ -201,42 +198,6 @@ def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(
         assert (row["flops_ratio"] < 1) == (row["realised"] is not None) == (len(models) == 2)
 
 
-def test_choices_can_be_judged_on_a_split_of_their_own(tmp_path: Path) -> None:
-    save_project(tmp_path, train=12, validation=12, prune={"alpha": "auto", "budget": {"heads": 0.4}})
-    write_rows(tmp_path / "other.jsonl", 40)
-    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
-    files = recipe.data.files | {"other": tmp_path / "other.jsonl"}
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"files": files})})
-    for samples, count in ((None, 40), (7, 7)):
-        own = recipe.model_copy(update={"held_out": HeldOutSection(split="other", samples=samples)})
-        rows = load_job(own).rows
-        assert sum(len(batch["input_ids"]) for batch in rows.held_out) == count
-        assert sum(len(batch["input_ids"]) for batch in rows.score) == 12  # no row is kept aside any more
-    with pytest.raises(RequestError, match="alpha: auto needs samples beyond .* as held_out, or set alpha"):
-        load_job(recipe)
-
-
-@pytest.mark.parametrize("rows", ["drawn", "first"])
-def test_quality_is_of_rows_from_everywhere(rows: str, tmp_path: Path) -> None:
-    """Of a sorted file the first rows are no sample."""
-    save_project(tmp_path, train=12, validation=1, prune={"alpha": 0.5, "budget": {"heads": 0.4}})
-    sentences = ["good"] * 20 + ["bad"] * 20
-    lines = [json.dumps({"sentence": text, "other": "fine", "label": row % 2}) for row, text in enumerate(sentences)]
-    (tmp_path / "validation.jsonl").write_text("\n".join(lines))
-    recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml")
-    seen = []
-    for seed in (0, 1):
-        calibration = recipe.calibration.model_copy(update={"seed": seed, "samples": 8})
-        evaluation = recipe.evaluation.model_copy(update={"samples": 12, "rows": rows})
-        resolved = load_job(recipe.model_copy(update={"calibration": calibration, "evaluation": evaluation}))
-        assert resolved.rows.evaluation_of == 40
-        seen.append(sorted(tuple(row.tolist()) for batch in resolved.rows.evaluation for row in batch["input_ids"]))
-    assert seen[0] == seen[1]
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-    texts = tokenizer.batch_decode([list(row) for row in seen[0]])
-    assert sum("good" in text for text in texts) == (12 if rows == "first" else pytest.approx(6, abs=4))
-
-
 def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(project / "train.jsonl", 60)
     torch_only = ("--set", "measure.runtimes=[torch]")
@@ -285,19 +246,6 @@ def test_without_labels_the_models_predictions_stand_in(project: Path) -> None:
 
 
 @pytest.mark.usefixtures("untraced")
-def test_regression(project: Path) -> None:
-    save_text_model(project / "regressor", num_labels=1)
-    write_rows(project / "train.jsonl", 12, lambda i: i / 3)
-    write_rows(project / "validation.jsonl", 20, lambda i: i % 7 / 2)
-    options = ("--set", "model=" + str(project / "regressor"), "--set", "measure.runtimes=[torch]")
-    assert hies("run", project / "recipe.yaml", *options, "--set", "evaluation.stability_tolerance=0.1") == 0
-    report = Report.from_file(project / "out")
-    assert report.quality["metric"] == "pearson"
-    assert 0 <= report.stability <= 1
-    assert report.details.stability_tolerance == 0.1
-
-
-@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("labelled", [True, False])
 def test_label_sets(labelled: bool, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_text_model(project / "tags", num_labels=4, problem_type="multi_label_classification")
@@ -331,28 +279,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"prune.alpha": "auto", "calibration.samples": 12},
         "needs samples beyond the 12 to score on, but the split 'train' has 12",
     ),
-    "alpha": ({"prune.alpha": 1.0}, "alpha must be auto or a number in [0, 1), got 1"),
     "missing file": ({"data.files.train": "nowhere.jsonl"}, "nowhere.jsonl"),
     "missing split": ({"calibration.split": "trian"}, "the split must be one of"),
     "missing column": ({"data.text": "sentense"}, "but it has sentence, other, label"),
     "missing model": ({"model": "nowhere"}, "a model must be a folder with a config.json or a Hub id"),
-    "label column of words": ({"data.label": "other"}, "must be among the model's (LABEL_0, LABEL_1)"),
     "problem type": ({"model": "odd"}, "problem_type must be regression, single_label_classification or multi_label"),
     "label out of range": ({"data.files.validation": "many.jsonl"}, "labels must be in [0, 2)"),
     "empty split": ({"data.files.train": "empty.jsonl"}, "empty"),
-    "metric of a regressor": ({"evaluation.metrics": "[pearson]"}, "'pearson', which is for numbers"),
     "runtime not here": ({"measure.runtimes": "[onnxruntime-cuda]"}, 'install it with: pip install "hies-export[gpu]"'),
-    "dtype": (
-        {"measure.runtimes": "[onnxruntime-cpu]", "measure.dtypes": "[bfloat16]"},
-        "a dtype must be one of float32, float16 on onnxruntime-cpu, got 'bfloat16'",
-    ),
     "shape": ({"measure.shapes": "[[1]]"}, "must be batch and sequence, got [1]"),
-    "shape too long": ({"measure.shapes": "[[1, 65]]"}, "sequence must be in 1..64 for BertForSequenceClassificat"),
     "task of the model": (
         {"task": "image-classification", "data.text": "[]", "data.image": "sentence"},
         "image-classification needs a model fine-tuned for it",
     ),
-    "too much": ({"prune.min_heads": 5}, "leave only 2 to remove"),
     "not cuttable": ({"model": "longformer"}, "LongformerForSequenceClassification (longformer) cannot be cut"),
     "not fine-tuned": ({"model": "headless"}, "is a BertModel of type 'bert'; fine-tune it for the task"),
 }
@@ -474,35 +413,6 @@ def test_models_of_different_positions_read_rows_of_the_shorter(tmp_path: Path) 
     for first, second in (("64", "24"), ("24", "64")):
         rows = bench(tmp_path / first, tmp_path / second, repeats=2)
         assert [(row.batch, row.sequence) for row in rows] == [(1, 24), (8, 24)]
-
-
-def test_a_checkpoint_is_loaded_once_for_all_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bert().save_pretrained(tmp_path / "model")
-    loaded: list[Path] = []
-    exported: list[tuple[str, str]] = []
-
-    def load(folder: Path, **_: Any) -> Any:
-        loaded.append(folder)
-        return bert()
-
-    def export(self: Any, model: Any, folder: Path, options: ExportSection) -> SimpleNamespace:
-        exported.append((folder.parent.name, options.dtype))
-        return SimpleNamespace(folder=folder, bytes=1, format="onnx")
-
-    monkeypatch.setattr(benching, "load", load)
-    monkeypatch.setattr(benching.Exporter, "export", export)
-    monkeypatch.setattr(benching, "time", lambda *_, **__: [])
-    model = tmp_path / "model"
-    bench(model, model, runtimes=["onnxruntime-cpu"], dtypes=["float32", "float16"], shapes=[(1, 8)])
-    assert exported == [(place, dtype) for place in ("first", "second") for dtype in ("float32", "float16")]
-    assert loaded == [model, model], "once for each of the two that are compared"
-
-
-def test_images_must_be_of_one_size(tmp_path: Path) -> None:
-    vit().save_pretrained(tmp_path / "small")
-    vit(image_size=32).save_pretrained(tmp_path / "large")
-    with pytest.raises(RequestError, match="same kind of input .* got images of 3 x 16 x 16 and images of 3 x 32 x 32"):
-        bench(tmp_path / "small", tmp_path / "large")
 
 
 def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.run import run
 from hies_export.report.report import Report
-from hies_export.select.plan import PruningPlan
 
 
 @pytest.fixture(scope="module")
@@ -138,20 +136,6 @@ def test_prune_writes_the_refitted_layers_with_its_plan(project: Path, tmp_path:
     plan = tmp_path / "slim" / "hies_plan.json"
     assert hies("apply", plan, project / "model", "-o", tmp_path / "again") == 0
     assert weights(tmp_path / "again").read_bytes() == weights(tmp_path / "slim").read_bytes()
-
-
-def test_apply_without_the_refitted_layers_says_so(
-    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = tmp_path / "plan.json"
-    shutil.copy(project / "out" / "plan.json", plan)
-    assert hies("apply", plan, project / "model", "-o", tmp_path / "cut") == 0
-    assert "NOT refitted" in " ".join(capsys.readouterr().err.split())
-    assert not PruningPlan.from_file(tmp_path / "cut" / "hies_plan.json").compensation
-    assert weights(tmp_path / "cut").read_bytes() != weights(project / "out" / "slim").read_bytes()
-    (tmp_path / REFIT).write_bytes(weights(project / "model").read_bytes())
-    assert hies("apply", plan, project / "model", "-o", tmp_path / "other") == 2
-    assert "must be those of the plan" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The picture of agreement against time: who is where, which forms make the frontier, and what is too noisy."""
 
-import ast
 import itertools
 import json
 import random
@@ -16,7 +15,6 @@ import pytest
 from support.browser import Browser
 from support.reports import make_report
 
-import hies_export
 from hies_export.forms.judge import deciding_step
 from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.frontier import (
@@ -300,19 +298,3 @@ def test_the_page_and_the_lead_say_what_to_deploy(capsys: pytest.CaptureFixture[
     assert "98.00%" in out
     none = report_of(deployed=None)
     assert "; 0.81 of the time on ONNX Runtime" in lead_text(none)
-
-
-def test_what_draws_is_imported_when_something_is_drawn() -> None:
-    """It takes a second, also where a command draws nothing: no module may import it, only functions."""
-    package = Path(hies_export.__file__).parent
-    draw = {path: text for path in package.rglob("*.py") if "matplotlib" in (text := path.read_text())}
-    assert package / "report" / "drawing.py" in draw
-    imported = [
-        (path.name, name.name)
-        for path, text in draw.items()
-        for node in ast.parse(text).body
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in (node.names if isinstance(node, ast.Import) else [ast.alias(node.module or "")])
-    ]
-    assert imported
-    assert [(path, name) for path, name in imported if name.startswith("matplotlib")] == []

@@ -13,7 +13,7 @@ from hies_export.score.criteria import Chain, Removal
 from hies_export.select import joint
 from hies_export.select.constraints import removable_counts
 from hies_export.select.cost import CostTable, lowest_ratio
-from hies_export.select.joint import by_slopes, chains_of, least_loss
+from hies_export.select.joint import chains_of, least_loss
 from hies_export.units.units import Units
 
 
@@ -309,27 +309,6 @@ def test_heads_leave_in_the_order_of_their_scores_over_the_whole_model() -> None
     assert len(set(removed)) > 2
 
 
-@pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("seed", range(3))
-def test_multiples_of_both_kinds_are_kept(seed: int) -> None:
-    modules = tuple(m for i in range(3) for m in (heads(f"a{i}", 16, groups=8), block(f"m{i}", 48)))
-    constraints = Constraints(multiple_of=2, neurons_multiple_of=16, min_heads=5, keep_layers=(1,))
-    effects = effects_of(modules, seed)
-    for ratio in (0.9, 0.75, 0.64):
-        found = chosen(effects, modules, ratio, constraints=constraints)
-        assert cost(found, modules) <= ratio
-        assert [len(found[name].removed) for name in ("a1", "m1")] == [0, 0]
-        for module in modules:
-            kept = found[module.name]
-            if module.kind == "mlp":
-                assert len(kept.units) % 16 == 0
-                assert len(kept.units) > 0
-            else:
-                # Whole groups, a multiple of two of them, and so at least 5 heads.
-                assert len(kept.kept_groups) % 2 == 0
-                assert len(kept.units) == 2 * len(kept.kept_groups) >= 5
-
-
 def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
     modules = tuple(m for i in range(2) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
     effects = effects_of(modules, 4)
@@ -348,13 +327,6 @@ def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
             assert effects[name][list(kept.units)].min() >= out.max() if len(out) else True
         shares.append(of_neurons)
     assert shares == sorted(set(shares))
-
-
-def test_by_slopes_no_more_is_taken_than_is_wanted() -> None:
-    """Of four equal steps, two save exactly a half."""
-    line = ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0])
-    assert by_slopes([line], 0.5) == [2]
-    assert by_slopes([line, line], 1.25) in ([4, 1], [1, 4])
 
 
 def test_modules_that_are_not_scored_keep_everything() -> None:
