@@ -1,12 +1,14 @@
-"""Cascades of a recipe and of a result in memory, judged by hand on the rows that the run evaluated."""
+"""What a run says of its cascade and of its files in fewer bits, judged by hand on the rows that it evaluated."""
 
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -26,6 +28,7 @@ from hies_export.pipeline.fastest import find_compound
 from hies_export.pipeline.load_job import load_job, rows_in_order
 from hies_export.pipeline.push import _contents
 from hies_export.pipeline.recipe import PruningRecipe
+from hies_export.pipeline.run import run
 from hies_export.pipeline.stages import calibrate
 from hies_export.report.report import Report
 
@@ -58,13 +61,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recipe.parent / "out"
 
 
-def test_a_run_judges_its_cascade_on_the_evaluated_rows(folder: Path) -> None:
+def test_a_run_judges_its_files_on_the_evaluated_rows(folder: Path) -> None:
     summary = json.loads((folder / "report.json").read_text())
     found, file = summary["cascade"], folder / "onnx-cascade" / "model.onnx"
+    alone, in_8_bits = summary["exported"], folder / "onnx-int8" / "model_quantized.onnx"
     evaluated = load_job(PruningRecipe.from_yaml(folder.parent / "recipe.yaml"))
     dense = AutoModelForSequenceClassification.from_pretrained(folder.parent / "model")
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    same, passed = [], []
+    session, of_slim = (
+        onnxruntime.InferenceSession(one, providers=["CPUExecutionProvider"]) for one in (file, in_8_bits)
+    )
+    same, passed, own, right = [], [], [], []
     for batch in evaluated.rows.evaluation:
         usual = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **batch}
         given = {node.name: usual[node.name].numpy() for node in session.get_inputs()}
@@ -73,6 +79,9 @@ def test_a_run_judges_its_cascade_on_the_evaluated_rows(folder: Path) -> None:
             wanted = dense(**{name: value for name, value in batch.items() if name != "labels"}).logits
         same += (logits.argmax(-1) == wanted.argmax(-1).numpy()).tolist()
         passed += unsure.tolist()
+        (slim,) = of_slim.run(["logits"], given)
+        own += (slim.argmax(-1) == wanted.argmax(-1).numpy()).tolist()
+        right += (slim.argmax(-1) == batch["labels"].numpy()).tolist()
     # Two thirds of the rows make the promise.
     assert (found["rows"], len(same)) == (40, 20)
     assert found["stability"] == pytest.approx(np.mean(same))
@@ -82,9 +91,16 @@ def test_a_run_judges_its_cascade_on_the_evaluated_rows(folder: Path) -> None:
     facts = summary["details"]["cascade"]
     assert facts["bound"] <= 0.2
     assert facts["max_abs"] < 1e-3
-    assert facts["parts"]["slim"] == (folder / "onnx-int8" / "model_quantized.onnx").stat().st_size
+    assert facts["parts"]["slim"] == alone["bytes"] == in_8_bits.stat().st_size < summary["bytes"]["onnx"]
     # Embeddings of the dense part are the slim one's.
     assert found["bytes"] < facts["parts"]["dense"] + facts["parts"]["slim"]
+    assert alone["file"] == "onnx-int8/model_quantized.onnx"
+    assert (alone["format"], alone["quantize"], alone["float_neurons"]) == ("onnx", "int8", 0)
+    kinds = [node.op_type for node in onnx.load(in_8_bits).graph.node]
+    layers = {"int8": kinds.count("MatMulIntegerToFloat"), "float32": kinds.count("MatMul") + kinds.count("Gemm")}
+    assert alone["layers"] == layers
+    assert alone["stability"] == pytest.approx(np.mean(own))
+    assert alone["quality"] == {"metric": "accuracy", "value": pytest.approx(np.mean(right))}
 
 
 def test_it_stands_beside_both_models_in_every_rendering(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,23 +110,22 @@ def test_it_stands_beside_both_models_in_every_rendering(folder: Path, capsys: p
     ]
     for form in report.details.forms:
         assert [(at.batch, at.phase) for at in form.times] == [(1, "rows"), (8, "rows"), (20, "rows")]
+    dense, slim, dense_8, slim_8, _ = report.details.forms
+    assert (dense.stability, dense.quality) == (1.0, report.quality.dense)
+    assert (slim.stability, slim.bytes) == (report.stability, report.bytes.onnx)
+    # Layers of the slim attention are too small for 8 bits.
+    assert slim_8.bytes == report.exported.bytes < slim.bytes
+    assert dense_8.bytes < dense.bytes / 2
     assert hies("report", folder) == 0
     page, card = (folder / "report.html").read_text(), (folder / "slim" / "README.md").read_text()
     for text in (capsys.readouterr().out, page, card, (folder / "report.md").read_text()):
         shown = " ".join(text.split())
-        assert "cascade int8" in shown
+        assert all(f"{form.model} {form.bits}" in shown for form in report.details.forms)
         assert "of the answers differ from the dense model" in shown
-    assert "onnx-cascade/model.onnx" in _contents(folder, report, "somebody/model", None, {})
-
-
-def test_rows_that_something_else_was_chosen_on_make_no_promise(tmp_path: Path) -> None:
-    recipe = make_project(tmp_path, prune={"alpha": "auto", "budget": {"heads": 0.5}})
-    rows = load_job(PruningRecipe.from_yaml(recipe)).rows
-    counts = [sum(len(batch["input_ids"]) for batch in part) for part in (rows.held_out, rows.promise)]
-    assert counts == [20, 20]
-    without = load_job(PruningRecipe.from_yaml(make_project(tmp_path))).rows
-    assert without.held_out == []
-    assert sum(len(batch["input_ids"]) for batch in without.promise) == 40
+    assert "onnx-int8" in card
+    pushed = _contents(folder, report, "somebody/model", None, {})
+    files = {"onnx/model.onnx", "onnx-int8/model_quantized.onnx", "onnx-int8/ort_config.json"}
+    assert files | {"onnx-cascade/model.onnx"} <= set(pushed)
 
 
 def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +228,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"cascade": {"disagreement": 0.2, "dtype": "bfloat16"}},
         "dtype: bfloat16 needs runtime: openvino, got onnxruntime-cpu; set it, or leave dtype out",
     ),
+    "8 bits in GGUF": (
+        {"export": {"quantize": "int8", "format": "gguf"}, "cascade": None},
+        "quantize belongs to format: onnx, got int8 for gguf; set dtype: q8_0 or q4_0",
+    ),
+    "8 bits on a GPU": (
+        {"export": {"quantize": "int8", "provider": "cuda"}, "cascade": None},
+        "needs provider: cpu and dtype: float32, got cuda and float32; leave them out",
+    ),
+    "8 bits of half": (
+        {"export": {"quantize": "int8", "dtype": "float16"}, "cascade": None},
+        "needs provider: cpu and dtype: float32, got cpu and float16; leave them out",
+    ),
     "two sizes": (
         {"cascade": {"disagreement": 0.2, "flops": [0.5]}},
         "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one",
@@ -259,20 +286,15 @@ def test_in_bfloat16_on_openvino(tmp_path: Path) -> None:
     assert report.cascade.stability == pytest.approx(np.mean(same))
 
 
-def test_numbers_and_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "numbers").mkdir()
-    save_regressor(tmp_path / "numbers", prune={"budget": {"heads": 0.5}}, cascade={"disagreement": 0.2})
-    assert hies("run", tmp_path / "numbers" / "recipe.yaml") == 2
-    assert "two classifiers of the same classes, got BertForSequenceClassification with no classes" in " ".join(
-        capsys.readouterr().err.split()
-    )
-    (tmp_path / "tokens").mkdir()
+def test_numbers_and_tokens_are_refused(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"prune": {"budget": {"heads": 0.5}}, "cascade": {"disagreement": 0.2}}
-    recipe = save_stories(tmp_path / "tokens", lines=20, **asked)
-    assert hies("run", recipe) == 2
-    assert "cascade is for classifiers, got task: text-generation; leave it out" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    for save, said in (
+        (save_regressor, "two classifiers of the same classes, got BertFor.* with no classes"),
+        (partial(save_stories, lines=20), "cascade is for classifiers, got task: text-generation; leave it out"),
+    ):
+        save(tmp_path, **asked)
+        with pytest.raises(RequestError, match=said):
+            run(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
 
 
 @pytest.mark.slow
@@ -308,3 +330,41 @@ def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "out" / str(deployment.file)).is_file()
     with pytest.raises(RequestError, match="deploy tries cascades by itself, got a section cascade; leave it out"):
         PruningRecipe.from_yaml(recipe, {"cascade": {"disagreement": 0.1}}).run()
+
+
+def test_a_dtype_that_is_timed_is_judged(tmp_path: Path) -> None:
+    measure = {"runtimes": ["torch"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 16]], "repeats": 4}
+    report = run(PruningRecipe.from_yaml(make_project(tmp_path, measure=measure, cascade=None)))
+    forms = report.details.forms
+    assert [(form.model, form.runtime, form.bits) for form in forms] == [
+        *(("dense", "torch", "float32"), ("slim", "torch", "float32")),
+        *(("dense", "torch", "bfloat16"), ("slim", "torch", "bfloat16")),
+    ]
+    assert forms[2].bytes is None
+    for form in forms:
+        assert [(at.batch, at.sequence, at.phase) for at in form.times] == [(2, 16, "forward")]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"export": {"quantize": "int8"}}, {"measure": {"runtimes": ["onnxruntime-cpu-int8"]}}]
+)
+def test_a_model_of_small_layers_is_refused_before_the_work(asked: dict[str, Any], tmp_path: Path) -> None:
+    recipe = make_project(tmp_path, cascade=None, **asked)
+    save_text_model(tmp_path / "model")
+    with pytest.raises(RequestError, match="needs a linear layer of 16,384 weights or more"):
+        run(PruningRecipe.from_yaml(recipe))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cut_that_leaves_only_small_layers_is_no_mistake_in_the_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 96 x 192 weights are worth 8 bits, 96 x 96 are not.
+    prune = {"modules": ["mlp"], "criterion": "l2", "budget": {"flops": 0.8}}
+    prune |= {"allocation": "uniform", "compensation": None}
+    recipe = make_project(tmp_path, export={"quantize": "int8"}, prune=prune, cascade=None)
+    save_text_model(tmp_path / "model", **SHAPE | {"hidden_size": 96})
+    assert hies("run", recipe) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the slim model has no form in fewer bits: int8 needs a linear layer of 16,384 weights" in said
+    assert not (tmp_path / "out").exists()

@@ -385,21 +385,14 @@ def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: p
     rows.write_text(5 * (json.dumps({"one": "a", "two": "b", "three": "c"}) + "\n"))
     with pytest.raises(DataError, match=r"columns to read .* the data set has one, two, three; name them with"):
         propose_recipe(str(folder / "model"), files={"train": rows}, output=tmp_path)
-    images = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides(
-        {
-            "task": "image-text-to-text",
-            "data.text": [],
-            "data.image": "image",
-            "data.prompt": "?",
-            "data.answer": "answer",
-        }
-        | {"data.label": None}
-    )
-    with pytest.raises(RequestError, match="deploy compares models that are one graph, got task: image-text-to-text"):
-        deploy(images)
-    half = PruningRecipe.from_yaml(folder / "recipe.yaml").with_overrides({"export.dtype": "float16"})
-    with pytest.raises(RequestError, match="deploy exports what each runtime reads, got export: onnx, cpu, float16"):
-        deploy(half)
+    images: dict[str, Any] = {"task": "image-text-to-text", "data.text": [], "data.image": "image", "data.label": None}
+    images |= {"data.prompt": "?", "data.answer": "answer"}
+    for changes, said in (
+        (images, "deploy compares models that are one graph, got task: image-text-to-text"),
+        ({"export.dtype": "float16"}, "deploy exports what each runtime reads, got export: onnx, cpu, float16"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            deploy(PruningRecipe.from_yaml(folder / "recipe.yaml", changes))
     BertForNextSentencePrediction.from_pretrained(folder / "model").save_pretrained(tmp_path / "bare")
     with pytest.raises(
         RequestError, match=r"the model must be of a class that AutoModelFor.* names BertForNextSentencePrediction"
@@ -410,14 +403,13 @@ def test_what_leaves_a_choice_is_refused(folder: Path, tmp_path: Path, capsys: p
     (tmp_path / "bare" / "config.json").write_text(json.dumps(config | remote))
     with pytest.raises(RequestError, match=r"names JinaBertModel; it needs code of its own \(auto_map\)"):
         propose_recipe(str(tmp_path / "bare"), files={"train": rows}, output=tmp_path)
-    assert hies("deploy", str(folder / "model")) == 2
-    assert "a model needs --data; got" in capsys.readouterr().err
-    assert hies("deploy", str(folder / "model"), "--data", "imdb", "--data", "train=x.jsonl") == 2
-    assert "--data takes one Hub data set, or SPLIT=FILE once or more" in capsys.readouterr().err
-    assert hies("deploy", str(folder / "model"), "--data", str(folder / "recipe.yaml")) == 2
-    assert f"must name the split of a file or an image folder, got {folder}" in capsys.readouterr().err
-    assert hies("deploy", str(folder / "recipe.yaml"), "--keep", "1") == 2
-    assert "deploy.keep must be less than 1, got 1" in capsys.readouterr().err
+    for data, said in (
+        ([], "a model needs --data; got"),
+        (["imdb", "train=x.jsonl"], "--data takes one Hub data set, or SPLIT=FILE once or more"),
+        ([folder / "recipe.yaml"], f"must name the split of a file or an image folder, got {folder}"),
+    ):
+        assert hies("deploy", folder / "model", *(part for one in data for part in ("--data", one))) == 2
+        assert said in capsys.readouterr().err
     assert [minutes(text) for text in ("90s", "30m", "2h", "5")] == [1.5, 30.0, 120.0, 5.0]
     with pytest.raises(ArgumentTypeError, match="must be a time such as 90s, 30m or 2h, got '3 days'"):
         minutes("3 days")
