@@ -5,24 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir
 import pytest
 import torch
 from support.models import bert, causal_lm, shake, text_batch, vit
 from torch import Tensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hies_export import export_onnx, find_modules, prune_units
 from hies_export.forms.form import predictor
 from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.onnx import export as export_module
-from hies_export.forms.runtimes.graphs import Builder
 from hies_export.forms.traces import Traces
 from hies_export.recipe.sections import ExportSection
 
@@ -182,66 +176,3 @@ def test_a_wrong_graph_is_not_kept(
     # The right one is that of the trace.
     assert described(resized.file) == described(exported.file)
     assert (resized.facts["fused"], resized.outputs) == (exported.facts["fused"], exported.outputs)
-
-
-class Layers(torch.nn.Module):
-    """Two linear layers with some features between them."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(8, width), torch.nn.Linear(width, 8)
-
-
-def graph_of(model: Layers, sizes: list[int], *, operator: str = "Relu", bias: Tensor | None = None) -> Any:
-    """Return a graph of two layers, with a reshape to some sizes between them."""
-    inputs = onnx_ir.val("x", onnx_ir.DataType.FLOAT, ["rows", 8])
-    graph = onnx_ir.Graph([inputs], [], nodes=[], opset_imports={"": 20})
-    new = Builder(graph, "node")
-    weights = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
-    states = new(
-        "Add", new("MatMul", inputs, new.constant(weights["up.weight"].T.copy())), new.constant(weights["up.bias"])
-    )
-    states = new("Reshape", new(operator, states), new.constant(np.array(sizes)))
-    shift = weights["down.bias"] if bias is None else bias.numpy()
-    graph.outputs.append(
-        new("Add", new("MatMul", states, new.constant(weights["down.weight"].T.copy())), new.constant(shift))
-    )
-    return onnx_ir.Model(graph, ir_version=10)
-
-
-def test_numbers_follow_the_widths_that_they_are_multiples_of() -> None:
-    traces, models = Traces(), [Layers(width) for width in (12, 8, 6, 6)]
-    for model in models[:2]:
-        traces.add("key", model, graph_of(model, [-1, model.up.out_features]))
-    made = traces.resized("key", models[2])
-    reshape = next(node for node in made.graph if node.op_type == "Reshape")
-    assert reshape.inputs[1].const_value.numpy().tolist() == [-1, 6]
-    assert traces.resized("another", models[2]) is None
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "third"),
-    [
-        ({}, {"operator": "Gelu"}, 6),  # other operators
-        ({}, {"sizes": [-1, 7]}, 6),  # a number that no width explains
-        ({}, {"bias": torch.ones(8)}, 6),  # a weight that is no parameter
-        ({"sizes": [-1, 3]}, {"sizes": [-1, 2]}, 6 + 1),  # 3 * 7 / 12 is no number
-    ],
-)
-def test_what_is_not_known_is_not_made(first: dict[str, Any], second: dict[str, Any], third: int) -> None:
-    traces, models = Traces(), [Layers(width) for width in (12, 8, third)]
-    for model, how in zip(models, (first, second), strict=False):
-        assert traces.resized("key", models[2]) is None
-        traces.add("key", model, graph_of(model, **{"sizes": [-1, model.up.out_features], **how}))
-    assert traces.resized("key", models[2]) is None
-
-
-def test_a_parameter_that_the_graph_does_not_show_must_not_change() -> None:
-    traces, models = Traces(), [Layers(width) for width in (12, 8, 6)]
-    for model in models:
-        model.down.bias = models[0].down.bias
-    for model in models[:2]:
-        traces.add("key", model, graph_of(model, [-1, model.up.out_features], bias=torch.ones(8)))
-    assert traces.resized("key", models[2]) is not None
-    models[2].down.bias = torch.nn.Parameter(torch.zeros(8))
-    assert traces.resized("key", models[2]) is None
