@@ -80,7 +80,6 @@ def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None
 
 @contextmanager
 def _fetching(model: str | Path) -> Iterator[None]:
-    """Refuse a model whose files cannot be fetched in the block."""
     remedy = "try again, or give the folder of a download"
     with (
         refusing(f"the files of {model} must be on this machine or on the Hub, but", remedy),

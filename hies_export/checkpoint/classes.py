@@ -63,7 +63,6 @@ class _Config(Schema):
 
 
 def _configs_in(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the fields of a config, and those of the configs inside it."""
     yield fields
     for name, value in fields.items():
         # Names of classes may be any words: "players" of ImageNet contains "layers", and is no number of these.

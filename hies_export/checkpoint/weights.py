@@ -216,7 +216,6 @@ def _constants(names: Iterable[str], path: str | Path, **hub: Any) -> list[str]:
 
 
 def _held(file: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield those tensors of a file that have one of the names."""
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as tensors:
             yield from ((name, tensors.get_tensor(name)) for name in names.intersection(tensors.keys()))

@@ -105,7 +105,6 @@ def bench(
 def _random_batches(
     skeletons: Sequence[PreTrainedModel], shapes: Sequence[Sequence[int]], image: Sequence[int] | None
 ) -> dict[Shape, dict[str, torch.Tensor]]:
-    """Return a batch for each shape that both models take."""
     # Without shapes, they are those of the model with fewer positions.
     wanted = min(model_shapes(model, shapes, image=image) for model in skeletons)
     # The tokens of the smaller vocabulary are tokens of both.

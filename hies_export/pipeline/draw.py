@@ -361,7 +361,6 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
 
 
 def _warn_of_no_promise(promise: Promise, splits: Splits, why: str, remedy: str) -> None:
-    """Warn that a promise is made on rows of the split that units are scored on."""
     logger.warning(
         "%s: %s is promised on further rows of %r, and if the model was trained on these, it keeps less of new ones; "
         "%s, or name rows as held_out",

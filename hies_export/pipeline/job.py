@@ -196,7 +196,6 @@ class Job:
         return replace(table, dense=self._trimmed_to(lambda model: count_flops(model, batch)))
 
     def _trimmed_to(self, count: Callable[[PreTrainedModel], int]) -> float:
-        """Return what the model has of a cost, as a share of the model with all its tokens."""
         return 1.0 if self.trimming is None else count(self.model) / count(self.trimming.dense)
 
     @cached_property

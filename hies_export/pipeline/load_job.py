@@ -120,7 +120,6 @@ def load_job(recipe: PruningRecipe, *, progress: Progress = SILENT) -> Job:
 
 
 def _load(recipe: PruningRecipe, found: _Checkpoint, task: Task, processor: Any, progress: Progress) -> PreTrainedModel:
-    """Load the dense model, and name its padding token."""
     progress.stage("load the model")
     model = found.load(recipe)
     if task.text:
@@ -384,7 +383,6 @@ class _Checkpoint:
 def _to_read(
     task: Task, recipe: PruningRecipe, found: _Checkpoint, processor: Any, metrics: Sequence[str] = ()
 ) -> Task:
-    """Return the task that reads the columns of a recipe, to be judged by these metrics."""
     columns = recipe.data
     if columns.max_length is None and found.given is not None:
         columns = columns.model_copy(update={"max_length": found.given.max_length})

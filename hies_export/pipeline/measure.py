@@ -106,7 +106,6 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
 
 
 def _ways(choice: Choice) -> list[DeployWay]:
-    """Return the ways of a deployment that work, the dense float32 graph first."""
     return [way for way in choice.ways if way.problem is None]
 
 
@@ -162,7 +161,6 @@ def _forms(job: Job, forms: Forms, choice: Choice, joined: Export | None, *, sam
 
 
 def _judge(job: Job, running: Sequence[Form], choice: Choice, judge: Judge) -> list[Judged]:
-    """Judge forms on the evaluation rows, and against the promise of a deployment."""
     if job.deploy is None:
         return judge_forms(running, judge, progress=job.progress)
     held_out = job.judge(job.rows.held_out, confidence=looks_of(job).confidence)

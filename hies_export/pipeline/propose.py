@@ -157,7 +157,6 @@ def _labels_that_are_known(
 
 
 def _task_of(model: str, config: Any) -> type[Task]:
-    """Return the task of a checkpoint by the class that its config names."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     refuse_encoder_decoder(config, name)
     task = task_by_class(name, config) or embedding_task(name, config)

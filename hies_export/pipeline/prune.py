@@ -378,7 +378,6 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any
 
 
 def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySection:
-    """Return fields as a section of a recipe, after its checks."""
     try:
         return section.model_validate(fields)
     except ValidationError as error:
@@ -387,7 +386,6 @@ def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySect
 
 
 def _sizes(job: Job, slim: PreTrainedModel) -> tuple[Both[int], FlopCount]:
-    """Count the parameters of both models, and their FLOPs at the first shape."""
     shape, batch = next(iter(job.shapes.items()))
     flops = count_both_flops(job.dense, slim, {shape: batch})[shape]
     return Both(count_parameters(job.dense), count_parameters(slim)), flops

@@ -70,7 +70,6 @@ def build_report(
 def _details(
     job: Job, choice: Choice, slim: Slim, evaluation: Evaluation, measured: Measured, command: str | None
 ) -> Details:
-    """Return the part of a report beyond the summary, for its renderings."""
     plan, asked, neurons = choice.plan, job.asked, neuron_counts(choice.plan)
     low, high = evaluation.kept_ends or (None, None)
     assert asked is not None
@@ -106,7 +105,6 @@ def _details(
 
 
 def _data_facts(job: Job, choice: Choice) -> DataFacts:
-    """Return which rows the run read, and what for."""
     assert choice.statistics is not None
     assert job.rows.splits is not None
     rows, calibration, splits = job.rows, choice.statistics.calibration, job.rows.splits
@@ -138,7 +136,6 @@ def _export_differences(exported: Export) -> dict[str, Any]:
 
 
 def _export_details(exported: Export) -> dict[str, Any]:
-    """Return the report's details about the exported model."""
     names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
     return {exported.format: {**names, **exported.facts}}
 

@@ -129,7 +129,6 @@ def deploy(
 
 
 def _formats(recipe: PruningRecipe) -> list[str]:
-    """Return the formats that a run exports to."""
     if recipe.deploy is not None:
         return export_formats(recipe.export, ())
     timed = recipe.goal.timed

@@ -297,7 +297,6 @@ class Cuts:
         return replace(self._known[weights, key_of(trial.selection)], trial=trial, size=size)
 
     def _tell(self, trial: Trial, found: Found) -> None:
-        """Show a cut that was judged, and what it keeps or loses, as a stage."""
         alpha, weights = trial.scores.parameters.get("alpha"), trial.token_weights
         name = trial.scores.criterion + ("" if alpha is None else f" at alpha {alpha:g}")
         name += "" if weights == 1 else f", tokens weighted {weights:g}"

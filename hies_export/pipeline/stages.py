@@ -398,7 +398,6 @@ def _refit(job: Job, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
 
 
 def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
-    """Return the names of the parameters that refits changed."""
     consumers = {module.name: module.consumer for module in modules}
     names = []
     for fit in fits:

@@ -57,7 +57,6 @@ def _stays(merge: str | Sequence[str], vocabulary: Mapping[str, int]) -> bool:
 
 
 def _renumber(step: dict[str, Any], numbers: Mapping[int, int]) -> None:
-    """Give the tokens that a post-processor adds to a text their new numbers, in place."""
     for inner in step.get("processors", ()):
         _renumber(inner, numbers)
     for name in ("sep", "cls"):  # of BertProcessing and RobertaProcessing: a token and its number
