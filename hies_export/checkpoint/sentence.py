@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..data.processors import token_numbers
 from ..errors import RequestError, listed, quoted, refusing, require_package, shortened
 from ..files import Rule, Schema, read_json
 from ..model.internals import auto_classes, file_of, layers_unwarned, model_class_of, never_asking, sentence_options
@@ -37,6 +38,8 @@ _OTHERS = ("SparseEncoder", "MultiVectorEncoder")
 _SLIM_ENCODER = "modeling_hies.Transformer"
 # What pooling may be asked for of an encoder without modules.json -> the name of the mode.
 POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken", "max": "max"}
+# The widest embeddings have some thousands of features.
+MOST_FEATURES = 1 << 17
 _AFTER_POOLING = ("Dense", "Normalize", "LayerNorm", "Dropout")
 # What is read of a folder, beside the weights in its root; those of modules are in folders such as 2_Dense.
 _FILES = ("*.json", "*.jinja", *COMPANIONS, "[0-9]*_*/*")
@@ -163,6 +166,8 @@ def load_sentence(
     weight_files(path, revision=revision)
     modules = [_Module.model_validate(one) for one in read_json(folder / MODULES_FILE, list[_Module], _SENTENCE)]
     _check_modules(kind, [module.type for module in modules], str(path))
+    for module in modules[1:]:
+        _check_sizes(folder / module.path / "config.json")
     with refusing(f"sentence-transformers must load {path}, but fails", _REMEDY):
         base = getattr(there, kind)
         # A class that modules.json names is looked up here before it is imported.
@@ -170,6 +175,14 @@ def load_sentence(
         given = own(str(folder), device=device, local_files_only=True)
         given.__class__, given[0].__class__ = base, _transformer()
         return replace(unwrap(given, where=str(path)), folder=folder / modules[0].path)
+
+
+def _check_sizes(file: Path) -> None:
+    """Refuse a module that is far wider than any, before its weights are made: they would fill the memory."""
+    sizes = read_json(file, dict[str, Any], _SENTENCE) if file.is_file() else {}
+    for name, size in sizes.items():
+        if isinstance(size, int) and size > MOST_FEATURES:
+            raise RequestError(f"a size must be at most {MOST_FEATURES:,}, but {file} has {name}: {quoted(size)}")
 
 
 def require() -> None:
@@ -278,6 +291,8 @@ def unwrap(model: Any, embedding: Mapping[str, Any] | None = None, processor: An
             f"the encoder must be a model of transformers in torch, but {where} has none; load it with backend='torch'"
         )
     _refuse_others(model[0].modalities, where)
+    with refusing(f"the tokenizer of {where} must be one that can be copied, but is not", _REMEDY):
+        token_numbers(model.tokenizer)
     return _of_embedder(model, where) if kind == EMBEDDER else _of_reranker(model, where)
 
 
@@ -330,7 +345,7 @@ def _of_embedder(given: Any, where: str) -> Unwrapped:
         if named != {"sentence_embedding"}:
             raise RequestError(
                 f"a module after the pooling must turn one embedding per text into another, but a "
-                f"{type(module).__name__} of {where} is of {listed(sorted(map(str, named)))}; give another model"
+                f"{type(module).__name__} of {where} is of {shortened(listed(sorted(map(str, named))))}; give another"
             )
     if not isinstance(width := given.truncate_dim or 1, int) or width < 1:
         raise RequestError(f"truncate_dim must be a number of at least 1, got {quoted(width)} in {where}; correct it")

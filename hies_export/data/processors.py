@@ -69,12 +69,7 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
         tokenizer = tokenizer_of(loaded)
         words = set()
         if hasattr(tokenizer, "get_vocab"):
-            special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-            numbers = set(tokenizer.get_vocab().values())
-            if (largest := max(numbers, default=0)) >= MOST_TOKENS:
-                # tokenizers copies a vocabulary by looking up every number up to the largest one.
-                raise ValueError(f"it numbers a token {largest:,}")
-            words = numbers - special
+            words = token_numbers(tokenizer) - {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     with refusing(f"{needs} that works, but the one of {path} does not", REMEDY, DataError):
         # Many settings of a processor's files are only looked at in a call.
         if task.text:
@@ -96,6 +91,17 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
         tokenizer.padding_side = "left"
         give_padding(tokenizer)
     return loaded
+
+
+def token_numbers(tokenizer: Any) -> set[int]:
+    """Return the numbers of a tokenizer's tokens; raise a ValueError if one is far above those of any model.
+
+    tokenizers copies a vocabulary by looking up every number up to the largest one.
+    """
+    numbers = set(tokenizer.get_vocab().values())
+    if (largest := max(numbers, default=0)) >= MOST_TOKENS:
+        raise ValueError(f"it numbers a token {largest:,}")
+    return numbers
 
 
 def image_shape_of(processor: Any, model: PreTrainedModel) -> tuple[int, ...] | None:

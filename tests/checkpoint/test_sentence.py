@@ -82,6 +82,13 @@ def test_files_of_a_module_that_are_damaged(tmp_path: Path) -> None:
     save_file({"linear.weight": torch.ones(3, 3)}, folder / "2_Dense/model.safetensors")
     with pytest.raises(RequestError, match=r"sentence-transformers must load .*dense, but fails: .*; correct"):
         load_sentence(folder)
+    folder = sentence_folder(tmp_path / "numbered")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["w1"] = 10**9
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(RequestError, match=r"can be copied, but is not: .*numbers a token 1,000,000,000"):
+        load_sentence(folder)
+    folder = sentence_folder(tmp_path / "other dense", [dense(WIDTH, 8)])
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 5')
     with pytest.raises(RequestError, match=r"sentence-transformers must load .*dense, but fails"):
         load_sentence(folder)
@@ -101,6 +108,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"layers": [dense(WIDTH, 4, module_input_name="token_embeddings")]},
         "one embedding per text into another, but a Dense of .* is of token_embeddings; give",
     ),
+    "long name": (
+        {"layers": [dense(WIDTH, 4, module_input_name="a" * 9000)]},
+        "one embedding per text into another, but a Dense of .* is of a{500} [.]{3} a{500}; give",
+    ),
+    "wide": ({"layers": [("LayerNorm", {"dimension": 1 << 31}, {})]}, "at most 131,072, .* has dimension: 2147483648"),
     "images": (
         {"text": {"modality_config": {"image": {}, "text": {}}, "module_output_name": "token_embeddings"}},
         "but fails: .*modality_config entry for 'image'",
