@@ -36,7 +36,7 @@ from transformers import (
 from hies_export import compare_latency, count_flops, count_parameters, export_onnx, load_runtime, trim_vocabulary
 from hies_export.checkpoint.sentence import load_sentence
 from hies_export.model.copies import parameter_bytes
-from hies_export.vocabulary.tokenizer import compare_cuts
+from hies_export.vocabulary.tokenizer import CutBeside
 
 GREEK = str.maketrans("abcdefghijklmnopqrstuvwxyz", "αβψδεφγηιξκλμνοπχρστθωςχυζ")
 BLOCK = 512
@@ -61,6 +61,13 @@ def lines_of(file: Path) -> list[str]:
     """Return the lines of a gzipped text file that are not blank."""
     with gzip.open(file, "rt") as lines:
         return [line.strip() for line in lines if line.strip()]
+
+
+def compare_cuts(tokenizer: Any, smaller: Any, texts: Sequence[str], kept: Any) -> CutBeside:
+    """Compare how two tokenizers cut texts."""
+    dense, slim = ([one(text)["input_ids"] for text in texts] for one in (tokenizer, smaller))
+    otherwise = sum([kept.rows[token] for token in new] != old for old, new in zip(dense, slim, strict=True))
+    return CutBeside(len(texts), otherwise, sum(map(len, dense)), sum(map(len, slim)))
 
 
 def trimmed(model: Any, tokenizer: Any, texts: Sequence[str], other: Sequence[str], **how: Any) -> Any:

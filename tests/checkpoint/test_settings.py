@@ -9,17 +9,16 @@ import pytest
 import torch
 from support.architectures import tiny
 from support.cuts import random_cut, random_neurons, random_plan
-from support.families import architecture, decoder
+from support.families import decoder
 from support.models import bert, causal_lm, generative_tokenizer, llava, shake
 from support.tolerance import assert_near
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hies_export import PruningPlan, apply_plan, find_attention, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.beside import complete_settings, write_config
 from hies_export.checkpoint.classes import load_config
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import MLP
-from hies_export.model.tokens import synthetic_batch
 from hies_export.slim.check import first_output
 
 LLAMA3 = {
@@ -152,23 +151,6 @@ def test_the_tokenizer_is_named_as_transformers_4_names_it(tmp_path: Path) -> No
     again = AutoTokenizer.from_pretrained(tmp_path / "slim")
     assert again("a b <image> c")["input_ids"] == tokenizer("a b <image> c")["input_ids"]
     assert again.all_special_tokens == tokenizer.all_special_tokens
-
-
-def test_two_labels_with_default_names_come_back(tmp_path: Path) -> None:
-    """transformers writes no labels for them, and BART's config has three by default."""
-    model = architecture("Bart", num_labels=2, vocab_size=32)()
-    batch = synthetic_batch(model, batch=2, sequence=8)
-    slim, plan, _ = random_cut(model, batch)
-    slim.save_pretrained(tmp_path / "by transformers")
-    assert "id2label" not in json.loads((tmp_path / "by transformers" / "config.json").read_text())
-    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
-    config = json.loads((tmp_path / "slim" / "config.json").read_text())
-    assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slim", trust_remote_code=True)
-    assert again.config.num_labels == 2
-    assert again.config.label2id == {"LABEL_0": 0, "LABEL_1": 1}
-    write_config(slim, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
 
 
 @pytest.mark.parametrize("label2id", [None, {"good": 0, "bad": 1}], ids=["missing", "contradicts"])

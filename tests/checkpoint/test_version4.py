@@ -138,7 +138,7 @@ def test_dtype_is_passed_on(tmp_path: Path) -> None:
             RequestError,
             "must load, but does not",
         ),
-        ({"0": [0, 1, 2, 3, 4, 5]}, RequestError, "pruned_heads"),
+        ({"0": [0, 1, 2, 3, 4, 5]}, RequestError, "kept heads must be at least one of 6, got none"),
     ],
 )
 def test_bad_pruned_heads_are_refused(

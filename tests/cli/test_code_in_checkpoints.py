@@ -92,7 +92,7 @@ TRAPS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], str]] =
     "image processor": (image_processor, transformers_loads("AutoProcessor"), "needs code of its own (auto_map)"),
     "tokenizer": (tokenizer, transformers_loads("AutoTokenizer"), "needs code of its own (auto_map)"),
     "config": (config, transformers_loads("AutoConfig"), "must have a model_type known to transformers"),
-    "model": (model, transformers_loads("AutoModel"), "must name one model class of transformers"),
+    "model": (model, transformers_loads("AutoModel"), "needs code of its own (auto_map)"),
     "part of a model": (
         part_of_a_model,
         transformers_loads("LlavaForConditionalGeneration"),

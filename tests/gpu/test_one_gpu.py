@@ -70,8 +70,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "compensation": {**REFIT, "token_weights": 0.5},
     },
     "criterion on held-out rows": {"criterion": "auto", "budget": {"heads": 0.5}, "compensation": REFIT},
-    "steps, refitted in order": {
-        **{"criterion": "his", "steps": 2, "budget": {"heads": 0.5}, "compensation": {**REFIT, "sequential": True}},
+    "refitted in order": {
+        **{"criterion": "his", "budget": {"heads": 0.5}, "compensation": {**REFIT, "sequential": True}},
     },
     "means into the bias": {"criterion": "fisher", "budget": {"flops": 0.9}, "compensation": {"method": "bias"}},
 }

@@ -145,5 +145,5 @@ def test_files_on_this_machine_ask_nothing(gone: str, monkeypatch: pytest.Monkey
     save_text_model(tmp_path / "model")
     hies_export.load(tmp_path / "model")
     load_processor(tmp_path / "model", task=TASKS["text-classification"])
-    with pytest.raises(RequestError, match="nowhere has no config.json"):
+    with pytest.raises(RequestError, match="nowhere is not there"):
         hies_export.load(tmp_path / "nowhere")

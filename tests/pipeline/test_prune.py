@@ -144,7 +144,7 @@ PRUNE: list[dict[str, Any]] = [
     {"budget": {"heads": 0.4}, "criterion": "random"},
     {"budget": {"heads": 0.5}, "normalize": "layer", "min_heads": 2},
     {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "fisher", "compensation": {"method": "scalars"}},
-    {"budget": {"keep": {"metric": "accuracy", "by": 0.2}}, "modules": ["mlp"], "criterion": "activation"},
+    {"budget": {"keep": 0.5}, "modules": ["mlp"], "criterion": "activation"},
     {"budget": {"keep": 0.5}, "modules": BOTH, "criterion": "auto", "compensation": {"samples": 40}},
 ]
 

@@ -387,7 +387,7 @@ def test_bench_refuses_what_cannot_be_compared(
     (project / "model.onnx").touch()
     monkeypatch.chdir(project)
     for arguments, message in (
-        ((project / "nowhere", "model"), "a model must be a folder"),
+        ((project / "nowhere", "model"), "a model to time must be a checkpoint, an export or a run"),
         (("model", "--runtime", "tourch"), "did you mean 'torch'"),
         (("model", "--dtype", "int4"), "a dtype must be one of float32, float16, bfloat16 on torch, got 'int4'"),
         (("model", "--runtime", "onnxruntime-cuda"), 'pip install "hies-export[gpu]"'),

@@ -8,7 +8,15 @@ from support.models import causal_lm
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hies_export import DataError, ExportError, MissingRuntimeError, RecipeError, export_onnx, load_runtime
+from hies_export import (
+    DataError,
+    ExportError,
+    MissingRuntimeError,
+    RecipeError,
+    RequestError,
+    export_onnx,
+    load_runtime,
+)
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.model.copies import convert, share_weights
@@ -117,9 +125,9 @@ def test_onnxruntime_does_not_spin_and_takes_the_threads(folder, monkeypatch):
 
 
 def test_wrong_requests(folder, model):
-    with pytest.raises(RecipeError, match=r"one of .*torch, .*got 'onnx-cpu'; did you mean 'onnxruntime-cpu'\?"):
+    with pytest.raises(RequestError, match=r"one of .*torch, .*got 'onnx-cpu'; did you mean 'onnxruntime-cpu'\?"):
         load_runtime("onnx-cpu", folder)
-    with pytest.raises(RecipeError, match=r"got 'onnx'; did you mean 'onnxruntime-cpu'\?"):
+    with pytest.raises(RequestError, match=r"got 'onnx'; did you mean 'onnxruntime-cpu'\?"):
         load_runtime("onnx", folder)
     with pytest.raises(RecipeError, match="threads must be at least 1, got 0"):
         load_runtime("torch", model, threads=0)
