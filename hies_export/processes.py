@@ -95,13 +95,18 @@ def mapped(
     results as they are. Every process iterates over all of `items`, so the iteration may itself be shared work. With a
     `name`, the loop is shown under it, and all items are taken before it starts.
     """
-    own = ((number, item) for number, item in enumerate(items) if _turn(number) == _rank())
+    own = ((number, item) for number, item in enumerate(items) if is_own(number))
     done = [work(number, item) for number, item in (progress.track([*own], name) if name else own)]
     if world() == 1:
         return done
     parts = [_sent(done, source) for source in range(world())]
     following = [iter(part) for part in parts]
     return [next(following[_turn(number)]) for number in range(sum(map(len, parts)))]
+
+
+def is_own(number: int) -> bool:
+    """Return whether this process works on the item of a number in `mapped`."""
+    return _turn(number) == _rank()
 
 
 def _turn(number: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.readings import Reading, reading
+from hies_export.calibrate.readings import Read, Reading, read_forward
 from hies_export.calibrate.statistics import Statistics, sum_by_unit
 from hies_export.data.batches import Batch, size_of
 from hies_export.errors import DataError
@@ -69,12 +69,15 @@ def _means(
 ) -> list[tuple[PrunableModule, Tensor]]:
     """Return every module with the mean over real tokens of a function that sums over those of a reading."""
     by_name, sums, tokens = {module.name: module for module in modules}, dict[str, Tensor](), dict[str, int]()
-    with reading(model, modules) as read, threads_for(model, batches):
-        for index, batch in enumerate(batches):
-            for one in read(batch, index):
+
+    def add(_: Modules, read: Read) -> None:
+        for number in range(len(batches)):
+            for one in read(number):
                 added = function(by_name[one.name], one)
                 sums[one.name] = sums[one.name] + added if one.name in sums else added
                 tokens[one.name] = tokens.get(one.name, 0) + int(one.real.sum())
+
+    read_forward(model, batches, modules, add)
     return [(by_name[name], total / tokens[name]) for name, total in sums.items()]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.readings import reading
+from hies_export.calibrate.readings import Read, read_forward
 from hies_export.calibrate.statistics import Statistics, collect_statistics
 from hies_export.data.batches import size_of
 from hies_export.errors import DataError, UnsupportedModelError
@@ -195,13 +195,16 @@ def _activations(
 ) -> list[Tensor]:
     """Return E |A_h|^2 of every module, (units,) each."""
     totals = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
-    with reading(model, modules) as read:
-        for index, batch in enumerate(batches):
-            for call in read(batch, index):
+
+    def add(_: Sequence[PrunableModule], read: Read) -> None:
+        for number in range(len(batches)):
+            for call in read(number):
                 real, units = call.real.double(), len(totals[call.name])  # (batch, tokens)
                 squares = call.inputs.double().unflatten(-1, (units, -1)).pow(2).sum(-1)  # (batch, tokens, units)
                 means = torch.einsum("bt,bth->bh", real, squares) / real.sum(-1, keepdim=True)
                 totals[call.name] += means.sum(0).cpu()
+
+    read_forward(model, batches, modules, add)
     samples = sum(map(size_of, batches))
     return [total / samples for total in totals.values()]
 

@@ -23,10 +23,7 @@ class Entropies:
     A model that computes its attention by code of its own keeps it, and entropies are those of the maps it returns, if
     it does.
 
-    `enabled` says whether entropies are computed at all, `recording` whether they are kept: gradient checkpointing
-    repeats the forward pass, which must compute them again to match the first one, but must not count them twice.
-    `rows` has the number of rows (samples) in the last call of each module. `batch` is what the model is called with,
-    whose masks say which tokens are real.
+    Entropies are computed inside of `recorded` alone: a block that is computed again must not count twice.
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
@@ -34,9 +31,7 @@ class Entropies:
         self._names = {model.get_submodule(module.name): module.name for module in modules}
         self._visible = VisibleKeys()
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self.enabled = self.recording = False
-        self.rows: dict[str, int] = {}
-        self.batch: Mapping[str, Tensor] = {}
+        self._batch: Mapping[str, Tensor] | None = None
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -51,23 +46,30 @@ class Entropies:
                     stack.enter_context(layer.register_forward_hook(partial(self._take_map, module)))
             yield
 
+    @contextmanager
+    def recorded(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
+        """Record entropies inside the block, of a batch whose masks say which tokens are real."""
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+
     def __call__(self, call: AttentionCall) -> Tensor:
         """Return the heads' outputs, (batch, heads, queries, value width)."""
         name = self._names.get(call.module)
-        if name is None or not self.enabled:
+        if name is None or self._batch is None:
             return attend(call, self._visible)
         output, entropy, rows = attend_with_entropy(call, self._visible)
-        self.rows[name] = len(output)
-        if self.recording:
-            self._calls.setdefault(name, []).append((entropy, rows))
+        self._calls.setdefault(name, []).append((entropy, rows))
         return output
 
     def _take_map(self, module: PrunableModule, layer: nn.Module, args: Any, outputs: Any) -> None:
         found = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
         shaped = [o for o in found if o.dim() == 4 and o.shape[1] == module.units]  # (batch, heads, query, keys)
         maps = [o for o in shaped if (o >= 0).all() and (o.sum(-1) - 1).abs().amax() < 1e-2]
-        if self.recording and len(maps) == 1:
-            entropy = entropy_of_map(maps[0].detach(), self.batch.get("attention_mask"))
+        if self._batch is not None and len(maps) == 1:
+            entropy = entropy_of_map(maps[0].detach(), self._batch.get("attention_mask"))
             self._calls.setdefault(module.name, []).append(entropy)
 
     def take(self) -> dict[str, tuple[Tensor, int]]:

@@ -1,15 +1,17 @@
 """Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations.
 
-`MomentStream` adds up products of tokens. From these sums the `Moments` follow for any weight of the tokens, and from
-moments the ridge regression.
+`collect_moments` adds up products of tokens, block by block. From these sums the `Moments` follow for any weight of the
+tokens, and from moments the ridge regression.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +21,10 @@ from ..data.batches import size_of
 from ..errors import DataError, RequestError
 from ..model.internals import exact_products
 from ..model.linear import features_of, weight_of
+from ..processes import added_up, mapped, on_main
 from ..progress import SILENT, Progress
 from ..units.units import PrunableModule, Selection
-from .passes import Stream, run_pass
-from .readings import Reading, reading
+from .readings import Gradients, Read, Reading, read_forward
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5
@@ -30,6 +32,9 @@ HELD_OUT_EVERY = 5
 WIDE = 512
 # Rows of the products of a wide layer that are computed at once.
 BLOCK = 256
+# Most of the free memory that moments of all modules may take.
+SHARE_OF_FREE = 0.5
+FREE_IF_UNKNOWN = 8 << 30
 
 
 @dataclass
@@ -193,12 +198,11 @@ class LayerSums(Sums):
 
     def __init__(self, layer: nn.Module, device: torch.device):
         super().__init__(features_of(layer)[1], device)
-        self._weight, self._bias = weight_of(layer).detach(), layer.bias
+        self._layer = layer
 
     def target(self) -> tuple[Tensor, Tensor]:
         """Return W (outputs, inputs) and b (outputs,), float64."""
-        weight = self._weight.double()
-        bias = self._bias
+        weight, bias = weight_of(self._layer).detach().double(), self._layer.bias
         return weight, bias.detach().double() if isinstance(bias, Tensor) else weight.new_zeros(len(weight))
 
     @cached_property
@@ -308,15 +312,13 @@ def _add_products(total: Tensor, x: Tensor) -> None:
         total[start : start + BLOCK, start:] += x[:, start : start + BLOCK].T @ x[:, start:]
 
 
-class MomentStream(Stream[LayerMoments]):
-    """The moments of every consumer, module by module, under a memory limit; see `Stream`.
+class MomentStore:
+    """The moments of every consumer over some rows, collected block by block when first asked for.
 
-    A module takes 16 bytes for each pair of inputs, and with a `selection` as many for each pair of an input and an
-    output (else those products follow from the others); twice that if `weighted`.
-
-    With a `selection`, the moments cover only the inputs of the kept units. If `weighted`, tokens are also added up
-    weighted by the gradient of the prediction; this takes a backward pass, and uses a language model's labels if the
-    batches have them.
+    Those of all modules are kept for other cuts if `keep` is set and they fit into half of the free memory; else each
+    use collects them again. A module takes 16 bytes for each pair of inputs, twice that if `weighted`: tokens are then
+    also added up weighted by the gradient of the prediction, which takes a walk backward, and uses a language model's
+    labels if the batches have them.
     """
 
     def __init__(
@@ -325,52 +327,99 @@ class MomentStream(Stream[LayerMoments]):
         modules: Sequence[PrunableModule],
         batches: Sequence[dict[str, Tensor]],
         *,
-        selection: Selection | None = None,
-        limit_bytes: float | None = None,
         weighted: bool = False,
-        progress: Progress = SILENT,
+        keep: bool = True,
     ):
         check_samples(batches)
-        self.selection, self.weighted = selection, weighted
-        self._dense, self._batches, self._progress = dense, batches, progress
-        sizes = [bytes_of(dense, module, selection=selection, weighted=weighted) for module in modules]
-        super().__init__(dense, modules, sizes, limit_bytes, what="the moments")
+        self.weighted, self.kept = weighted, dict[str, LayerMoments]()
+        self._dense, self._modules, self._batches = dense, modules, batches
+        widths = [features_of(dense.get_submodule(module.consumer))[1] for module in modules]
+        self.keeps = keep and 16 * (1 + weighted) * sum(width**2 for width in widths) < SHARE_OF_FREE * free(dense)
 
-    def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerMoments]:
-        selection, by_name = self.selection, {module.name: module for module in group}
-        sums = {m.name: new_sums(self._dense, m, selection, weighted=self.weighted) for m in group}
-        first = [0, *accumulate(map(size_of, self._batches))]
-        with reading(self._dense, group, gradients=self.weighted) as read:
+    def all_kept(self, progress: Progress = SILENT) -> Mapping[str, LayerMoments]:
+        """Return the moments of all modules, collected now if they were not, where they are kept; else nothing."""
+        if self.keeps and not self.kept:
+            self.each(lambda modules, sums: None, progress=progress)
+        return self.kept
 
-            def add(index: int, batch: Mapping[str, Tensor]) -> None:
-                for one in read(batch, index):
-                    x = one.inputs
-                    if selection is not None:
-                        x = x.index_select(-1, by_name[one.name].columns(selection[one.name].units).to(x.device))
-                    add_reading(sums[one.name], replace(one, inputs=x), first[index])
+    def each(
+        self,
+        work: Callable[[Sequence[PrunableModule], Mapping[str, LayerMoments]], None],
+        names: Collection[str] | None = None,
+        *,
+        name: str = "moments",
+        progress: Progress = SILENT,
+    ) -> None:
+        """Give modules, None for all, to `work` with their moments: those of a block, or where they are kept all."""
+        collected: dict[str, LayerMoments] = {}
 
-            tensors = [tensor for found in sums.values() for tensor in found.tensors()]
-            run_pass(self._dense, self._batches, add, tensors, name="moments", progress=self._progress)
-        return sums
+        def block(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
+            if self.keeps:
+                collected.update(sums)
+            if wanted := [module for module in modules if names is None or module.name in names]:
+                work(wanted, sums)
+
+        if self.kept:
+            block(self._modules, self.kept)
+            return
+        how: dict[str, Any] = {"weighted": self.weighted, "name": name, "progress": progress}
+        collect_moments(self._dense, self._modules, self._batches, block, **how)
+        self.kept = collected
 
 
-def bytes_of(
-    dense: PreTrainedModel, module: PrunableModule, *, selection: Selection | None = None, weighted: bool = False
-) -> int:
-    """Return the bytes that the moments of one module take in a `MomentStream`."""
-    inputs, outputs, derived = _shape(dense, module, selection)
-    return 2 * (1 + weighted) * 8 * inputs * (inputs + (0 if derived else outputs))
+def collect_moments(
+    dense: PreTrainedModel,
+    modules: Sequence[PrunableModule],
+    batches: Sequence[dict[str, Tensor]],
+    work: Callable[[Sequence[PrunableModule], Mapping[str, LayerMoments]], None],
+    *,
+    selection: Selection | None = None,
+    weighted: bool = False,
+    name: str = "moments",
+    progress: Progress = SILENT,
+) -> None:
+    """Give the modules of each block to `work` with their moments over the batches; see `MomentStore`.
 
-
-def _shape(dense: PreTrainedModel, module: PrunableModule, selection: Selection | None) -> tuple[int, int, bool]:
-    """Return the numbers of covered inputs and of outputs, and whether sums over outputs follow from those over inputs.
-
-    With only some of the inputs, they do not.
+    With a selection, these cover only the inputs of the units that it keeps.
     """
-    outputs, inputs = features_of(dense.get_submodule(module.consumer))
-    if selection is None:
-        return inputs, outputs, True
-    return len(selection[module.name].units) * module.unit_width, outputs, False
+    check_samples(batches)
+    first = [0, *accumulate(map(size_of, batches))]
+
+    def block(inside: list[PrunableModule], read: Read) -> None:
+        sums = {module.name: new_sums(dense, module, selection, weighted=weighted) for module in inside}
+        columns = {m.name: None if selection is None else m.columns(selection[m.name].units) for m in inside}
+
+        def add(number: int, _: Any) -> None:
+            for one in read(number):
+                kept = columns[one.name]
+                x = one.inputs if kept is None else one.inputs.index_select(-1, kept.to(one.inputs.device))
+                add_reading(sums[one.name], replace(one, inputs=x), first[number])
+
+        mapped(batches, add)
+        added_up(tensor for found in sums.values() for tensor in found.tensors())
+        work(inside, sums)
+
+    if weighted:
+        Gradients(dense, batches, modules, "effect").collect(block, name=name, progress=progress)
+    else:
+        read_forward(dense, batches, modules, block, name=name, progress=progress)
+
+
+def free(model: nn.Module) -> int:
+    """Return how many bytes are free where a model is, the same number in all processes."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return on_main(lambda: torch.cuda.mem_get_info(device)[0])
+    return on_main(free_on_cpu)
+
+
+def free_on_cpu() -> int:
+    """Return how many bytes of main memory are free, or can be freed at once."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not on Linux
+        return FREE_IF_UNKNOWN
 
 
 def new_sums(
@@ -379,10 +428,12 @@ def new_sums(
     """Return sums of zero for the inputs of a consumer, or with a selection for those of the kept units."""
     layer = dense.get_submodule(module.consumer)
     device = weight_of(layer).device
-    inputs, outputs, derived = _shape(dense, module, selection)
 
     def new() -> Sums:
-        return LayerSums(layer, device) if derived else TargetSums(inputs, outputs, device)
+        if selection is None:
+            return LayerSums(layer, device)
+        # With only some of the inputs, sums over targets do not follow from those over inputs.
+        return TargetSums(len(selection[module.name].units) * module.unit_width, features_of(layer)[0], device)
 
     return LayerMoments((new(), new()), (new(), new()) if weighted else None)
 

@@ -1,13 +1,13 @@
-"""Read the inputs of the consumers in batches, and the gradients of the prediction there."""
+"""Read the inputs of consumers block by block, and the gradients of a loss or of the prediction there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from ..data.batches import size_of
 from ..errors import NonFiniteError, UnsupportedModelError
-from ..model.linear import features_of
-from ..model.modes import Watched, evaluating, frozen, output_alone, watch
-from ..model.tokens import first_samples, real_tokens, refuse_tokens_first
+from ..model.internals import uncompiled
+from ..model.modes import Watched, evaluating, frozen, output_alone, threads_for, watch
+from ..model.tokens import real_tokens, refuse_tokens_first
+from ..processes import is_own, mapped
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule
-from .passes import Stream, run_pass
+from .walk import Call, Walk, blocks_of
 
 
 @dataclass(frozen=True)
@@ -31,54 +32,237 @@ class Reading:
     name: str  # of the module
     inputs: Tensor  # (batch, tokens, inputs)
     outputs: Tensor  # (batch, tokens, outputs)
-    gradients: Tensor | None  # (batch, tokens, inputs), of each sample's prediction; None if not asked for
+    gradients: Tensor | None  # (batch, tokens, inputs), of the sum over all samples; None if not asked for
     real: Tensor  # (batch, tokens) bool, the tokens that are not padding
 
 
-Read: TypeAlias = Callable[[Mapping[str, Tensor], int], list[Reading]]
+Read: TypeAlias = Callable[[int], list[Reading]]
+"""Runs a batch, by its number, through a block; returns a reading for each call of a consumer, by module."""
+
+Work: TypeAlias = Callable[[list[PrunableModule], Read], None]
+"""Works on the modules of a block. It must read each batch that `mapped` gives this process, once."""
+
+Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
+
+
+def read_forward(
+    model: PreTrainedModel,
+    batches: Batches,
+    modules: Sequence[PrunableModule],
+    work: Work,
+    *,
+    name: str = "",
+    progress: Progress = SILENT,
+) -> None:
+    """Take batches forward through a model, and give the modules of each block to `work`, in the model's order.
+
+    Labels are left out, and nothing after the last of the modules' blocks is run. The model is restored afterwards.
+    """
+    blocks = blocks_of(model, modules, batches[0])
+    last = max(number for number, inside in enumerate(blocks.values()) if inside)
+    blocks = dict([*blocks.items()][: last + 1])
+    walk = Walk(model, own(batches), [*blocks], lambda _, batch: run_forward(model, batch))
+
+    def compute(call: Call, seen: Watched) -> list[None]:
+        call.output = walk.compute(call)
+        return [None] * sum(map(len, seen.inputs.values()))
+
+    with walking(model, batches), closing(walk.forward(to_the_end=False)) as steps:
+        for block in progress.track([*blocks], name) if name else blocks:
+            _, calls = next(steps)
+            with _reading(model, blocks[block], batches, calls, compute) as read:
+                if blocks[block]:
+                    work(blocks[block], read)
+                else:
+                    read_all(blocks[block], read, calls)
+
+
+def read_all(modules: Sequence[PrunableModule], read: Read, calls: Sequence[Call]) -> None:
+    """Run all calls of a block that nobody works on."""
+    for call in calls:
+        read(call.batch)
+
+
+def run_forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+    """Run a batch without its labels, and without the head of a language model as far as it can be left out."""
+    with torch.no_grad():
+        # The head of a language model costs as much as many layers.
+        least: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+        task_of(model, batch).output(model, {**batch, **least})
 
 
 @contextmanager
-def reading(model: PreTrainedModel, modules: Sequence[PrunableModule], *, gradients: bool = False) -> Iterator[Read]:
-    """Yield a function of a batch and its number, for messages, that returns one `Reading` for each call of a consumer.
-
-    The readings are in the order of the modules. With `gradients`, each sample's prediction runs backward, with the
-    weights frozen inside the block. The model is restored afterwards.
-    """
-    consumers = {module.name: module.consumer for module in modules}
+def walking(model: PreTrainedModel, batches: Batches, *, gradients: bool = False) -> Iterator[None]:
+    """Prepare a model for a walk inside the block, and restore it afterwards."""
     with ExitStack() as stack:
         stack.enter_context(frozen(model) if gradients else evaluating(model))
-        stack.enter_context(output_alone(model))
-        seen = stack.enter_context(watch(model, consumers, outputs=True, gradients=gradients))
-        stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
+        for context in (output_alone(model), uncompiled(model), threads_for(model, batches)):
+            stack.enter_context(context)
+        yield
 
-        more = {} if gradients else least_logits(model)  # without gradients nothing reads the prediction
 
-        def read(batch: Mapping[str, Tensor], index: int) -> list[Reading]:
+def own(batches: Sequence[Any]) -> dict[int, Any]:
+    """Return the batches that `mapped` gives this process, by number."""
+    return {number: batch for number, batch in enumerate(batches) if is_own(number)}
+
+
+class Gradients:
+    """Readings with gradients, of one block at a time, after all batches went forward and backward once.
+
+    What every block was called with, and the gradients of its output, may be kept, two hidden states of all batches for
+    each block. From these, `of` computes a block anew at any time.
+
+    Args:
+        model: The model; it is restored after each use.
+        batches: Its inputs, with labels where the gradients are of a loss.
+        modules: Those whose consumers are read.
+        target: Of what the gradients are: of the sum of all terms of the "loss" of a batch (`Task.loss`), or of the
+            sum of each sample's "effect" (`Task.effect`).
+        numbers: The number of each batch in messages, where batches are parts of others.
+        within: Opens what must be open around a walk.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[dict[str, Tensor]],
+        modules: Sequence[PrunableModule],
+        target: Literal["loss", "effect"],
+        *,
+        numbers: Sequence[int] | None = None,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ):
+        self._model, self._target, self._within = model, target, within
+        self.batches = batches
+        self._numbers = numbers or range(len(batches))
+        self.blocks = blocks_of(model, modules, batches[0])
+        self._block_of = {module.name: block for block, inside in self.blocks.items() for module in inside}
+        self._walk = Walk(model, own(batches), [*self.blocks], self._run)
+        self._calls: dict[str, list[Call]] = {}
+        # How many terms of the loss belong to each sample, by batch.
+        self.counts: dict[int, Tensor] = {}
+
+    def _run(self, number: int, batch: dict[str, Tensor]) -> None:
+        with torch.enable_grad():
+            task, named = task_of(self._model, batch), self._numbers[number]
+            if self._target == "loss":
+                total, self.counts[number] = task.loss(self._model, batch, named)
+            else:
+                predicted = task.effect(self._model, batch, task.output(self._model, batch), named)
+                _check_finite([predicted], f"predictions of batch {named}")
+                total = predicted.sum()
+            if total.requires_grad:  # else it depends on nothing that is read
+                total.backward()
+
+    def collect(
+        self,
+        work: Work | None = None,
+        *,
+        keep: bool = False,
+        around: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+        name: str = "",
+        progress: Progress = SILENT,
+    ) -> None:
+        """Take all batches forward and backward, and give the modules of each block to `work`, the last block first.
+
+        Args:
+            work: As for `read_forward`, of readings with gradients; None to keep these alone.
+            keep: Keep what `of` needs.
+            around: Opens what is open while a batch, by its number, goes forward through a block.
+            name: What the loop over the blocks, there and back, is shown as.
+            progress: Shows it.
+        """
+        steps = iter(progress.track([*self.blocks] * 2, name) if name else ())
+        with walking(self._model, self.batches, gradients=True), self._within():
+            with closing(self._walk.forward(gradients=True)) as forward:
+                for block, calls in forward:
+                    next(steps, None)
+                    for call in calls:
+                        with around(call.batch):
+                            call.output = self._walk.compute(call)
+                        self._check_output(block, call)
+            for block, calls in self._walk.backward():
+                next(steps, None)
+                with self._reading(block, calls, hand_on=True) as read:
+                    if work is not None and self.blocks[block]:
+                        work(self.blocks[block], read)
+                    else:
+                        read_all(self.blocks[block], read, calls)
+                if keep and self.blocks[block]:
+                    self._calls[block] = calls
+        next(steps, None)
+        self._walk.trail.clear()
+
+    def of(self, modules: Sequence[PrunableModule], work: Work) -> None:
+        """Give the modules of a block to `work` again; what was kept for them is then dropped."""
+        block = self._block_of[modules[0].name]
+        read = self._reading(block, self._calls.pop(block), hand_on=False)
+        with walking(self._model, self.batches, gradients=True), self._within(), read as reads:
+            work(self.blocks[block], reads)
+
+    def _reading(self, block: str, calls: Sequence[Call], *, hand_on: bool) -> AbstractContextManager[Read]:
+        modules = self.blocks[block]
+
+        def compute(call: Call, seen: Watched) -> list[Tensor]:
+            def read() -> list[Tensor]:
+                return [x for module in modules for x in seen.inputs[module.name]]
+
+            found = self._walk.gradients_in(call, read, hand_on=hand_on)
+            _check_finite(found, f"gradients of batch {self._numbers[call.batch]} in {block}")
+            return found
+
+        return _reading(self._model, modules, self.batches, calls, compute, gradients=True)
+
+    def _check_output(self, block: str, call: Call) -> None:
+        """Refuse hidden states of a batch that are NaN or infinite, by block and row."""
+        hidden = call.output[0] if isinstance(call.output, tuple) else call.output
+        if not isinstance(hidden, Tensor) or hidden.isfinite().all():
+            return
+        rows = (~hidden.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
+        raise NonFiniteError(
+            f"every hidden state must be finite, but {block} gives NaN or infinity for row {rows[0]} (from 0) of batch "
+            f"{self._numbers[call.batch]}; check that row, the weights of the block and the model's dtype"
+        )
+
+
+@contextmanager
+def _reading(
+    model: PreTrainedModel,
+    modules: Sequence[PrunableModule],
+    batches: Batches,
+    calls: Sequence[Call],
+    compute: Callable[[Call, Watched], Sequence[Tensor | None]],
+    *,
+    gradients: bool = False,
+) -> Iterator[Read]:
+    """Yield what reads the consumers of a block; `compute` runs a call, and gives gradients of what is read."""
+    by_batch = {call.batch: call for call in calls}
+    with watch(model, {m.name: m.consumer for m in modules}, outputs=True, gradients=gradients) as seen:
+
+        def read(number: int) -> list[Reading]:
             seen.clear()
-            task, given = task_of(model, batch), {**batch, **more}
-            output = task.output(model, given)
-            calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
-            found: list[Tensor | None] = [None] * len(calls)
-            if gradients:
-                found = [*_gradients(task.effect(model, given, output, index), seen, calls, index)]
-            read_by_call = []
-            for (name, call), gradient in zip(calls, found, strict=True):
-                x, y = (by_sample(model, name, batch, of[name][call]) for of in (seen.inputs, seen.outputs))
-                gradient = None if gradient is None else by_sample(model, name, batch, gradient)
-                real = real_tokens(model, name, batch, x)
-                read_by_call.append(Reading(name, x.detach(), y.detach(), gradient, real))
-            return read_by_call
+            # A batch may pass over a block, as texts alone pass over an image tower.
+            found = compute(by_batch[number], seen) if number in by_batch else []
+            return _readings(model, modules, seen, batches[number], found)
 
         yield read
 
 
-def least_logits(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what lets a model compute the logits of one token at most, if it knows how.
-
-    The head of a language model costs as much as many layers.
-    """
-    return {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+def _readings(
+    model: PreTrainedModel,
+    modules: Sequence[PrunableModule],
+    seen: Watched,
+    batch: Mapping[str, Tensor],
+    gradients: Sequence[Tensor | None],
+) -> list[Reading]:
+    """Return what consumers read in a batch, with the gradients of their calls in the same order."""
+    calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
+    found = []
+    for (name, call), gradient in zip(calls, gradients, strict=True):
+        x, y = (by_sample(model, name, batch, of[name][call]) for of in (seen.inputs, seen.outputs))
+        gradient = None if gradient is None else by_sample(model, name, batch, gradient)
+        found.append(Reading(name, x.detach(), y.detach(), gradient, real_tokens(model, name, batch, x)))
+    return found
 
 
 def by_sample(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -91,34 +275,31 @@ def by_sample(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x:
     samples = size_of(batch)
     if x.dim() == 3 and len(x) == samples:
         return x
-    if len(x) % samples:
+    # More axes hold several images or tiles per sample, of which some may be padding that the model leaves out.
+    even = all(len(value) == samples and value.dim() <= 4 for value in batch.values() if value.dim())
+    if len(x) % samples or not (even or x.dim() == 2):
         raise UnsupportedModelError(
-            f"every sample must be as many rows of a layer's input as any other, but an input has the shape "
+            f"every sample must be as many rows of a layer's input as any other, but an input of {name} has the shape "
             f"{tuple(x.shape)} for {samples} samples; give every sample one image of one tile, or leave the layer alone"
         )
     return x.reshape(samples, -1, x.shape[-1])
 
 
-def _gradients(predicted: Tensor, seen: Watched, calls: Sequence[tuple[str, int]], index: int) -> list[Tensor]:
-    """Return the gradients of the predictions, (batch,), with respect to the inputs of every call."""
-    inputs = [seen.inputs[name][call] for name, call in calls]
-    # Samples are independent, so the gradient of the sum holds each sample's own. An unused layer, such as the last one
-    # of LLaVA's image tower, has no gradient; if all are unused, neither has the prediction.
-    found: Sequence[Tensor | None] = [None] * len(inputs)
-    if predicted.requires_grad:
-        found = torch.autograd.grad(predicted.sum(), inputs, allow_unused=True)
-    gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
-    if not all(torch.isfinite(values).all() for values in (predicted, *gradients)):
+def _check_finite(values: Sequence[Tensor], what: str) -> None:
+    """Refuse predictions or gradients that are NaN or infinite."""
+    if not all(torch.isfinite(one).all() for one in values):
         raise NonFiniteError(
-            f"every prediction and gradient must be finite, but batch {index} gave NaN or infinity; check the rows of "
+            f"every prediction and gradient must be finite, but the {what} have NaN or infinity; check the rows of "
             "that batch and the model's dtype"
         )
-    return gradients
 
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """Inputs of one consumer at the real tokens of all samples, and the gradients there."""
+    """Inputs of one consumer at the real tokens of all samples, and the gradients there.
+
+    They take 8 bytes for each token and input, e.g. 25 MB for 8,000 tokens and a width of 384.
+    """
 
     inputs: Tensor  # (tokens, inputs) float32
     gradients: Tensor  # (tokens, inputs) float32, of the sample's prediction with respect to these inputs
@@ -126,70 +307,25 @@ class LayerEffects:
     centred: bool  # the consumer has a bias, which can absorb the mean of the removed inputs
 
 
-class EffectStream(Stream[LayerEffects]):
-    """Inputs of every consumer, and gradients of the prediction with respect to them, under a memory limit.
+def effects_of(model: PreTrainedModel, batches: Batches, modules: Sequence[PrunableModule], read: Read) -> Any:
+    """Return module -> `LayerEffects`, of the modules of one block, from readings with gradients."""
+    first = [0, *accumulate(map(size_of, batches))]
 
-    See `Stream`, and `Task.effect`. Each pass runs every batch forward and backward, with every weight
-    frozen. A module takes 8 bytes for each real token and input, e.g. 150 MB for 8,000 tokens and 6 layers of width
-    384.
-    """
+    def effects(number: int, batch: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+        numbers = torch.arange(first[number], first[number + 1])
+        calls: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in modules}
+        for one in read(number):
+            assert one.gradients is not None
+            inputs, gradients = (t[one.real].float() for t in (one.inputs, one.gradients))
+            sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
+            calls[one.name].append((inputs, gradients, sample))
+        return calls
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        batches: Sequence[dict[str, Tensor]],
-        modules: Sequence[PrunableModule],
-        *,
-        limit_bytes: float | None = None,
-        progress: Progress = SILENT,
-    ):
-        task_of(model, batches[0]).check_batches(batches)
-        self._model, self._batches, self._progress = model, batches, progress
-        self.samples = sum(map(size_of, batches))
-        # On a GPU they stay where they are read, unless a limit is for other memory.
-        self._stay = limit_bytes is None
-        super().__init__(model, modules, _sizes(model, batches, modules), limit_bytes, what="the effects")
-
-    def _collect(self, group: Sequence[PrunableModule]) -> dict[str, LayerEffects]:
-        first = [0, *accumulate(map(size_of, self._batches))]
-        with reading(self._model, group, gradients=True) as read:
-
-            def effects(index: int, batch: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
-                numbers = torch.arange(first[index], first[index + 1])
-                calls: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in group}
-                for one in read(batch, index):
-                    assert one.gradients is not None
-                    inputs, gradients = (t[one.real].float() for t in (one.inputs, one.gradients))
-                    if not self._stay:
-                        inputs, gradients = inputs.cpu(), gradients.cpu()
-                    sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
-                    calls[one.name].append((inputs, gradients, sample))
-                return calls
-
-            found = run_pass(self._model, self._batches, effects, name="effects", progress=self._progress)
-        layers = {}
-        for module in group:
-            calls = [call for of_batch in found for call in of_batch.pop(module.name)]
-            inputs, gradients, sample = (torch.cat(part) for part in zip(*calls, strict=True))
-            centred = self._model.get_submodule(module.consumer).bias is not None
-            layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
-        return layers
-
-
-def _sizes(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
-) -> list[int]:
-    """Return the bytes that each module's effects take; one forward pass shows how many tokens an image has."""
-    first = first_samples(batches[0])
-    with reading(model, modules) as read:
-        seen = read(first, 0)
-    samples = sum(map(size_of, batches))
-    # If padding is excluded, or could be, tokens are those of the mask.
-    mask = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
-    in_text = sum(int(m.sum()) for m in mask)
-    tokens = dict.fromkeys((module.name for module in modules), 0)
-    for one in seen:
-        reads_text = bool(mask) and one.real.shape == first["attention_mask"].shape
-        tokens[one.name] += in_text if reads_text else samples * one.real.numel() // size_of(first)
-    widths = [features_of(model.get_submodule(module.consumer))[1] for module in modules]
-    return [8 * tokens[module.name] * (width + 1) for module, width in zip(modules, widths, strict=True)]
+    found = mapped(batches, effects)
+    layers = {}
+    for module in modules:
+        parts = [call for of_batch in found for call in of_batch.pop(module.name)]
+        inputs, gradients, sample = (torch.cat(part) for part in zip(*parts, strict=True))
+        centred = model.get_submodule(module.consumer).bias is not None
+        layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
+    return layers

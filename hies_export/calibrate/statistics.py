@@ -1,33 +1,30 @@
-"""Collect, in one forward and one backward pass per batch, the statistics that criteria need."""
+"""Collect, in a walk forward and one backward, the statistics that criteria need."""
 
 from __future__ import annotations
 
 import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batches import OWN_KEY, batches_fingerprint, size_of
-from ..errors import DataError, NonFiniteError, StepError, UnsupportedModelError, memory_failure
-from ..kinds import ATTENTION, UNIT_NAMES
-from ..model.internals import checkpointing
+from ..data.batches import OWN_KEY, batches_fingerprint, in_rows, size_of
+from ..errors import DataError, StepError, memory_failure
+from ..kinds import ATTENTION
 from ..model.linear import weight_of
-from ..model.modes import frozen, intercept, output_alone
-from ..model.tokens import real_tokens, refuse_tokens_first
+from ..processes import added_up
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule, Slice
 from .entropy import Entropies
-from .moments import MomentStream
-from .passes import run_pass
-from .readings import by_sample
+from .moments import MomentStore
+from .readings import Gradients, Read, Reading, own, walking
 
 
 def weight_l2(model: PreTrainedModel, module: PrunableModule) -> Tensor:
@@ -60,59 +57,6 @@ def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Te
 def slices_of(module: PrunableModule, producer: str) -> list[Slice]:
     """Return the slices of a producer, those owned by units before those owned by groups."""
     return sorted((part for part in module.slices if part.tensor == producer), key=lambda part: part.per_group)
-
-
-class Gates:
-    """Gates of one batch, created when a consumer is first called: module -> (batch, units, 1, 1)."""
-
-    def __init__(self, modules: Sequence[PrunableModule]):
-        self._modules = {module.name: module for module in modules}
-        self.tensors: dict[str, Tensor] = {}
-
-    def apply(self, name: str, x: Tensor, *, samples: int, rows: int | None = None, even: bool = False) -> Tensor:
-        """Return the input of a consumer, (..., units * unit_width), times the gates of its module.
-
-        `rows` is the number of samples in x if it is known. By default it is the length of x, or `samples` if x is
-        flat: some models flatten (samples, tokens) in front of their feed-forward blocks. If the samples are `even`, of
-        one shape, a module that sees each of them in several windows sees as many of every one.
-        """
-        if rows is None:
-            rows = samples if x.dim() == 2 else len(x)
-        if even and rows % samples == 0:
-            rows = samples
-        module = self._modules[name]
-        gate = self.tensors.get(name)
-        if gate is None:
-            # Autograd sums a gate's gradient in the gate's dtype; half precision would round it.
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            gate = torch.ones(rows, module.units, 1, 1, dtype=dtype, device=x.device).requires_grad_()
-            self.tensors[name] = gate
-        units = x.reshape(rows, -1, module.units, module.unit_width).transpose(1, 2)  # (batch, units, tokens, width)
-        return (units * gate).to(x.dtype).transpose(1, 2).reshape(x.shape)
-
-    def per_sample(self, gradients: Mapping[str, Tensor | None], losses: Tensor, index: int) -> dict[str, Tensor]:
-        """Return module -> gradients of each sample's own loss to its gates, (batch, units) float64 on CPU.
-
-        `gradients` are those of the sum over all losses of the batch, None if nothing reads the module. `losses` is
-        the number of these losses that belong to each sample, (batch,).
-        """
-        found = {}
-        for name, gate in self.tensors.items():
-            if len(gate) != len(losses):
-                raise UnsupportedModelError(
-                    f"every sample must be one row of an attention module, but {name} sees {len(gate)} rows for "
-                    f"{len(losses)} samples; give every sample one image of one tile, or score the other tower only"
-                )
-            gradient = gradients[name]
-            gradient = torch.zeros_like(gate) if gradient is None else gradient
-            if not torch.isfinite(gradient).all():
-                units = UNIT_NAMES[self._modules[name].kind] + "s"
-                raise NonFiniteError(
-                    f"every gradient must be finite, but batch {index} gave NaN or infinity at the {units} of {name}; "
-                    "check the rows of that batch and the model's dtype"
-                )
-            found[name] = gradient[:, :, 0, 0].double().cpu() / losses.clamp(min=1).cpu()[:, None]
-        return found
 
 
 logger = logging.getLogger(__name__)
@@ -149,11 +93,13 @@ class Statistics:
             "weight_l2" is the L2 norm of the unit's weights. The docstring of `hies_export.calibrate` lists the others.
         calibration: The run that produced them.
         moments: What consumers read on the rows to refit on, collected when first asked for; None without such rows.
+        gradients: Those of the losses, if they were kept.
     """
 
     values: Mapping[str, Mapping[str, Tensor]]
     calibration: Calibration
-    moments: MomentStream | None = None
+    moments: MomentStore | None = None
+    gradients: Gradients | None = None
 
     def __getitem__(self, statistic: str) -> Mapping[str, Tensor]:
         return self.values[statistic]
@@ -173,36 +119,38 @@ def collect_statistics(
     modules: Sequence[PrunableModule],
     *,
     needs: Collection[str] = DEFAULT_NEEDS,
+    keep: bool = False,
     progress: Progress = SILENT,
 ) -> Statistics:
     """Collect the statistics of every unit, averaged over the calibration samples.
 
     HIS is E_x |dL(x)/dm_u| with a mask m_u = 1 on the output of unit u (Michel et al. 2019, "Are Sixteen Heads Really
     Better than One?", https://arxiv.org/abs/1905.10650, Eq. 3). "fisher" is E_x (dL(x)/dm_u)^2, the diagonal of the
-    empirical Fisher information of the masks (Kwon et al. 2022, https://arxiv.org/abs/2204.09656, Eq. 6). Every sample
-    and unit has a gate, so one backward pass per batch gives each sample's own gradient. The entropy, of heads alone,
-    is the mean over a sample's real query tokens of H(attention row) / log(keys the row sees).
+    empirical Fisher information of the masks (Kwon et al. 2022, https://arxiv.org/abs/2204.09656, Eq. 6). The gradient
+    of a mask is the sum, over a sample's tokens and the unit's elements, of the consumer's input times the gradient of
+    the loss there. The entropy, of heads alone, is the mean over a sample's real query tokens of H(attention row) /
+    log(keys the row sees).
 
     If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
-    all N label tokens of the batch, so the gates' gradient of N times that loss is divided by n_i.
+    all N label tokens of the batch, so the gradient of N times that loss is divided by n_i.
 
     Several processes share the batches, and add up their sums at the end.
 
     An embedding has no loss: its place takes a random projection of it, and every text is scored by several;
     see `tasks/feature_extraction.py`. A regression without labels has none either: its number takes that place.
 
-    If a batch does not fit into memory, it and all later batches are halved, as often as needed. Gradient checkpointing
-    is used if it is switched on (without dropout). No key/value cache is kept.
+    If a batch does not fit into memory, all batches are halved, as often as needed. No key/value cache is kept.
 
     Args:
-        model: The model; its weights, mode and gradients are restored. It may be in half precision (all sums are
-            float64) or spread over devices.
+        model: The model; its weights, mode and gradients are restored. It may be in half precision: all sums are
+            float64.
         batches: Keyword arguments of the model. Without `labels`, the predicted classes, labels or tokens replace them.
         modules: From `find_attention`. Modules of an image tower must see one image per sample. A unit whose output is
             not used (as in the last layer of LLaVA's tower) has an HIS of 0.
         needs: Statistics to collect beside "his", "fisher", "entropy" and "weight_l2", which are always collected:
             "activation_l2", the mean norm of a unit's output over real tokens, and those that criteria bring.
-        progress: Shows the loop over the batches.
+        keep: Keep the gradients in the result.
+        progress: Shows the loop over the blocks, forward and backward.
 
     Returns:
         The statistics: (units,) float64 on CPU per module.
@@ -210,7 +158,7 @@ def collect_statistics(
     Raises:
         DataError: There is no batch, labels are needed and missing, or a sample has no label token.
         UnsupportedModelError: The number of rows that a module sees is not the number of samples.
-        NonFiniteError: A loss or a gradient is NaN or infinite; the message names the batch.
+        NonFiniteError: A hidden state, a loss or a gradient is NaN or infinite; the message names the batch.
         StepError: Not even one sample fits into memory.
 
     Examples:
@@ -219,17 +167,23 @@ def collect_statistics(
         (32, 'data', torch.Size([6]))
     """
     labelled = _check_labels(model, batches)
-    own = {name: OWN[name](model, batches, modules) for name in dict.fromkeys(needs) if name in OWN}
-    passing = _Pass(model, modules, needs, at_once=max(map(size_of, batches)))
-    times = task_of(model, batches[0]).repeats
-
-    def add(number: int, batch: dict[str, Tensor]) -> int:
-        return passing.add({key: value.repeat_interleave(times, 0) for key, value in batch.items()}, number)
-
-    with passing.running():
-        at_once = run_pass(model, batches, add, passing.tensors(), name="score", progress=progress)
-    calibration = _calibration(batches, labelled=labelled, batch_size=min(at_once))
-    return Statistics(passing.values(times * calibration.samples) | own, calibration)
+    brought = {name: OWN[name](model, batches, modules) for name in dict.fromkeys(needs) if name in OWN}
+    task, most = task_of(model, batches[0]), max(map(size_of, batches))
+    found: _Walked | None = None
+    while found is None:
+        try:
+            found = _Walked(model, batches, modules, needs, most)
+            found.collect(keep=keep, progress=progress)
+        except RuntimeError as error:
+            if memory_failure(error) is None:
+                raise
+            found, most = None, _halved(batches, most, error)
+        # Outside of the handler, whose traceback holds the tensors of a failed attempt.
+        gc.collect()
+        torch.cuda.empty_cache()
+    calibration = _calibration(batches, labelled=labelled, batch_size=found.most)
+    values = found.values(task.repeats * calibration.samples) | brought
+    return Statistics(values, calibration, gradients=found.gradients if keep else None)
 
 
 def without_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Statistics:
@@ -260,121 +214,84 @@ def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) 
     return labelled
 
 
-class _OfBatch(NamedTuple):
-    """What a batch adds to the sums."""
+def mask_gradients(readings: Sequence[Reading], modules: Sequence[PrunableModule], counts: Tensor) -> dict[str, Tensor]:
+    """Return module -> gradients of each sample's own loss to masks of one on its units, (batch, units) float64 on CPU.
 
-    gates: Mapping[str, Tensor]  # module -> (batch, units)
-    entropies: Mapping[str, tuple[Tensor, int]]
-    norms: Sequence[tuple[str, Tensor, int]]  # module, sums of norms over tokens, (units,), and how many tokens
+    Args:
+        readings: A batch's, with gradients of the sum of all terms of its loss.
+        modules: The modules that they may be of.
+        counts: The number of these terms that belong to each sample, (batch,).
+    """
+    units = {module.name: module.units for module in modules}
+    found = {name: torch.zeros(len(counts), count, dtype=torch.float64) for name, count in units.items()}
+    for one in readings:
+        assert one.gradients is not None
+        # A mask changes the loss by its input times the gradient there, over all calls, tokens and elements.
+        of_input = (one.inputs.float() * one.gradients.float()).sum(1)  # (batch, inputs)
+        found[one.name] += of_input.unflatten(1, (units[one.name], -1)).sum(-1).double().cpu()
+    return {name: values / counts.clamp(min=1).cpu()[:, None] for name, values in found.items()}
 
 
-class _Pass:
-    """One forward and one backward pass per `at_once` samples of a batch; fewer if they do not fit into memory."""
+class _Walked:
+    """Sums over the samples of batches, in parts of at most `most` samples that fit into memory.
+
+    They are of every unit, (units,) float64 on the CPU, by statistic and module.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, modules: Sequence[PrunableModule], needs: Collection[str], *, at_once: int
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[dict[str, Tensor]],
+        modules: Sequence[PrunableModule],
+        needs: Collection[str],
+        most: int,
     ):
-        self._model, self._modules, self._at_once = model, modules, at_once
+        self._model, self._modules = model, modules
         attention = [module for module in modules if module.kind == ATTENTION]
         self._entropies = Entropies(model, attention)
-        self._units = {module.name: module.units for module in modules} if "activation_l2" in needs else {}
-        # By what is added up, and by module, (units,): also the samples with attention rows, and batches with maps.
+        self._norms = "activation_l2" in needs
+        # Also the samples with attention rows, and the batches with maps.
         self._sums = {name: _zeros(modules) for name in ("his", "fisher", "norms", "tokens")}
         self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
-        self._samples, self._even = 0, False
-        self._reset()
+        device, task = next(model.parameters()).device, task_of(model, batches[0])
+        parts = []
+        with walking(model, batches):
+            for number, batch in enumerate(batches):
+                given = {key: value.to(device) for key, value in batch.items()}
+                for part in in_rows(given, min(most, task.at_once(given))):
+                    repeated = {key: value.repeat_interleave(task.repeats, 0) for key, value in part.items()}
+                    parts.append((number, task.with_labels(model, repeated)))
+        self.most = max(size_of(part) for _, part in parts) // task.repeats
+        self._batches = [part for _, part in parts]
+        numbers, within = [number for number, _ in parts], self._entropies.attached
+        self.gradients = Gradients(model, self._batches, modules, "loss", numbers=numbers, within=within)
 
-    def _reset(self) -> None:
-        self._gates = Gates(self._modules)
-        self._norms: list[tuple[str, Tensor, int]] = []
-        self._entropies.take()
+    def collect(self, *, keep: bool, progress: Progress) -> None:
+        """Take the batches forward and backward."""
+        self.gradients.collect(self._add, keep=keep, around=self._recorded, name="score", progress=progress)
+        added_up(chain(*(sums.values() for sums in self._sums.values())))
+
+    def _add(self, modules: list[PrunableModule], read: Read) -> None:
+        for number in own(self._batches):
+            readings = read(number)
+            for name, values in mask_gradients(readings, modules, self.gradients.counts[number]).items():
+                self._sums["his"][name] += values.abs().sum(0)
+                self._sums["fisher"][name] += values.square().sum(0)
+            units = {module.name: module.units for module in modules}
+            for one in readings if self._norms else ():
+                tokens = one.inputs[one.real].double().unflatten(1, (units[one.name], -1))
+                self._sums["norms"][one.name] += tokens.norm(dim=-1).sum(0).cpu()
+                self._sums["tokens"][one.name] += len(tokens)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Attach gates and entropies to the model inside the block, with its weights frozen."""
-        consumers = {module.name: module.consumer for module in self._modules}
-        with ExitStack() as stack:
-            stack.enter_context(frozen(self._model))
-            stack.enter_context(output_alone(self._model))
-            stack.enter_context(checkpointing(self._model))
-            stack.enter_context(self._entropies.attached())
-            stack.enter_context(intercept(self._model, consumers, self._on_read))
+    def _recorded(self, number: int) -> Iterator[None]:
+        """Add the entropies of the attention that a batch computes inside the block."""
+        with self._entropies.recorded(self._batches[number]):
             yield
-
-    def _on_read(self, name: str, x: Tensor) -> Tensor:
-        if not self._entropies.enabled:
-            return x
-        batch = self._entropies.batch
-        refuse_tokens_first(self._model, name, batch, x)
-        if self._units and self._entropies.recording:
-            outputs = by_sample(self._model, name, batch, x.detach())
-            tokens = outputs[real_tokens(self._model, name, batch, outputs)].double()  # (tokens, inputs)
-            norms = tokens.unflatten(1, (self._units[name], -1)).norm(dim=-1).sum(0).cpu()
-            self._norms.append((name, norms, len(tokens)))
-        rows = self._entropies.rows.get(name)
-        return self._gates.apply(name, x, samples=self._samples, rows=rows, even=self._even)
-
-    def add(self, batch: dict[str, Tensor], index: int) -> int:
-        """Add a batch, with its number for messages, in parts that fit into memory; return their most samples."""
-        device = next(self._model.parameters()).device
-        done = 0
-        while done < size_of(batch):
-            part = _part(batch, done, self._at_once)
-            found = None
-            try:
-                found = self._run({key: value.to(device) for key, value in part.items()}, index)
-            except RuntimeError as error:
-                if memory_failure(error) is None:
-                    raise
-                self._at_once = _halved(part, index, error)
-            if found is None:
-                # Inside the handler, the traceback still holds the tensors of the failed attempt.
-                self._reset()
-                gc.collect()
-                torch.cuda.empty_cache()
-                continue
-            self._add(found)
-            done += size_of(part)
-        return self._at_once
-
-    def _run(self, batch: dict[str, Tensor], index: int) -> _OfBatch:
-        """Run a batch, on the model's device, forward and backward; without labels, predictions replace them."""
-        self._reset()
-        task = task_of(self._model, batch)
-        batch = task.with_labels(self._model, batch)
-        self._samples = size_of(batch)
-        # More axes hold several images or tiles per sample, of which some may be padding that the model leaves out.
-        self._even = all(len(value) == self._samples and value.dim() <= 4 for value in batch.values())
-        self._entropies.batch = batch
-        self._entropies.enabled = self._entropies.recording = True
-        try:
-            with torch.enable_grad():
-                total, losses = task.loss(self._model, batch, index)
-                self._entropies.recording = False
-                gates = self._gates.tensors
-                gradients = torch.autograd.grad(total, [*gates.values()], allow_unused=True)
-        finally:
-            self._entropies.enabled = self._entropies.recording = False
-        return _OfBatch(
-            self._gates.per_sample(dict(zip(gates, gradients, strict=True)), losses, index),
-            self._entropies.take(),
-            self._norms,
-        )
-
-    def _add(self, found: _OfBatch) -> None:
-        for name, values in found.gates.items():
-            self._sums["his"][name] += values.abs().sum(0)
-            self._sums["fisher"][name] += values.square().sum(0)
-        for name, (entropies, counted) in found.entropies.items():
+        for name, (entropies, counted) in self._entropies.take().items():
             self._sums["entropy"][name] += entropies.sum(0)
             self._sums["rows"][name] += counted
             self._sums["maps"][name] += 1
-        for name, norms, tokens in found.norms:
-            self._sums["norms"][name] += norms
-            self._sums["tokens"][name] += tokens
-
-    def tensors(self) -> list[Tensor]:
-        return [*chain(*(sums.values() for sums in self._sums.values()))]
 
     def values(self, samples: int) -> dict[str, dict[str, Tensor]]:
         """Return statistic -> module -> values of its units, float64 on CPU, after `samples`."""
@@ -384,7 +301,7 @@ class _Pass:
             rows = sums["rows"]
             found["entropy"] = {name: total / rows[name].clamp(min=1) for name, total in sums["entropy"].items()}
         found["weight_l2"] = {module.name: weight_l2(self._model, module) for module in self._modules}
-        if self._units:
+        if self._norms:
             found["activation_l2"] = {name: total / sums["tokens"][name] for name, total in sums["norms"].items()}
         return found
 
@@ -393,16 +310,11 @@ def _zeros(modules: Sequence[PrunableModule]) -> dict[str, Tensor]:
     return {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
 
 
-def _part(batch: dict[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
-    if size >= size_of(batch):
-        return batch
-    return {key: value[start : start + size] for key, value in batch.items()}
-
-
-def _halved(part: Mapping[str, Tensor], index: int, error: RuntimeError) -> int:
-    """Return half the number of samples of a batch that did not fit into memory, or refuse it."""
-    size = size_of(part)
-    if any(len(value) != size for value in part.values()):
+def _halved(batches: Sequence[Mapping[str, Tensor]], most: int, error: RuntimeError) -> int:
+    """Return half the number of samples at once where so many did not fit into memory, or refuse the batches."""
+    index = max(range(len(batches)), key=lambda number: size_of(batches[number]))
+    size = min(most, size_of(batches[index]))
+    if len(in_rows(dict(batches[index]), 1)) == 1 < size:
         raise StepError(
             f"calibration batch {index} of {size} samples does not fit into memory and cannot be halved, because its "
             "tensors do not have a row per sample; lower calibration.batch_size"
@@ -410,7 +322,7 @@ def _halved(part: Mapping[str, Tensor], index: int, error: RuntimeError) -> int:
     if size == 1:
         raise StepError(
             f"one sample must fit into memory, but one of calibration batch {index} does not; lower data.max_length, "
-            "load the model in bfloat16, or switch on its gradient checkpointing"
+            "load the model in bfloat16, or use a larger machine"
         ) from error
     logger.warning("a batch of %d samples does not fit into memory: going on with %d at once", size, size // 2)
     return size // 2

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import Spread
-from ..calibrate.passes import LIMIT_BYTES, grouped
 from ..data.batches import inputs_of
 from ..model.modes import evaluating, output_alone, torch_threads, watch
 
@@ -29,6 +28,8 @@ from ..model.modes import evaluating, output_alone, torch_threads, watch
 DAMPING = 0.01
 # Passes over all weights. On stories260K one leaves 0.67 of the change by rounding to nearest, four 0.62, twelve 0.62.
 SWEEPS = 4
+# Most bytes of moments that are collected at once.
+LIMIT_BYTES = 4 << 30
 
 Batch: TypeAlias = Mapping[str, Any]
 # Opens a model to read what its layers take: names of layers -> a function from a batch to the inputs of each, by name.
@@ -132,6 +133,19 @@ def spreads(
     """
     for group in grouped([*widths], [8 * width**2 for width in widths.values()], limit_bytes):
         yield from _pass(group, widths, opens, batches, centred)
+
+
+def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> tuple[tuple[str, ...], ...]:
+    """Return consecutive items in groups whose sizes add up to no more than the limit, each at least one item."""
+    groups: list[list[str]] = []
+    left = 0.0
+    for item, size in zip(items, sizes, strict=True):
+        if not groups or size > left:
+            groups.append([])
+            left = limit_bytes
+        groups[-1].append(item)
+        left -= size
+    return tuple(map(tuple, groups))
 
 
 def _pass(

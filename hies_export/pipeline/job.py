@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import HELD_OUT_EVERY
+from ..calibrate.residual import residual_places
 from ..checkpoint.load import Source, check_in_memory
 from ..checkpoint.sentence import Unwrapped
 from ..data.batches import Batch, image_shape, inputs_of, sample_contents, samples_of
@@ -309,6 +310,7 @@ def make_job(
     check_shapes(model, batches)
     options = _with_enough_to_refit(options, rows)
     modules, scored, options = _find_modules(model, first_samples(first), options)
+    options = _with_order(options, model, scored, first_samples(first), task)
     given = Given(first_samples(first), processor, rows.refit or rows.score)
     return Job(
         model=model,
@@ -334,6 +336,22 @@ def _with_enough_to_refit(options: PruneSection, rows: Rows) -> PruneSection:
     logger.warning("nothing is refitted, as that takes %d rows or more, and there are %d", HELD_OUT_EVERY, count)
     criterion = options.criterion if "criterion" in options.model_fields_set else "fisher"
     return options.model_copy(update={"compensation": None, "criterion": criterion})
+
+
+def _with_order(
+    options: PruneSection, model: PreTrainedModel, modules: Sequence[PrunableModule], sample: Batch, task: Task
+) -> PruneSection:
+    """Return the options with whether layers are refitted one after the other, if that was left open."""
+    how = options.compensation
+    if how is None or how.sequential is not None:
+        return options
+    sequential = task.generative and how.method == "least_squares" and how.token_weights is None
+    if sequential:
+        try:
+            residual_places(model, modules, sample)
+        except RequestError:  # a layer runs more than once, or never
+            sequential = False
+    return options.model_copy(update={"compensation": how.model_copy(update={"sequential": sequential})})
 
 
 def _find_modules(

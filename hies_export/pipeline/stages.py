@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import processes
-from ..calibrate.moments import MomentStream
+from ..calibrate.moments import MomentStore
 from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics, without_statistics
 from ..checkpoint.load import Source
 from ..checkpoint.save import digest_tensors, save_slim
@@ -139,8 +139,8 @@ class Choice:
         }
 
     def done(self, slim: Slim) -> Choice:
-        """Return the choice as it was carried out, without moments, which may be gigabytes."""
-        statistics = self.statistics and replace(self.statistics, moments=None)
+        """Return the choice as it was carried out, without moments and gradients, which may be gigabytes."""
+        statistics = self.statistics and replace(self.statistics, moments=None, gradients=None)
         return replace(self, plan=slim.plan, outcome=slim.outcome, statistics=statistics)
 
 
@@ -154,24 +154,25 @@ def calibrate(job: Job) -> Statistics:
     job.progress.stage("score units: calibration rows forward and backward")
     tried = AUTO_CRITERIA if job.options.criterion == AUTO else (job.options.criterion,)
     found = collect_statistics(
-        job.model, job.rows.score, job.scored, needs=(*DEFAULT_NEEDS, *needs_of(*tried)), progress=job.progress
+        job.model,
+        job.rows.score,
+        job.scored,
+        needs=(*DEFAULT_NEEDS, *needs_of(*tried)),
+        # A language model's loss is what greedy removal keeps small, too.
+        keep=job.options.criterion in (COMPENSATED, AUTO) and job.task.generative and "labels" in job.rows.score[0],
+        progress=job.progress,
     )
     return replace(found, moments=moments_of(job))
 
 
-def moments_of(job: Job) -> MomentStream | None:
+def moments_of(job: Job) -> MomentStore | None:
     """Return the moments of the rows to refit on, collected when first read; None without such rows."""
     if not job.rows.refit:
         return None
     how = job.options.compensation
-    return MomentStream(
-        job.model,
-        job.scored,
-        job.rows.refit,
-        limit_bytes=None if how is None else how.limit_bytes,
-        weighted=min(token_weights_of(job)) < 1,
-        progress=job.progress,
-    )
+    once = how is not None and how.sequential and not job.budget.searched and job.options.criterion != AUTO
+    weighted = min(token_weights_of(job)) < 1
+    return MomentStore(job.model, job.scored, job.rows.refit, weighted=weighted, keep=not once)
 
 
 def score(job: Job, statistics: Statistics, criterion: str | None = None) -> list[Scores]:
@@ -183,7 +184,7 @@ def score(job: Job, statistics: Statistics, criterion: str | None = None) -> lis
         return score_units(statistics, job.scored, **how)
 
     if criterion == COMPENSATED:
-        return [score_by_removal(job, statistics.moments)]
+        return [score_by_removal(job, statistics)]
     if criterion == AUTO:
         simple = [
             by(name, alpha)
@@ -191,7 +192,7 @@ def score(job: Job, statistics: Statistics, criterion: str | None = None) -> lis
             if name != "hies" or ("attention" in options.modules and "entropy" in statistics.values)
             for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
         ]
-        removal = score_by_removal(job, statistics.moments)
+        removal = score_by_removal(job, statistics)
         # The first is taken unless another is clearly better. It assumes a refit.
         return [removal, *simple] if options.compensation else [*simple, removal]
     if not isinstance(options.alpha, str):
@@ -199,17 +200,16 @@ def score(job: Job, statistics: Statistics, criterion: str | None = None) -> lis
     return [by(criterion, alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
 
 
-def score_by_removal(job: Job, moments: MomentStream | None) -> Scores:
-    """Return the scores of greedy removal, module by module within the memory limit of the compensation."""
+def score_by_removal(job: Job, statistics: Statistics) -> Scores:
+    """Return the scores of greedy removal."""
     job.progress.stage("rank units by greedy removal")
-    how = job.options.compensation
     return score_compensated(
         job.model,
         effect_batches(job),
         job.scored,
-        moments=moments,
+        moments=statistics.moments,
+        gradients=statistics.gradients,
         per_sample=not job.task.generative,
-        limit_bytes=None if how is None else how.limit_bytes,
         progress=job.progress,
     )
 
@@ -253,7 +253,7 @@ def _compensation(job: Job, token_weights: float) -> Compensation:
     how = job.options.compensation
     assert how is not None
     weights = how.token_weights or token_weights
-    return Compensation(how.method, ridge=how.ridge, sequential=how.sequential, token_weights=weights)
+    return Compensation(how.method, ridge=how.ridge, sequential=bool(how.sequential), token_weights=weights)
 
 
 def refit_of(job: Job, statistics: Statistics, token_weights: float = 1.0) -> Refit | None:
@@ -263,8 +263,9 @@ def refit_of(job: Job, statistics: Statistics, token_weights: float = 1.0) -> Re
         return None
 
     def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
+        how = replace(_compensation(job, token_weights), sequential=False)
         with threads_for(job.model, job.rows.refit):
-            fits = refit(slim, selection, job.modules, moments, _compensation(job, token_weights))
+            fits = refit(slim, selection, job.modules, moments, how)
         if job.dtype is not None:
             for name in _changed_by(slim, job.modules, fits):
                 parameter = slim.get_parameter(name)
@@ -365,7 +366,7 @@ def cut(job: Job, choice: Choice) -> Slim:
     model, modules, plan = job.model, job.modules, choice.plan
     asked = job.options.compensation if plan.removes else None
     # A plan that was just chosen is known to be of these weights.
-    slim = prune_units(model, plan if choice.scores is None else plan.kept, modules)
+    slim = prune_units(share_weights(model), plan if choice.scores is None else plan.kept, modules, inplace=True)
     cut_max_abs = compare_cut(model, slim, plan, modules, job.sample)
     fits: list[LayerFit] = []
     if asked is not None:
@@ -388,13 +389,12 @@ def _refit(job: Job, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
     asked = job.options.compensation
     assert asked is not None
     moments = choice.statistics and choice.statistics.moments
-    if choice.statistics and moments and moments.passes and not asked.sequential:
+    if choice.statistics and moments and moments.kept and not asked.sequential:
         refit = refit_of(job, choice.statistics, choice.token_weights)
         assert refit is not None
         return refit(slim, choice.plan.kept)
     how, plan = _compensation(job, choice.token_weights), choice.plan
-    extra: dict[str, Any] = {"limit_bytes": asked.limit_bytes, "progress": job.progress}
-    return compensate(job.model, slim, plan, job.modules, job.rows.refit, how, **extra)
+    return compensate(job.model, slim, plan, job.modules, job.rows.refit, how, progress=job.progress)
 
 
 def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:

@@ -23,6 +23,7 @@ FIELDS: Mapping[str, str] = {
         ("prune.min_heads: 0", "prune.min_neurons: 0"), "must be at least 1; for less time lower the budget"
     ),
     "prune.steps": "is gone: units are scored once; leave it out, and for deep cuts set criterion: auto",
+    "prune.compensation.memory_gb": "is gone: what is held is one block's; leave it out",
     "prune.budget.latency.of": "is gone: the ratio is to the dense model in the same bits; leave it out",
     "prune.budget.max_drop": "is gone; set keep: {metric: NAME, by: LOSS}, which holds with 95 % confidence",
     "prune.criterion: hies-compensated": "is called compensated; set criterion: compensated",

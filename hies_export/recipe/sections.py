@@ -212,32 +212,25 @@ class CompensationSection(Section):
         ridge: Strength of the ridge, relative to the mean of the diagonal of the inputs' covariance. By default the
             one with the smallest error on held-out tokens is chosen for every layer.
         sequential: Fit layer by layer, with inputs from the layers already cut and refitted, so that later layers make
-            up for what earlier ones lack. It pays in deep models. All rows are held in memory at once where they are.
+            up for what earlier ones lack. It pays in deep models, and takes about half as long again. By default true
+            for a model that generates and calls every layer once, unless `token_weights` are given.
         token_weights: How evenly least squares weighs tokens, in (0, 1]. 1 weighs all alike. Below 1, the rest of the
             weight follows the squared gradient of the prediction at each token, which helps if the prediction reads few
             tokens, as in a ViT with a class token. By default 1; `criterion: auto` and `deploy` choose it on other
             rows.
-        memory_gb: Largest size of the moments that are held at once, by default 4, or half of what a GPU has free. If
-            those of all layers are larger, they are collected in several passes over the rows.
     """
 
     method: Literal["bias", "least_squares", "scalars"] = "least_squares"
     samples: int = Field(512, ge=5)
     ridge: float | None = Field(None, gt=0)
-    sequential: bool = False
+    sequential: bool | None = None
     token_weights: float | None = Field(None, gt=0, le=1)
-    memory_gb: float | None = Field(None, gt=0)
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """`memory_gb` in bytes."""
-        return None if self.memory_gb is None else round(self.memory_gb * (1 << 30))
 
     @model_validator(mode="after")
     def _weighs_tokens_in_one_pass(self) -> CompensationSection:
         weights = self.token_weights
         sentence = f"sequential refits weigh all tokens alike, got token_weights: {weights}; leave out one"
-        first_broken((self.sequential and weights not in (None, 1), sentence))
+        first_broken((bool(self.sequential) and weights not in (None, 1), sentence))
         return self
 
 

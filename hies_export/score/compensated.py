@@ -21,23 +21,22 @@ single prediction. Units are removed step by step, each time those that raise e 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibrate.moments import MomentStream, Spread
-from ..calibrate.readings import EffectStream, LayerEffects
+from ..calibrate.moments import LayerMoments, MomentStore, Spread
+from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of
+from ..data.batches import size_of
 from ..errors import RecipeError
 from ..kinds import ATTENTION
 from ..model.internals import exact_products
-from ..model.modes import threads_for
 from ..processes import mapped
 from ..progress import SILENT, Progress
+from ..tasks import task_of
 from ..units.units import PrunableModule
 from .criteria import COMPENSATED, Chain, Removal, Scores, merged
 
@@ -75,10 +74,10 @@ def score_compensated(
     batches: Sequence[dict[str, Tensor]],
     modules: Sequence[PrunableModule],
     *,
-    moments: MomentStream | None = None,
+    moments: MomentStore | None = None,
+    gradients: Gradients | None = None,
     ridge: float = 0.1,
     per_sample: bool = True,
-    limit_bytes: float | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
     """Score every unit by its rank in a greedy removal of all units of its kind.
@@ -90,10 +89,10 @@ def score_compensated(
         modules: The modules that may lose units, heads or neurons.
         moments: The moments of at least these modules, from rows with more tokens than `batches` have: with few tokens,
             some neurons wrongly look free to remove. By default those of `batches`.
+        gradients: Those of the predictions on the batches or, which is the same in a language model, of the loss;
+            collected by default.
         ridge, per_sample: See `RemovalOptions`.
-        limit_bytes: Bytes that inputs and gradients of several modules may take together; by default 4 GiB, or half of
-            what a GPU has free.
-        progress: Shows the loops over the batches.
+        progress: Shows the loops over the blocks.
 
     Returns:
         The chains of removals. The score of a unit is its rank among the units of its kind, in [0, 1): (units,) float64
@@ -109,19 +108,39 @@ def score_compensated(
         'compensated'
     """
     options = RemovalOptions(ridge, per_sample, model.device)
-    known: Any = repeat((None, None)) if moments is None else moments.of({module.name for module in modules})
-    with threads_for(model, batches):
-        effects = EffectStream(model, batches, modules, limit_bytes=limit_bytes, progress=progress)
+    if gradients is None:
+        task_of(model, batches[0]).check_batches(batches)
+    else:
+        batches = gradients.batches
+    samples, chains = sum(map(size_of, batches)), dict[str, Chain]()
 
-        def order(number: int, given: Any) -> Chain:
-            _, (module, layer), (_, found) = given
+    def rank(modules: Sequence[PrunableModule], read: Read, known: Mapping[str, LayerMoments]) -> None:
+        effects = effects_of(model, batches, modules, read)
+
+        def order(_: int, module: PrunableModule) -> Chain:
+            layer, found = effects.pop(module.name), known.get(module.name)
             spread = None if found is None else found.spread(centred=layer.centred)
-            return removal_chain(layer, module, effects.samples, spread=spread, options=options)
+            return removal_chain(layer, module, samples, spread=spread, options=options)
 
-        # Both streams yield the modules in the model's order.
-        chains = mapped(zip(progress.track(modules, "modules ranked"), effects, known, strict=False), order)
-    by_name = {chain[0].module: chain for chain in chains}
-    return scores_of_chains(modules, [by_name[module.name] for module in modules], options)
+        chains.update(zip((module.name for module in modules), mapped(modules, order), strict=True))
+
+    def rank_again(modules: Sequence[PrunableModule], known: Mapping[str, LayerMoments]) -> None:
+        for block in found.blocks.values():
+            if block and block[0] in modules:
+                found.of(block, lambda block, read: rank(block, read, known))
+
+    found = gradients or Gradients(model, batches, modules, "effect")
+    known = moments.all_kept(progress) if moments is not None and gradients is None else {}
+    if gradients is None and (moments is None or known):
+        found.collect(lambda block, read: rank(block, read, known), name="modules ranked", progress=progress)
+    else:
+        if gradients is None:
+            found.collect(keep=True, name="effects", progress=progress)
+        if moments is None:
+            rank_again(modules, {})
+        else:
+            moments.each(rank_again, {module.name for module in modules}, name="modules ranked", progress=progress)
+    return scores_of_chains(modules, [chains[module.name] for module in modules], options)
 
 
 def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as tree
 from transformers import PreTrainedModel
 
+from ..calibrate.readings import walking
+from ..calibrate.walk import Call, Walk, blocks_of
 from ..data.batches import inputs_of
 from ..equal import IN_FLOAT64, SAME_CODE, SURE_IN_FLOAT32, Difference
 from ..errors import CutMismatchError, PlanError, memory_failure
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
-from ..model.copies import convert
 from ..model.internals import exact_products
 from ..model.modes import evaluating, intercept, output_alone
-from ..model.tokens import short_samples
 from ..select.plan import PruningPlan, selection_of
 from ..units.units import PrunableModule, Selection, check_indices
 
@@ -118,9 +120,6 @@ def _distance(made: Sequence[float], here: Sequence[float]) -> float:
 _ADVICE = "make a plan for this model, or pass plan.kept (to apply_plan: force=True) to cut it all the same"
 
 
-# Most bytes that a copy of a model in float64 may take; a larger model is compared in float32 alone.
-LARGEST_COPY = 4 << 30
-
 _MODULES = {ATTENTION: "attention modules", MLP: "feed-forward blocks"}
 
 
@@ -173,10 +172,10 @@ def compare_cut(
     modules: Sequence[PrunableModule],
     batch: Mapping[str, Tensor],
 ) -> float:
-    """Compare the cut model with the dense model with the same units masked.
+    """Compare the cut model with the dense model with the same units masked, block by block.
 
-    Both run in float32. In a deep model rounding may hide a wrong cut there, or look like one, so where the outputs are
-    not clearly equal, both run once more in float64 on two rows.
+    Both models go through the rows side by side, in float32. A block of each gets the same input, so that rounding does
+    not add up. Where its outputs are not clearly equal, the block is computed once more in float64.
 
     Args:
         dense: The model before the cut.
@@ -186,42 +185,71 @@ def compare_cut(
         batch: Inputs of the model.
 
     Returns:
-        The largest absolute difference between elements of the first output, in the precision that decided.
+        The largest absolute difference between elements of a block's output, or of the model's own first one, in the
+        precision that decided.
 
     Raises:
-        CutMismatchError: The difference is more than a share of the largest output, or of 1 if that is more: 1e-7 in
-            float64, or 1e-4 in float32 for a model that is too large, or cannot run, in float64.
+        CutMismatchError: A difference is more than a share of the largest output, or of 1 if that is more: 1e-7 in
+            float64, 1e-6 in float32 after the blocks, or 1e-4 for a block that cannot run in float64.
 
     Examples:
         >>> compare_cut(model, slim, plan, modules, batches[0]) < 1e-4
         True
     """
+    blocks = blocks_of(dense, modules, batch)
+    inputs = {key: value.to(next(dense.parameters()).device) for key, value in inputs_of(batch).items()}
+    largest, ends = 0.0, dict[int, Tensor]()
 
-    def compared(dtype: torch.dtype, rows: Mapping[str, Tensor]) -> Difference:
-        whole = _computing_in(dtype, dense)
-        with masked_units(whole, plan, modules):
-            expected = first_output(whole, rows)
-        del whole  # before the other one is copied
-        return Difference.of(first_output(_computing_in(dtype, slim), rows), expected)
+    def run(side: int, model: PreTrainedModel) -> None:
+        with torch.no_grad():
+            ends[side] = model(**inputs)[0]
 
-    found, allowed = compared(torch.float32, batch), SAME_CODE
-    small = 8 * sum(parameter.numel() for parameter in dense.parameters()) <= LARGEST_COPY
-    if small and not found.within(SURE_IN_FLOAT32):
-        rows = {n: t.double() if t.is_floating_point() else t for n, t in short_samples(dense, batch).items()}
-        try:
-            found, allowed = compared(torch.float64, rows), IN_FLOAT64
-        except RuntimeError as error:  # whatever a kernel or a model's own code raises on a dtype it does not expect
-            logger.debug("no comparison in float64: %s", memory_failure(error) or error)
+    with ExitStack() as stack:
+        stack.enter_context(masked_units(dense, plan, modules))
+        stack.enter_context(exact_products())
+        walks = []
+        for side, model in enumerate((dense, slim)):
+            stack.enter_context(walking(model, [batch]))
+            walks.append(Walk(model, {side: model}, [*blocks], run))
+        masked, cut = (stack.enter_context(closing(walk.forward())) for walk in walks)
+        for (block, there), (_, here) in zip(masked, cut, strict=True):
+            for one, other in zip(there, here, strict=True):
+                found, one.output = _compared(walks, one, other)
+                largest = max(largest, _checked(*found, block or "the model", dense))
+                other.output = one.output
+    # What comes after the blocks is the same code on the same numbers.
+    return max(largest, _checked(Difference.of(ends[1], ends[0]), SURE_IN_FLOAT32, "the model", dense))
+
+
+def _compared(walks: Sequence[Walk], there: Call, here: Call) -> tuple[tuple[Difference, float], Any]:
+    """Return how far the cut block is from the masked one, the share that is allowed, and the masked one's output."""
+
+    def difference(*dtype: torch.dtype) -> Difference:
+        # Outputs in half precision are rounded to it; equal numbers are rounded to equal ones, or to neighbours.
+        outputs[:] = [walk.compute(call, *dtype) for walk, call in zip(walks, (there, here), strict=True)]
+        expected, found = (next(t for t in tree.tree_leaves(output) if isinstance(t, Tensor)) for output in outputs)
+        return Difference.of(found, expected)
+
+    outputs: list[Any] = []
+    found = difference()
+    output = outputs[0]
+    if found.within(SURE_IN_FLOAT32):
+        return (found, SAME_CODE), output
+    try:
+        return (difference(torch.float64), IN_FLOAT64), output
+    except RuntimeError as error:  # whatever a kernel or a model's own code raises on a dtype it does not expect
+        logger.debug("no comparison in float64: %s", memory_failure(error) or error)
+        return (found, SAME_CODE), output
+
+
+def _checked(found: Difference, allowed: float, where: str, dense: PreTrainedModel) -> float:
+    """Return the largest difference, or refuse it."""
     if not found.within(allowed):
         raise CutMismatchError(
-            f"the cut model must equal the masked model to {allowed:g} of the largest output, but differs by {found}; "
-            f"nothing was saved. Please report this architecture ({dense.config.model_type})"
+            f"the cut model must equal the masked model to {allowed:g} of the largest output, but {where} differs by "
+            f"{found}; nothing was saved. Please report this architecture ({dense.config.model_type})"
         )
     return found.max_abs
-
-
-def _computing_in(dtype: torch.dtype, model: PreTrainedModel) -> PreTrainedModel:
-    return model if model.dtype == dtype else convert(model, dtype=dtype)
 
 
 def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

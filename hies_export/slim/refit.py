@@ -15,33 +15,36 @@ tuning of Kwon et al. 2022 (https://arxiv.org/abs/2204.09656, section 4.4), fold
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibrate.abreast import abreast, residual_places
 from ..calibrate.moments import (
     LayerMoments,
     Moments,
-    MomentStream,
+    MomentStore,
     SplitMoments,
     add_reading,
     check_mix,
     check_samples,
+    collect_moments,
     new_sums,
 )
-from ..calibrate.passes import run_pass
-from ..calibrate.readings import Reading
+from ..calibrate.readings import Reading, by_sample, own, run_forward, walking
+from ..calibrate.residual import residual_places, streams
+from ..calibrate.walk import Call, Walk, blocks_of
 from ..data.batches import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError, refusing
 from ..model.linear import weight_of
-from ..model.modes import threads_for
-from ..processes import mapped
+from ..model.tokens import real_tokens
+from ..processes import added_up, mapped
 from ..progress import SILENT, Progress
 from ..recipe.sections import CompensationSection
 from ..select.plan import PruningPlan, selection_of
@@ -117,14 +120,12 @@ def compensate(
     batches: Sequence[dict[str, Tensor]],
     how: Compensation = LEAST_SQUARES,
     *,
-    limit_bytes: float | None = None,
     progress: Progress = SILENT,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim` in place, so that their outputs come closest to those of the dense model.
 
-    Labels are not used, except those of language models if tokens are weighted. One pass over the batches serves all
-    layers whose moments fit the memory limit together. If `how` is sequential, both models take one pass, and all
-    batches are held at once where they are in it.
+    Labels are not used, except those of language models if tokens are weighted. All batches walk through the dense
+    model, and if `how` is sequential through both models side by side, one block after the other.
 
     Args:
         dense: The model before the cut; not changed.
@@ -133,8 +134,7 @@ def compensate(
         modules: From `find_attention` on the dense model.
         batches: Inputs of the model; padding is excluded by their `attention_mask`.
         how: Method, ridge, order and weights of tokens.
-        limit_bytes: Bytes that moments may take; by default 4 GiB, or half of what a GPU has free.
-        progress: Shows the loop over the batches.
+        progress: Shows the loop over the blocks.
 
     Returns:
         One fit per module that lost units. If least squares is worse than `bias` on held-out tokens, only the bias is
@@ -158,20 +158,16 @@ def compensate(
     check_samples(batches)
     check_biases(dense, cut, how.method)
     if how.sequential:
-        with threads_for(dense, batches):
-            fits = _in_order(dense, slim, selection, cut, batches, how, progress)
+        fits = _in_order(dense, slim, selection, cut, batches, how, progress)
     else:
-        stream = MomentStream(
-            dense,
-            cut,
-            batches,
-            selection=selection,
-            limit_bytes=limit_bytes,
-            weighted=how.token_weights < 1,
-            progress=progress,
-        )
-        with threads_for(dense, batches):
-            fits = _refit_all(slim, stream, how)
+        fits = []
+
+        def block(inside: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
+            fits.extend(_refit_all(slim, inside, sums, how))
+
+        if cut:
+            weighted = how.token_weights < 1
+            collect_moments(dense, cut, batches, block, selection=selection, weighted=weighted, progress=progress)
     return _in_order_of(cut, fits)
 
 
@@ -191,7 +187,7 @@ def refit(
     slim: PreTrainedModel,
     plan: PruningPlan | Selection,
     modules: Sequence[PrunableModule],
-    moments: MomentStream,
+    moments: MomentStore,
     how: Compensation = LEAST_SQUARES,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim` in place from the dense model's moments of all inputs, which fit any plan."""
@@ -199,7 +195,8 @@ def refit(
     cut = {module.name: module.columns(selection[module.name].units) for module in modules}
     cut = {name: columns for name, columns in cut.items() if selection[name].removed}
     check_mix(how.token_weights, weighted=moments.weighted)
-    fits = _refit_all(slim, moments.of(cut), how, cut)
+    fits: list[LayerFit] = []
+    moments.each(lambda inside, sums: fits.extend(_refit_all(slim, inside, sums, how, cut)), cut)
     return _in_order_of([module for module in modules if module.name in cut], fits)
 
 
@@ -211,20 +208,20 @@ def _in_order_of(modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) ->
 
 def _refit_all(
     slim: PreTrainedModel,
-    moments: Iterable[tuple[PrunableModule, LayerMoments]],
+    modules: Sequence[PrunableModule],
+    moments: Mapping[str, LayerMoments],
     how: Compensation,
     columns: Mapping[str, Tensor] | None = None,
 ) -> list[LayerFit]:
     """Refit consumers in place, each from its moments of all inputs, or of those in `columns`."""
 
-    def work(number: int, given: tuple[PrunableModule, LayerMoments]) -> _Refitted:
-        module, layer = given
+    def work(_: int, module: PrunableModule) -> _Refitted:
         consumer = slim.get_submodule(module.consumer)
-        found = layer.mixed(how.token_weights, None if columns is None else columns[module.name])
+        found = moments[module.name].mixed(how.token_weights, None if columns is None else columns[module.name])
         return (module.consumer, dict(consumer.named_parameters(recurse=False)), *_refit(consumer, module, found, how))
 
     fits = []
-    for consumer, refitted, fit, notes in mapped(moments, work):
+    for consumer, refitted, fit, notes in mapped(modules, work):
         for note in notes:
             warnings.warn(note, stacklevel=3)
         with torch.no_grad():
@@ -248,23 +245,115 @@ def _in_order(
     if not modules:
         return []
     places, by_name = residual_places(dense, modules, batches[0]), {module.name: module for module in modules}
+    blocks, fits = blocks_of(dense, modules, batches[0]), list[LayerFit]()
+    with ExitStack() as stack:
+        sides, walks = [], []
+        for model in (dense, slim):
+            stack.enter_context(walking(model, batches))
+            stream = stack.enter_context(streams(model, places))
+            walk = Walk(model, own(batches), [*blocks], partial(_run, model))
+            sides.append(_Side(model, batches, walk, stream))
+            walks.append(stack.enter_context(closing(walk.forward(to_the_end=False))))
+        for block in progress.track([*blocks], "blocks refitted"):
+            inside = [by_name[name] for name in places if by_name[name] in blocks[block]]
+            calls = [next(steps)[1] for steps in walks]
+            if not inside:
+                for side, of in zip(sides, calls, strict=True):
+                    side.compute(of)
+                continue
+            with sides[0].paused(calls[0], inside) as wanted, sides[1].paused(calls[1], inside) as found:
+                for module in inside:
+                    sums = new_sums(dense, module, selection)
+                    _add_drifted(sums, module, next(wanted), next(found), batches)
+                    added_up(sums.tensors())
+                    fits += _refit_all(slim, [module], {module.name: sums}, how)
+    return fits
+
+
+def _run(model: PreTrainedModel, _: int, batch: Mapping[str, Tensor]) -> None:
+    run_forward(model, batch)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A batch in front of a consumer."""
+
+    inputs: Tensor  # (batch, tokens, inputs)
+    stream: Tensor | None  # (batch, tokens, outputs), what the output will be added to; None if that is not known
+    real: Tensor  # (batch, tokens) bool, the tokens that are not padding
+    output: Callable[[], Tensor]  # computes it, (batch, tokens, outputs)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One of two models that walk side by side."""
+
+    model: PreTrainedModel
+    batches: Sequence[dict[str, Tensor]]
+    walk: Walk
+    stream: dict[int, Tensor]  # by batch, in front of the consumer that comes next
+
+    def compute(self, calls: Sequence[Call]) -> None:
+        """Compute the outputs of a block."""
+        for call in calls:
+            call.output = self.walk.compute(call)
+
+    @contextmanager
+    def paused(
+        self, calls: Sequence[Call], modules: Sequence[PrunableModule]
+    ) -> Iterator[Iterator[dict[int, _Waiting]]]:
+        """Yield what lets a block's calls pause at the consumer of one module after the other: by batch, as it waits.
+
+        A consumer is computed when the next one is asked for; the block is computed to its end at the end.
+        """
+
+        def run(_: int, call: Call) -> None:
+            self.compute([call])
+
+        inner = Walk(self.model, {call.batch: call for call in calls}, [m.consumer for m in modules], run)
+
+        def waiting(name: str, call: Call) -> _Waiting:
+            def by_its_sample(x: Tensor) -> Tensor:
+                return by_sample(self.model, name, batch, x)
+
+            def output() -> Tensor:
+                call.output = inner.compute(call)
+                return by_its_sample(call.output)
+
+            batch, x = self.batches[call.batch], call.args[0]
+            # None also where the layer that shows it was removed as a whole.
+            stream = self.stream.pop(call.batch, None)
+            inputs = by_its_sample(x)
+            real = real_tokens(self.model, name, batch, inputs)
+            return _Waiting(inputs, None if stream is None else by_its_sample(stream), real, output)
+
+        def consumers(steps: Iterator[tuple[str, list[Call]]]) -> Iterator[dict[int, _Waiting]]:
+            for module, (_, at) in zip(modules, steps, strict=True):
+                yield {call.batch: waiting(module.name, call) for call in at}
+                for call in at:
+                    call.output = inner.compute(call) if call.output is None else call.output
+
+        with closing(inner.forward()) as steps:
+            found = consumers(steps)
+            yield found
+            next(found, None)
+
+
+def _add_drifted(
+    sums: LayerMoments,
+    module: PrunableModule,
+    wanted: Mapping[int, _Waiting],
+    found: Mapping[int, _Waiting],
+    batches: Sequence[Mapping[str, Tensor]],
+) -> None:
+    """Add what the slim consumer reads, with what the dense one gives and a share of the drift as the target."""
     first = [0, *accumulate(map(size_of, batches))]
-    with abreast(dense, modules, batches, places) as wanted, abreast(slim, modules, batches, places) as found:
-
-        def refit_next(module: PrunableModule) -> list[LayerFit]:
-            consumer, sums = dense.get_submodule(module.consumer), new_sums(dense, module, selection)
-
-            def add(index: int, batch: Any) -> None:
-                there, here = wanted(index, module), found(index, module)
-                y = consumer.forward(there.inputs)  # not a call, at which a batch would wait
-                if there.stream is not None and here.stream is not None:
-                    y = y + DRIFT * (there.stream - here.stream).to(y)
-                add_reading(sums, Reading(module.name, here.inputs, y, None, here.real), first[index])
-
-            run_pass(dense, batches, add, sums.tensors())
-            return _refit_all(slim, [(module, sums)], how)
-
-        return [fit for name in progress.track([*places], "layers refitted") for fit in refit_next(by_name[name])]
+    for number, here in found.items():
+        there = wanted[number]
+        y = there.output()
+        if there.stream is not None and here.stream is not None:
+            y = y + DRIFT * (there.stream - here.stream).to(y)
+        add_reading(sums, Reading(module.name, here.inputs, y, None, here.real), first[number])
 
 
 def _refit(

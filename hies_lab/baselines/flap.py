@@ -32,11 +32,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.readings import reading
+from hies_export.calibrate.readings import Read, read_forward
 from hies_export.calibrate.statistics import sum_by_unit
 from hies_export.data.batches import Batch
 from hies_export.model.linear import weight_of
-from hies_export.model.modes import threads_for
 from hies_export.score.criteria import Removal, Scores
 from hies_export.select.constraints import worst_first
 from hies_export.units.units import PrunableModule, Selection, Units
@@ -66,12 +65,15 @@ def input_averages(
     The moments of a refit have them too, but also a product for every pair of channels, which takes far longer.
     """
     sums: dict[str, tuple[Tensor, Tensor, int]] = {}
-    with reading(model, modules) as read, threads_for(model, batches):
-        for index, batch in enumerate(batches):
-            for one in read(batch, index):
+
+    def add(_: Sequence[PrunableModule], read: Read) -> None:
+        for number in range(len(batches)):
+            for one in read(number):
                 x = one.inputs[one.real].double()  # (tokens, inputs)
                 total, squares, tokens = sums.get(one.name, (0, 0, 0))
                 sums[one.name] = total + x.sum(0), squares + x.square().sum(0), tokens + len(x)
+
+    read_forward(model, batches, modules, add)
     return {name: Averages(total / n, squares / n, n) for name, (total, squares, n) in sums.items()}
 
 

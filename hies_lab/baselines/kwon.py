@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export.calibrate.statistics import Gates
-from hies_export.data.batches import Batch, size_of
-from hies_export.model.modes import frozen, intercept, output_alone
+from hies_export.calibrate import statistics
+from hies_export.calibrate.readings import Gradients, Read, walking
+from hies_export.data.batches import Batch
 from hies_export.tasks import task_of
 from hies_export.units.units import PrunableModule, Selection, Units
 
@@ -39,25 +39,20 @@ def mask_gradients(
     The Fisher information of a module's masks is the mean over samples of the products of two of its columns, and the
     statistic "fisher" of `collect_statistics` its diagonal. Without `labels`, the model's predictions replace them.
     """
+    given = []
+    for batch in batches:
+        on_device = {key: value.to(model.device) for key, value in batch.items()}
+        with walking(model, batches):
+            given.append(task_of(model, on_device).with_labels(model, on_device))
     found: dict[str, list[Tensor]] = {module.name: [] for module in modules}
-    consumers = {module.name: module.consumer for module in modules}
-    gates, samples = Gates(modules), 0
+    gradients = Gradients(model, given, modules, "loss")
 
-    def masked(name: str, x: Tensor) -> Tensor:
-        return gates.apply(name, x, samples=samples)
-
-    with frozen(model), output_alone(model):
-        for index, given in enumerate(batches):
-            batch = {key: value.to(model.device) for key, value in given.items()}
-            task = task_of(model, batch)
-            batch = task.with_labels(model, batch)
-            gates, samples = Gates(modules), size_of(batch)
-            with intercept(model, consumers, masked), torch.enable_grad():
-                total, losses = task.loss(model, batch, index)
-                gradients = torch.autograd.grad(total, list(gates.tensors.values()), allow_unused=True)
-            per_sample = gates.per_sample(dict(zip(gates.tensors, gradients, strict=True)), losses, index)
-            for name, values in per_sample.items():
+    def add(inside: Sequence[PrunableModule], read: Read) -> None:
+        for number in range(len(given)):
+            for name, values in statistics.mask_gradients(read(number), inside, gradients.counts[number]).items():
                 found[name].append(values)
+
+    gradients.collect(add)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 

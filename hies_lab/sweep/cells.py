@@ -78,7 +78,7 @@ class Calibrated:
     @cached_property
     def removal(self) -> Scores:
         """The orders of removal of `compensated` for all modules, and their effects; cells of all sizes share them."""
-        return stages.score_by_removal(self.job, self.statistics.moments)
+        return stages.score_by_removal(self.job, self.statistics)
 
     @cached_property
     def averages(self) -> dict[str, flap.Averages]:

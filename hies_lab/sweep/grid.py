@@ -171,7 +171,7 @@ class Cell:
 
 
 def compensation_of(name: str, options: PruneSection) -> CompensationSection | None:
-    """Return how a compensation of the grid refits, with the ridge and the memory of a recipe; None for "none"."""
+    """Return how a compensation of the grid refits, with the ridge of a recipe; None for "none"."""
     if name == "none":
         return None
     named: dict[str, Any] = {"method": name if name in METHODS else "least_squares", "sequential": name == SEQUENTIAL}

@@ -1,0 +1,100 @@
+"""Find where to read the residual stream that a consumer's output is added to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..equal import SAME_CODE, Difference
+from ..errors import RequestError
+from ..model.tokens import short_samples
+from ..units.units import PrunableModule
+from .readings import run_forward, walking
+from .walk import running
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to read the residual stream that a consumer's output is added to: the last input or output of a layer."""
+
+    layer: str
+    returned: bool
+
+
+def residual_places(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Tensor]
+) -> dict[str, Place | None]:
+    """Return module -> where to read the residual stream that its output is added to, in the order of the calls.
+
+    The stream is recognised by its numbers: it is the earlier tensor that equals what a later layer reads minus the
+    module's output. The place is None if no layer reads such a sum, for example if the output is normalised first.
+
+    Raises:
+        RequestError: A module is called more than once, or never.
+    """
+    consumers = {module.consumer: module.name for module in modules}
+    names = {layer: name for name, layer in model.named_modules() if name}
+    earlier: list[tuple[Place, Tensor]] = []  # what layers read and returned since the last consumer
+    # That consumer's module, its output, and what was earlier than it.
+    last: tuple[str, Tensor, list[tuple[Place, Tensor]]] | None = None
+    calls: list[str] = []
+    found: dict[str, Place | None] = {}
+
+    def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        nonlocal last
+        if not args or not isinstance(x := args[0], Tensor):
+            return
+        # Some blocks flatten the tokens of all samples.
+        if last is not None and x is not last[1] and x.numel() == last[1].numel():
+            name, y, before_it = last
+            without = x.reshape(y.shape) - y
+            alike = ((at, t.reshape(y.shape)) for at, t in before_it if t.numel() == y.numel())
+            found[name] = next((at for at, t in alike if Difference.of(without, t).within(SAME_CODE)), None)
+            last = None if found[name] else last
+        earlier.append((Place(names[layer], returned=False), x))
+
+    def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        nonlocal last, earlier
+        name = names[layer]
+        if name in consumers:
+            calls.append(consumers[name])
+            found.setdefault(consumers[name], None)
+            last, earlier = (consumers[name], output, earlier), []
+        elif isinstance(output, Tensor):
+            earlier.append((Place(name, returned=True), output))
+
+    with ExitStack() as stack:
+        for layer in names:
+            stack.enter_context(layer.register_forward_pre_hook(before))
+            stack.enter_context(layer.register_forward_hook(after))
+        stack.enter_context(walking(model, [batch]))
+        run_forward(model, short_samples(model, batch))
+    for module in modules:
+        if calls.count(module.name) != 1:
+            raise RequestError(
+                f"a refit layer by layer needs every layer to run once, but {module.name} runs "
+                f"{calls.count(module.name)} times; set compensation.sequential: false"
+            )
+    return found
+
+
+@contextmanager
+def streams(model: nn.Module, places: Mapping[str, Place | None]) -> Iterator[dict[int, Tensor]]:
+    """Yield what the last of the places that a batch of a walk reached holds, by the number of the batch."""
+    found: dict[int, Tensor] = {}
+
+    def keep(place: Place, layer: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+        found[running()] = output if place.returned else args[0]
+
+    with ExitStack() as stack:
+        for place in dict.fromkeys(filter(None, places.values())):
+            layer = model.get_submodule(place.layer)
+            hook = layer.register_forward_hook if place.returned else layer.register_forward_pre_hook
+            stack.enter_context(hook(partial(keep, place)))
+        yield found

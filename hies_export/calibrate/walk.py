@@ -1,0 +1,330 @@
+"""Take all batches through a model one block at a time, forward and backward.
+
+A model is a row of blocks, the elements of its `nn.ModuleList`s. All batches wait in front of a block until it has been
+read, changed or run; so what is held is one block's, beside the hidden states in front of the blocks. The model's own
+forward runs in a coroutine (a greenlet) for each batch, and a block's `forward` is replaced by a switch to the caller,
+who computes the output and sends it back. So no family of models needs code of its own: how it calls its blocks, and
+what it computes between them, stay its own.
+
+Backward, the last block first, a block is computed anew from what it was called with, so no graph is held but that
+between blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..model.modes import evaluating, output_alone
+from ..model.tokens import short_samples
+from ..tasks import task_of
+from ..units.units import PrunableModule
+
+# The name of the one block of a model that is not a row of blocks.
+WHOLE = ""
+# A CPU computes blocks of these dtypes in float32.
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(eq=False)
+class Call:
+    """What a batch calls a layer with, and what the layer gave."""
+
+    layer: str
+    batch: int  # number of the batch
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    # The gradients of the output's floating tensors, in their order, once the blocks after it have run backward.
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+
+Steps: TypeAlias = Generator[tuple[str, list[Call]], None, None]
+
+
+class Walk:
+    """Batches on their way through the blocks of a model, or through the layers of one block.
+
+    On a CPU a block of half precision computes in float32, in which products of its numbers are exact, and which is
+    several times faster on most processors; what is handed from block to block keeps the model's dtype.
+
+    Args:
+        model: The model; its forward methods are replaced inside of `forward` alone.
+        batches: What `run` takes, by number; a process of several has its own ones only.
+        layers: Names of the blocks or layers to wait in front of, in the order in which they are called.
+        run: Runs the model on a batch, given with its number. What comes after the last layer is done for one batch
+            after the other.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Mapping[int, Any], layers: Sequence[str], run: Callable[[int, Any], None]
+    ):
+        self._batches, self._run = batches, run
+        self._layers = {name: model.get_submodule(name) for name in layers}
+        self._through = {name: layer.forward for name, layer in self._layers.items()}
+        self._runs: dict[int, greenlet] = {}
+        # Block -> its calls, once a forward with gradients has passed it.
+        self.trail: dict[str, list[Call]] = {}
+
+    def forward(self, *, gradients: bool = False, to_the_end: bool = True) -> Steps:
+        """Yield every layer with its calls, in order; the caller sets `output` of each call.
+
+        A batch may pass over layers, as texts alone pass over an image tower: it then waits for the others.
+
+        Args:
+            gradients: Keep the calls for `backward`.
+            to_the_end: Run what comes after the last layer; else stop in front of it.
+
+        Raises:
+            UnsupportedModelError: A layer is called again, or in another order.
+        """
+        with self._waiting():
+            self._runs = {
+                number: greenlet(partial(self._run, number, batch)) for number, batch in self._batches.items()
+            }
+            for number, run in self._runs.items():
+                run.gr_context, run.number = copy_context(), number
+            waiting = {number: self._switch(number) for number in self._runs}
+            last = [*self._layers][-1]
+            for layer in self._layers:
+                calls = [call for call in waiting.values() if call is not None and call.layer == layer]
+                with self._at_hand(layer):
+                    yield layer, calls
+                if gradients:
+                    self.trail[layer] = calls
+                    for call in calls:
+                        call.output = tree.tree_map(_leaf, call.output)
+                if layer == last and not to_the_end:
+                    return
+                for call in calls:
+                    output = call.output
+                    call.output = output if gradients else None
+                    waiting[call.batch] = self._switch(call.batch, output)
+                del calls
+                give_back_memory()
+            for call in filter(None, waiting.values()):
+                raise UnsupportedModelError(
+                    f"layers must be called once and in their order, but {call.layer} is called after {last}; please "
+                    "report this architecture"
+                )
+
+    def compute(self, call: Call, dtype: torch.dtype | None = None) -> Any:
+        """Return the output of a layer for a call, without gradients, computed and given in a dtype if one is named."""
+        with self._at_hand(call.layer, dtype), torch.no_grad():
+            return self._computed(call, dtype=dtype)
+
+    def backward(self) -> Iterator[tuple[str, list[Call]]]:
+        """Yield every block with its calls, the last first, after a `forward` with gradients whose ends ran backward.
+
+        The caller takes the gradients of each call by `gradients_in`, which also hands them on to the blocks before.
+        """
+        for block, calls in reversed(self.trail.items()):
+            for call in calls:
+                call.gradients = [t.grad for t in _floats(call.output)]
+                call.output = None
+            yield block, calls
+            give_back_memory()
+
+    def gradients_in(self, call: Call, read: Callable[[], Sequence[Tensor]], *, hand_on: bool = True) -> list[Tensor]:
+        """Run one block backward, and return the gradients of tensors that are read inside of it, zeros without any.
+
+        Args:
+            call: One of those that `backward` yields.
+            read: Returns the tensors, after the block has been computed anew.
+            hand_on: Add the gradients of what the block was called with to the outputs before; once for each call.
+        """
+        outer = [t for t in _floats((call.args, call.kwargs)) if t.requires_grad]
+        inner = {id(t): t.detach().requires_grad_() for t in outer}
+        with self._at_hand(call.layer), torch.enable_grad():
+            output = self._computed(call, lambda t: inner.get(id(t), t))
+            wanted = [*read(), *inner.values()]
+            pairs = [
+                (value, gradient)
+                for value, gradient in zip(_floats(output), call.gradients, strict=True)
+                if gradient is not None and value.requires_grad
+            ]
+            found: Sequence[Tensor | None] = [None] * len(wanted)
+            if pairs:
+                values, gradients = zip(*pairs, strict=True)
+                found = torch.autograd.grad(values, wanted, gradients, allow_unused=True)
+        inside = len(wanted) - len(inner)
+        if hand_on:
+            given = [(t, g) for t, g in zip(outer, found[inside:], strict=True) if g is not None]
+            if given:
+                # Several blocks may read one tensor, through what the model computes between them.
+                torch.autograd.backward([t for t, _ in given], [g for _, g in given], retain_graph=True)
+            call.args, call.kwargs = tree.tree_map(_alone, (call.args, call.kwargs))
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted[:inside], found[:inside], strict=True)]
+
+    def _computed(
+        self, call: Call, instead: Callable[[Any], Any] = lambda value: value, dtype: torch.dtype | None = None
+    ) -> Any:
+        """Return the output of a layer, with other tensors in place of some of the call, in the dtype of the call."""
+        own = next((t.dtype for t in _floats((call.args, call.kwargs))), None)
+        computes_in = dtype or (torch.float32 if own in HALVES and self._widens(call.layer) else None)
+        if computes_in is None:
+            args, kwargs = tree.tree_map(instead, (call.args, call.kwargs))
+            return self._through[call.layer](*args, **kwargs)
+        args, kwargs = tree.tree_map(lambda t: _in_dtype(instead(t), computes_in), (call.args, call.kwargs))
+        return tree.tree_map(lambda t: _in_dtype(t, dtype or own), self._through[call.layer](*args, **kwargs))
+
+    def _widens(self, name: str) -> bool:
+        first = next(self._layers[name].parameters(), None)
+        return first is None or first.device.type == "cpu"
+
+    @contextmanager
+    def _at_hand(self, name: str, dtype: torch.dtype | None = None) -> Iterator[None]:
+        """Let a layer hold its weights in the dtype that it computes in, inside the block; changes are rounded back."""
+        layer = self._layers[name]
+        floats = [t for t in (*layer.parameters(), *layer.buffers()) if t.is_floating_point()]
+        if dtype is not None:
+            others = [t for t in floats if t.dtype != dtype]
+        else:
+            others = [t for t in floats if t.dtype in HALVES] if self._widens(name) else []
+        stored = [t.data for t in others]
+        for tensor in others:
+            tensor.data = tensor.data.to(dtype or torch.float32)
+        try:
+            yield
+        finally:
+            for tensor, data in zip(others, stored, strict=True):
+                if not torch.equal(rounded := tensor.data.to(data.dtype), data):
+                    data.copy_(rounded)
+                tensor.data = data
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Let calls of the layers switch to the caller inside the block."""
+        # accelerate and others put one there.
+        own = {name: vars(layer)["forward"] for name, layer in self._layers.items() if "forward" in vars(layer)}
+        for name, layer in self._layers.items():
+            layer.forward = partial(self._wait, name)
+        try:
+            yield
+        finally:
+            for run in self._runs.values():
+                if run:  # started, and not at its end
+                    run.throw()
+            for name, layer in self._layers.items():
+                del layer.forward
+                if name in own:
+                    layer.forward = own[name]
+
+    def _switch(self, number: int, output: Any = None) -> Call | None:
+        """Start a batch, or send it a layer's output; return its next call, None at its end."""
+        # Whether gradients are taken is a mode of the thread: each side gets its own back.
+        run, mode = self._runs[number], torch.is_grad_enabled()
+        try:
+            found: Any = run.switch(output) if run else run.switch()
+        finally:
+            torch.set_grad_enabled(mode)
+        return found if isinstance(found, Call) and not run.dead else None
+
+    def _wait(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for a layer's forward."""
+        if getcurrent() not in self._runs.values():  # somebody else runs the model meanwhile
+            return self._through[name](*args, **kwargs)
+        mode = torch.is_grad_enabled()
+        output = getcurrent().parent.switch(Call(name, running(), args, kwargs))
+        torch.set_grad_enabled(mode)
+        return output
+
+
+def running() -> int:
+    """Return the number of the batch whose coroutine calls this."""
+    number: int = getcurrent().number
+    return number
+
+
+def blocks_of(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Tensor]
+) -> dict[str, list[PrunableModule]]:
+    """Return block -> the modules inside, both in the model's order.
+
+    A block is the innermost element of an `nn.ModuleList` around a module, or the one around that if the list is in
+    another block. Elements of other lists are blocks without modules: between blocks, the graph of all batches is held.
+    The whole model is one block if a module is in no list, or if a few tokens of the batch show that a block is called
+    several times (as in ALBERT) or not in the order of its name.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    places = {name: place for place, name in enumerate(names)}
+    elements = [name for name in names if name and isinstance(model.get_submodule(_above(name)), nn.ModuleList)]
+    modules = sorted(modules, key=lambda module: places[module.consumer])
+    around = [max((e for e in elements if _inside(module.consumer, e)), key=len, default=WHOLE) for module in modules]
+    if WHOLE in around:
+        return {WHOLE: modules}
+    outermost = [e for e in dict.fromkeys(around) if not any(_inside(e, other) for other in around)]
+    for element in elements:
+        if not any(_inside(element, other) or _inside(other, element) or element == other for other in outermost):
+            outermost.append(element)
+    blocks = sorted(outermost, key=places.__getitem__)
+    called = _calls_of(model, blocks, short_samples(model, batch))
+    if called != [block for block in blocks if block in called]:
+        return {WHOLE: modules}
+    return {block: [module for module in modules if _inside(module.consumer, block)] for block in blocks}
+
+
+def _above(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _inside(name: str, block: str) -> bool:
+    return name.startswith(f"{block}.")
+
+
+def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str, Tensor]) -> list[str]:
+    """Return the blocks in the order of their calls."""
+    called: list[str] = []
+    with ExitStack() as stack:
+        for block in blocks:
+            layer = model.get_submodule(block)
+            stack.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
+        for context in (evaluating(model), output_alone(model), torch.no_grad()):
+            stack.enter_context(context)
+        task_of(model, batch).output(model, dict(batch))
+    return called
+
+
+def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [t for t in tree.tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _leaf(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if is_float else value
+
+
+def _alone(value: Any) -> Any:
+    """Return a tensor without the graph that it comes from, which still takes a gradient if it did."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+@cache
+def _allocator() -> Any:
+    """Return glibc, which keeps freed memory for itself; None elsewhere."""
+    try:
+        return ctypes.CDLL("libc.so.6").malloc_trim
+    except (OSError, AttributeError):
+        return None
+
+
+def give_back_memory() -> None:
+    """Give memory that was freed back to the operating system, where the allocator would keep it."""
+    if (trim := _allocator()) is not None:
+        trim(0)
