@@ -178,9 +178,9 @@ def collect_statistics(
             if memory_failure(error) is None:
                 raise
             found, most = None, _halved(batches, most, error)
-        # Outside of the handler, whose traceback holds the tensors of a failed attempt.
-        gc.collect()
-        torch.cuda.empty_cache()
+        if found is None:  # outside of the handler, whose traceback holds the tensors of the failed attempt
+            gc.collect()
+            torch.cuda.empty_cache()
     calibration = _calibration(batches, labelled=labelled, batch_size=found.most)
     values = found.values(task.repeats * calibration.samples) | brought
     return Statistics(values, calibration, gradients=found.gradients if keep else None)

@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,9 @@ import torch
 import transformers
 from huggingface_hub import constants
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils, dynamic_module_utils
 from transformers.core_model_loading import build_glob_alternation
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import AutoImageProcessor as AutoImageProcessor
@@ -425,30 +422,6 @@ def graphs_skipped() -> int:
 
 
 # Modules
-
-
-@contextmanager
-def checkpointing(model: nn.Module) -> Iterator[None]:
-    """Let layers with gradient checkpointing switched on use it in evaluation mode too, inside the block.
-
-    transformers checkpoints a layer only if its training flag is set. Some layers apply dropout by the same flag. So
-    the flag is set while transformers decides, and unset while the layer computes, in the forward pass and again in the
-    backward pass.
-    """
-    found = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing)
-    layers: list[Any] = list(found)
-
-    def compute(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-        with attributes_set([(layer, "training", False)]):
-            return function(*args)
-
-    def checkpointed(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint(partial(compute, layer, function), *args, use_reentrant=False)
-
-    training = [(layer, "training", True) for layer in layers]
-    functions = [(layer, "_gradient_checkpointing_func", partial(checkpointed, layer)) for layer in layers]
-    with attributes_set([*training, *functions]):
-        yield
 
 
 def forget_hooks(module: nn.Module) -> None:
