@@ -1,0 +1,430 @@
+"""Walks through a model block by block against plain forward passes, masks and autograd."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import tiny
+from support.contract import labelled
+from support.generative import padded, with_images
+from support.models import bert, causal_lm, image_batch, llama, llava, text_batch, vit, word_tokenizer, zero_padding
+from support.references import naive_statistics
+from support.sentences import WORDS, embedder, t5_encoder
+from support.tolerance import assert_near
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hies_export import NonFiniteError, UnsupportedModelError, collect_statistics, find_modules
+from hies_export.calibrate.readings import Gradients, Read, Reading, read_forward
+from hies_export.calibrate.walk import WHOLE, Walk, blocks_of
+from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.model.modes import output_alone
+from hies_export.tasks import task_of
+from hies_export.tasks.task import random_projection
+
+Batch = dict[str, Tensor]
+BOTH = ["attention.output.dense", "output.dense"]
+LAYERS = [f"bert.encoder.layer.{number}" for number in range(3)]
+
+
+def names_of(model: PreTrainedModel, batch: Batch, *kinds: str) -> dict[str, list[str]]:
+    """Return the consumers in every block."""
+    found = blocks_of(model, find_modules(model, batch, kinds=kinds or KINDS), batch)
+    return {
+        block: [module.consumer.removeprefix(f"{block}.") for module in modules] for block, modules in found.items()
+    }
+
+
+def walk_of(model: PreTrainedModel, batches: Sequence[Batch], ends: dict[int, Tensor]) -> Walk:
+    """Return a walk whose runs leave the logits of every batch in `ends`."""
+
+    def run(number: int, batch: Batch) -> None:
+        with torch.no_grad():
+            ends[number] = model(**batch).logits
+
+    blocks = blocks_of(model, find_modules(model, batches[0]), batches[0])
+    return Walk(model, dict(enumerate(batches)), [*blocks], run)
+
+
+def walk_on(walk: Walk) -> None:
+    """Compute all blocks."""
+    for _, calls in walk.forward():
+        for call in calls:
+            call.output = walk.compute(call)
+
+
+def outputs(model: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, Tensor]:
+    """Return the logits of every batch after a walk."""
+    ends: dict[int, Tensor] = {}
+    walk_on(walk_of(model, batches, ends))
+    return ends
+
+
+def plain(model: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, Tensor]:
+    with torch.no_grad():
+        return {number: model(**batch).logits for number, batch in enumerate(batches)}
+
+
+@contextmanager
+def unharmed(model: PreTrainedModel) -> Iterator[None]:
+    """Assert that the block leaves weights, methods, hooks and modes as they were."""
+
+    def state() -> list[Any]:
+        forwards = [vars(module).get("forward") for module in model.modules()]
+        modes = [module.training for module in model.modules()]
+        grads = [(p.requires_grad, p.grad, p.data_ptr()) for p in model.parameters()]
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        return [forwards, modes, grads, hooks, torch.is_grad_enabled()]
+
+    before, weights = state(), {name: value.clone() for name, value in model.state_dict().items()}
+    yield
+    assert state() == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def with_text() -> list[Batch]:
+    shown, text = with_images(padded([5, 7], "right")), padded([6, 4, 3], "right")
+    return [{name: value for name, value in batch.items() if name != "labels"} for batch in (shown, text)]
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], list[Batch]]]] = {
+    "bert": (bert, lambda: [text_batch(labels=False), text_batch(2, 7, labels=False)]),
+    "one batch": (bert, lambda: [text_batch(labels=False)]),
+    "vit": (vit, lambda: [image_batch(3, labels=False), image_batch(1, labels=False)]),
+    "llama": (llama, lambda: [zero_padding(text_batch(3, 9, labels=False))]),
+    "llava": (llava, with_text),
+    "llava, text first": (llava, lambda: with_text()[::-1]),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_after_all_blocks_the_outputs_are_those_of_a_plain_forward(case: str) -> None:
+    make, make_batches = MODELS[case]
+    model, batches = make(), make_batches()
+    expected = plain(model, batches)  # the first time, transformers puts hooks of its own into some models
+    with unharmed(model):
+        assert_near(outputs(model, batches), expected)
+
+
+@pytest.mark.parametrize("model_type", ["swin", "albert", "gpt2", "modernbert", "gemma2"])
+def test_statistics_are_those_of_masks_for_other_layouts(model_type: str) -> None:
+    model, batch = tiny(model_type)
+    batches = [labelled(model, batch)]
+    modules = find_modules(model, batch, kinds=KINDS)
+    found, expected = collect_statistics(model, batches, modules), naive_statistics(model, batches, modules)
+    for what in ("his", "fisher"):
+        assert_near(dict(found[what]), expected[what], within=1e-3, where=what)
+
+
+def test_layers_that_share_what_the_first_one_makes_are_scored_too() -> None:
+    """T5 makes its positions in the first layer and hands them on; and what is scored is an embedding, not a loss."""
+    model, batch = embedder(t5_encoder("T5"), word_tokenizer(WORDS)).eval(), text_batch(2, 8, labels=False)
+    batches = [{name: value[[row]] for name, value in batch.items()} for row in range(2)]
+    modules = find_modules(model, batch, kinds=KINDS)
+    found = collect_statistics(model, batches, modules)["his"]
+    for module in modules:
+        expected = []
+        for number, one in enumerate(batches):
+            mask = torch.ones(module.units, requires_grad=True)
+
+            def times(_: nn.Module, args: tuple[Tensor], mask: Tensor = mask, module: Any = module) -> Tensor:
+                return args[0] * mask.repeat_interleave(module.unit_width)
+
+            with model.get_submodule(module.consumer).register_forward_pre_hook(times), output_alone(model):
+                loss = random_projection(task_of(model).output(model, one), number)
+            expected.append(torch.autograd.grad(loss.sum(), mask)[0].abs().double())
+        assert_near(found[module.name], torch.stack(expected).mean(0), within=1e-3)
+
+
+def test_a_block_is_an_element_of_a_list() -> None:
+    model, batch = bert(), text_batch()
+    assert names_of(model, batch) == {name: BOTH for name in LAYERS}
+    # Elements without modules are blocks as well.
+    modules = find_modules(model, batch, kinds=(MLP,))
+    found = blocks_of(model, modules[1:2], batch)
+    assert found == {LAYERS[0]: [], LAYERS[1]: [modules[1]], LAYERS[2]: []}
+    assert list(found) == LAYERS
+
+
+def test_a_list_inside_of_a_block_is_part_of_it() -> None:
+    model, batch = tiny("mobilebert")
+    found = names_of(model, batch)
+    assert list(found) == ["mobilebert.encoder.layer.0", "mobilebert.encoder.layer.1"]
+    assert all("attention.output.dense" in names and "ffn.0.output.dense" in names for names in found.values())
+
+
+class Backwards(nn.ModuleList):
+    def __iter__(self) -> Iterator[nn.Module]:
+        return reversed([self[number] for number in range(len(self))])
+
+
+def of_no_list(layers: nn.ModuleList) -> nn.Module:
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("make_list", [of_no_list, Backwards], ids=["no list", "another order"])
+def test_a_model_whose_blocks_cannot_be_told_is_one_block(make_list: Callable[[nn.ModuleList], nn.Module]) -> None:
+    model, batch = bert(), text_batch()
+    model.bert.encoder.layer = make_list(model.bert.encoder.layer)
+    assert list(names_of(model, batch, ATTENTION)) == [WHOLE]
+    assert_near(outputs(model, [batch]), plain(model, [batch]))
+    modules = find_modules(model, batch)
+    expected = naive_statistics(model, [batch], modules)["his"]
+    assert_near(dict(collect_statistics(model, [batch], modules)["his"]), expected, within=1e-3)
+
+
+def test_a_block_that_is_called_several_times_is_in_one_whole() -> None:
+    model, batch = tiny("albert")
+    assert list(names_of(model, batch)) == [WHOLE]
+    assert len(names_of(model, batch)[WHOLE]) == 2
+
+
+def test_the_tower_comes_before_the_language_model() -> None:
+    tower = [f"model.vision_tower.encoder.layers.{number}" for number in range(3)]
+    layers = [f"model.language_model.layers.{number}" for number in range(2)]
+    model, batches = llava(), with_text()
+    assert list(names_of(model, batches[0])) == list(names_of(model, batches[0], MLP)) == tower + layers
+    modules = find_modules(model, batches[0], kinds=KINDS)
+    assert list(blocks_of(model, modules, batches[1])) == tower + layers
+
+
+def test_a_layer_that_is_called_out_of_order_is_said() -> None:
+    model, batch = bert(), text_batch(labels=False)
+    walk = Walk(model, {0: batch}, LAYERS[::-1], lambda _, batch: model(**batch))
+    with unharmed(model), pytest.raises(UnsupportedModelError, match=f"{LAYERS[1]} is called after {LAYERS[0]}"):
+        walk_on(walk)
+
+
+def test_a_walk_that_stops_in_front_of_the_head_does_not_run_it() -> None:
+    model, batches = causal_lm(), [padded([9, 4], "right"), padded([3, 7], "right")]
+    modules, heads = find_modules(model, batches[0]), list[int]()
+    walk = walk_of(model, batches, {})
+    with model.lm_head.register_forward_hook(lambda *_: heads.append(1)):
+        for to_the_end in (False, True):
+            seen = []
+            for block, calls in walk.forward(to_the_end=to_the_end):
+                seen.append(block)
+                for call in calls:
+                    call.output = walk.compute(call)
+            assert seen == ["model.layers.0", "model.layers.1"]
+            assert len(heads) == 2 * to_the_end
+    # Nor are blocks after the last that is read.
+    with model.model.layers[1].register_forward_hook(lambda *_: heads.append(2)):
+        read_forward(model, batches, modules[:1], lambda _, read: [read(number) for number in range(2)] and None)
+    assert heads.count(2) == 1  # to find the order of the blocks
+
+
+@pytest.mark.parametrize("how", ["closed", "raises", "raises in a block", "fails at the end"])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_an_abandoned_walk_leaves_the_model_as_it_was(how: str, own: bool, gradients: bool) -> None:
+    model, batches = bert().train(), [text_batch(), text_batch(2, 7)]
+    if own:  # as accelerate's hooks
+        for layer in model.bert.encoder.layer:
+            layer.forward = partial(type(layer).forward, layer)
+    walk = walk_of(model, batches, {})
+
+    def body() -> None:
+        with closing(walk.forward(gradients=gradients)) as steps:
+            for number, (_, calls) in enumerate(steps):
+                if number == 1 and how == "closed":
+                    return
+                if number == 1 and how == "raises":
+                    raise RuntimeError("stopped")
+                for call in calls:
+                    call.output = walk.compute(call)
+
+    broken = {"raises in a block": model.bert.encoder.layer[1].output, "fails at the end": model.classifier}
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("stopped")
+
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            hook = broken[how].register_forward_hook(fail) if how in broken else None
+            with unharmed(model):
+                if how == "closed":
+                    body()
+                else:
+                    with pytest.raises(RuntimeError, match="stopped"):
+                        body()
+            if hook is not None:
+                hook.remove()
+    model.eval()
+    assert_near(outputs(model, batches), plain(model, batches))
+
+
+def test_whoever_calls_the_model_on_the_way_gets_what_it_computes() -> None:
+    model, batches, other = bert(), [text_batch(labels=False)], text_batch(3, 8, labels=False)
+    (expected,) = plain(model, [other]).values()
+    ends: dict[int, Tensor] = {}
+    walk = walk_of(model, batches, ends)
+    for _, calls in walk.forward():
+        with torch.no_grad():
+            assert torch.equal(model(**other).logits, expected)
+        for call in calls:
+            call.output = walk.compute(call)
+    assert_near(ends, plain(model, batches))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_block_in_half_precision_computes_in_float32_on_a_cpu(dtype: torch.dtype) -> None:
+    model, batch = bert().to(dtype), text_batch(labels=False)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    walk, seen = walk_of(model, [batch], {}), list[torch.dtype]()
+    with model.bert.encoder.layer[1].output.dense.register_forward_hook(
+        lambda _, x, y: seen.extend([x[0].dtype, y.dtype])
+    ):
+        for block, calls in walk.forward():
+            for call in calls:
+                call.output = walk.compute(call)
+                assert (call.args[0].dtype, call.output.dtype) == (dtype, dtype)
+            inside = {p.dtype for p in model.get_submodule(block).parameters()}
+            assert inside == {torch.float32}
+            assert model.classifier.weight.dtype == dtype
+    assert seen == [torch.float32] * 2
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_change_in_a_block_of_half_precision_is_rounded() -> None:
+    model, batch = bert().to(torch.bfloat16), text_batch(labels=False)
+    weight = model.bert.encoder.layer[1].output.dense.weight
+    place, expected = weight.data_ptr(), (weight.detach().float() * 1.37).to(torch.bfloat16)
+    walk = walk_of(model, [batch], {})
+    for block, calls in walk.forward():
+        if block == LAYERS[1]:
+            weight.data.mul_(1.37)
+        for call in calls:
+            call.output = walk.compute(call)
+    assert (weight.data_ptr(), weight.dtype) == (place, torch.bfloat16)
+    assert torch.equal(weight, expected)
+
+
+def llava_batches() -> list[Batch]:
+    return [with_images(padded([5, 7, 6], "right")), padded([6, 4], "right")]
+
+
+HALVES: dict[str, tuple[Callable[[], Any], Callable[[], list[Batch]]]] = {
+    "bert": (bert, lambda: [text_batch(), text_batch(2, 7)]),
+    "vit": (vit, lambda: [image_batch(3)]),
+    "decoder": (causal_lm, lambda: [padded([9, 4, 6], "left")]),
+    "llava": (llava, llava_batches),
+}
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_statistics_in_bfloat16_are_those_of_its_float32_copy(case: str) -> None:
+    make, make_batches = HALVES[case]
+    model, batches = make().to(torch.bfloat16), make_batches()
+    same = make()
+    same.load_state_dict(model.state_dict())
+    modules = find_modules(same, batches[0], kinds=KINDS)
+    expected = collect_statistics(same, batches, modules)
+    plain(model, batches)
+    with unharmed(model):
+        found = collect_statistics(model, batches, modules)
+    for what in ("his", "entropy"):
+        largest = max(values.abs().max() for values in expected[what].values())
+        for name, values in expected[what].items():
+            assert (found[what][name] - values).abs().max() <= 0.05 * largest
+
+
+def by_block(into: dict[str, list[list[Reading]]], count: int) -> Callable[[Any, Read], None]:
+    """Return work that keeps all readings by the first module of a block."""
+
+    def work(modules: Any, read: Read) -> None:
+        into[modules[0].name] = [read(number) for number in range(count)]
+
+    return work
+
+
+@pytest.mark.parametrize("target", ["loss", "effect"])
+@pytest.mark.parametrize("case", ["bert", "llava"])
+def test_a_block_can_be_read_again(case: str, target: Any) -> None:
+    make, make_batches = HALVES[case]
+    model, batches = make(), make_batches()
+    modules = find_modules(model, batches[0], kinds=KINDS)
+    gradients = Gradients(model, batches, modules, target)
+    first: dict[str, list[list[Reading]]] = {}
+    again: dict[str, list[list[Reading]]] = {}
+    gradients.collect(by_block(first, len(batches)), keep=True)
+    with unharmed(model):
+        for inside in gradients.blocks.values():  # the other way round
+            gradients.of(inside, by_block(again, len(batches)))
+    assert first.keys() == again.keys()
+    for name, of_batches in first.items():
+        for ones, others in zip(of_batches, again[name], strict=True):
+            for one, other in zip(ones, others, strict=True):
+                assert one.name == other.name
+                for what in ("inputs", "outputs", "gradients", "real"):
+                    assert torch.equal(getattr(one, what), getattr(other, what))
+
+
+def by_autograd(model: PreTrainedModel, batch: Batch, consumers: Mapping[str, str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what consumers read, and the gradients of the loss there, of one backward pass through a whole model."""
+    read: dict[str, Tensor] = {}
+
+    def keep(name: str, _: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        read[name] = args[0]
+
+    with ExitStack() as hooks:
+        for name, layer in consumers.items():
+            hooks.enter_context(model.get_submodule(layer).register_forward_hook(partial(keep, name)))
+        total, _ = task_of(model, batch).loss(model, batch, 0)
+    found = torch.autograd.grad(total, [*read.values()], allow_unused=True, materialize_grads=True)
+    return {name: (x.detach(), gradient) for (name, x), gradient in zip(read.items(), found, strict=True)}
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_gradients_are_those_of_one_pass_through_the_whole_model(case: str) -> None:
+    make, make_batches = HALVES[case]
+    model, batches = make(), make_batches()
+    modules = find_modules(model, batches[0], kinds=KINDS)
+    found: dict[str, list[list[Reading]]] = {}
+    Gradients(model, batches, modules, "loss").collect(by_block(found, len(batches)))
+    for number, batch in enumerate(batches):
+        expected = by_autograd(model, batch, {module.name: module.consumer for module in modules})
+        ours = {one.name: one for of_batches in found.values() for one in of_batches[number]}
+        assert ours.keys() == expected.keys()
+        for name, one in ours.items():
+            assert one.gradients is not None
+            for value, wanted in zip((one.inputs, one.gradients), expected[name], strict=True):
+                assert_near(value.flatten(), wanted.flatten(), within=1e-4)
+
+
+def test_a_hidden_state_that_is_no_number_is_said_by_block_row_and_batch() -> None:
+    model, batches = bert().train(), [text_batch(4), text_batch(5, 11)]
+    modules = find_modules(model, batches[0], kinds=KINDS)
+
+    def break_row(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output.index_fill(0, torch.tensor([3]), float("nan")) if output.shape[:2] == (5, 11) else output
+
+    said = rf"{LAYERS[2]} gives NaN or infinity for row 3 \(from 0\) of batch 1"
+    with model.bert.encoder.layer[1].register_forward_hook(break_row), unharmed(model):
+        with pytest.raises(NonFiniteError, match=said):
+            collect_statistics(model, batches, modules)
+        for target in ("loss", "effect"):
+            with pytest.raises(NonFiniteError, match=said):
+                Gradients(model, batches, modules, target).collect()  # type: ignore[arg-type]
+
+
+def test_calls_keep_what_they_were_made_with_and_no_graph() -> None:
+    """Neither the readings nor what `of` needs hold the graph that they come from."""
+    model, batches = bert(), [text_batch()]
+    modules = find_modules(model, batches[0], kinds=KINDS)
+    gradients, seen = Gradients(model, batches, modules, "loss"), list[Mapping[str, Any]]()
+
+    def work(inside: Any, read: Read) -> None:
+        seen.extend(vars(one) for one in read(0))
+
+    gradients.collect(work, keep=True)
+    for inside in gradients.blocks.values():
+        gradients.of(inside, work)
+    tensors = [value for one in seen for value in one.values() if isinstance(value, Tensor)]
+    assert len(tensors) == 4 * 12
+    assert not any(value.requires_grad or value.grad_fn for value in tensors)
