@@ -64,6 +64,7 @@ def stream_read_by(model: PreTrainedModel, layer: str, batches: list[dict[str, T
     return torch.cat([x.view(*mask.shape, -1)[mask] for x, mask in zip(read, real, strict=True)]).double().numpy()
 
 
+@pytest.mark.parametrize("whole", [None, 0, 1], ids=["all cut", "the first whole", "the second whole"])
 @pytest.mark.parametrize(
     ("make", "streams"),
     [
@@ -74,25 +75,27 @@ def stream_read_by(model: PreTrainedModel, layer: str, batches: list[dict[str, T
     ids=["normalised after the sum", "normalised before", "tokens of all samples in one axis"],
 )
 def test_sequential_makes_up_for_half_of_what_the_stream_lacks(
-    make: Callable[[], PreTrainedModel], streams: list[str]
+    make: Callable[[], PreTrainedModel], streams: list[str], whole: int | None
 ) -> None:
     dense = make().eval()
     # So many that every fit is better on held-out tokens than a new bias alone.
     count = 10 if make is bert else 6
     batches = [text_batch(8, 40, padding=make is bert, labels=False) for _ in range(count)]
     modules = find_modules(dense, batches[0], kinds=("attention", "mlp"))
-    plan = random_plan(modules, uniform=False)
-    slim = prune_units(dense, plan, modules)
-    one_shot = copy.deepcopy(slim)
-    compensate(dense, one_shot, plan, modules, batches, Compensation(ridge=0.01))
-    compensate(dense, slim, plan, modules, batches, Compensation(ridge=0.01, sequential=True))
     # Attention modules come first, and the blocks of neurons after them, but each layer runs one of both.
     half = len(modules) // 2
     in_order = [module for pair in zip(modules[:half], modules[half:], strict=True) for module in pair]
-    cut = [module for module in in_order if plan.kept[module.name].removed]
+    kept = dict(random_plan(modules, uniform=False).kept)
+    for module in [] if whole is None else in_order[2 * whole : 2 * whole + 2]:
+        kept[module.name] = module.kept(range(module.units))
+    slim = prune_units(dense, kept, modules)
+    one_shot = copy.deepcopy(slim)
+    compensate(dense, one_shot, kept, modules, batches, Compensation(ridge=0.01))
+    compensate(dense, slim, kept, modules, batches, Compensation(ridge=0.01, sequential=True))
+    cut = [module for module in in_order if kept[module.name].removed]
     first = cut[0].consumer
     torch.testing.assert_close(slim.get_submodule(first).weight, one_shot.get_submodule(first).weight)
-    original = prune_units(dense, plan, modules)
+    original = prune_units(dense, kept, modules)
     for module in cut:
         number = in_order.index(module)
         # Nothing fits this target better, at the inputs that the layer now has, than what it was given.
