@@ -14,6 +14,7 @@ tuning of Kwon et al. 2022 (https://arxiv.org/abs/2204.09656, section 4.4), fold
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -30,6 +31,7 @@ from ..calibrate.moments import (
     LayerMoments,
     Moments,
     MomentStore,
+    Solve,
     SplitMoments,
     add_reading,
     check_mix,
@@ -367,11 +369,10 @@ def _refit(
     _check_finite(module, everything)
     notes: list[Warning] = _few_tokens(name, everything, how, width=module.unit_width)
 
-    def fits(of: Moments, ridges: Sequence[float]) -> Iterator[tuple[float, Tensor, Tensor | None]]:
+    def solver(of: Moments) -> Solve:
         if how.method == "scalars":
-            scaled = _scaled(of, weight, bias, width=module.unit_width, ridges=ridges)
-            return ((ridge, by_unit, bias) for ridge, by_unit in scaled)
-        return of.fits(weight, ridges=ridges, centred=bias is not None)
+            return _scaling(of, weight, bias, width=module.unit_width)
+        return of.solver(weight, centred=bias is not None)
 
     untouched = held_out.error(weight, bias)
     # (error on held-out tokens, method, ridge). The method chosen is then fitted again on all tokens.
@@ -380,9 +381,14 @@ def _refit(
         tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))
     if how.method != "bias":
         tried.append((untouched, "none", None))
-        found = fits(fitting, RIDGES if how.ridge is None else (how.ridge,))
-        fitted = [(held_out.error(new, new_bias), how.method, ridge) for ridge, new, new_bias in found]
-        if not fitted:
+        solve = solver(fitting)
+
+        def held_out_error(ridge: float) -> float:
+            found = solve(ridge, quick=True)
+            return math.inf if found is None else held_out.error(*found)
+
+        least, ridge = _downhill(RIDGES if how.ridge is None else (how.ridge,), held_out_error)
+        if least == math.inf:
             instead = "its bias is refitted" if len(tried) > 1 else "it is left as it was cut"
             notes.append(
                 SingularInputsWarning(
@@ -390,14 +396,15 @@ def _refit(
                     f"all tokens), so least squares cannot be fitted and {instead}; check that layer's weights"
                 )
             )
-        tried += fitted
+        tried.append((least, how.method, ridge))
     error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
     with torch.no_grad():
         refitted = bias
         if chosen_ridge is not None:
             # Of all tokens, the matrix may need a larger ridge.
-            larger = (ridge for ridge in RIDGES if ridge > chosen_ridge)
-            chosen_ridge, weight, refitted = next(fits(everything, [chosen_ridge, *larger]))
+            solve, larger = solver(everything), (ridge for ridge in RIDGES if ridge > chosen_ridge)
+            solved = ((ridge, solve(ridge)) for ridge in (chosen_ridge, *larger))
+            chosen_ridge, (weight, refitted) = next((ridge, fit) for ridge, fit in solved if fit is not None)
             weight_of(layer).copy_(weight)
         elif chosen == "bias":
             refitted = everything.fit_bias(weight)
@@ -407,14 +414,27 @@ def _refit(
     return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.counted, error=share), notes
 
 
-def _scaled(
-    moments: Moments, weight: Tensor, bias: Tensor | None, *, width: int, ridges: Sequence[float]
-) -> Iterator[tuple[float, Tensor]]:
-    """Yield the weight with every unit times its scalar, with each of several ridges that pull scalars towards one.
+def _downhill(ridges: Sequence[float], error: Callable[[float], float]) -> tuple[float, float]:
+    """Return the least error and its ridge, found from the middle one on as long as a neighbour is better."""
+    found: dict[int, float] = {}
+
+    def known(place: int) -> tuple[float, int]:
+        if place not in found:
+            found[place] = error(ridges[place])
+        return found[place], -place  # where several fail, towards the larger ridge
+
+    place = len(ridges) // 2
+    while (best := min(range(max(0, place - 1), min(len(ridges), place + 2)), key=known)) != place:
+        place = best
+    return found[place], ridges[place]
+
+
+def _scaling(moments: Moments, weight: Tensor, bias: Tensor | None, *, width: int) -> Solve:
+    """Return what gives the weight with every unit times its scalar, with a ridge that pulls scalars towards one.
 
     The squared error is s^T A s - 2 s^T c + const, with A_uv = tr(W_u^T W_v E x_v x_u^T) and
     c_u = tr(W_u^T E (y - b) x_u^T). Moments are of the kept inputs, `weight` is (outputs, inputs), a unit has `width`
-    inputs, and ridges are relative to the mean of the diagonal of A. One that leaves A singular is left out.
+    inputs, and ridges are relative to the mean of the diagonal of A.
     """
     xx, yx = moments.xx / moments.tokens, moments.yx / moments.tokens
     if bias is not None:
@@ -423,14 +443,17 @@ def _scaled(
     products = (weight.T @ weight * xx).view(units, width, units, width).sum((1, 3))  # A, (units, units)
     wanted = (weight * yx).sum(0).view(units, width).sum(1)  # c, (units,)
     scale = products.diagonal().mean()
-    for ridge in ridges:
+
+    def solve(ridge: float, *, quick: bool = False) -> tuple[Tensor, Tensor | None] | None:
         damped = products + ridge * scale * torch.eye(units, dtype=xx.dtype, device=xx.device)
         try:
             factor = torch.linalg.cholesky(damped)
         except torch.linalg.LinAlgError:
-            continue
+            return None
         change = torch.cholesky_solve((wanted - products.sum(1))[:, None], factor)[:, 0]
-        yield ridge, weight * (1 + change).repeat_interleave(width)
+        return weight * (1 + change).repeat_interleave(width), bias
+
+    return solve
 
 
 def _check_finite(module: PrunableModule, moments: Moments) -> None:
