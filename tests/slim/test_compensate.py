@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hies_export import Kept, PruningPlan, find_attention, find_modules, prune_units
 from hies_export.calibrate import moments as moments_room
-from hies_export.calibrate.moments import Moments, MomentStream
+from hies_export.calibrate.moments import Moments, MomentStore
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
 from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
 
@@ -117,7 +117,7 @@ def test_sequential_is_refused_where_a_layer_runs_several_times() -> None:
     modules = find_attention(dense, batches[0])
     plan = random_plan(modules, uniform=False)
     slim = prune_units(dense, plan, modules)
-    with pytest.raises(RequestError, match=r"needs every layer to run once, but .* runs 2 times; leave out compens"):
+    with pytest.raises(RequestError, match="every layer to run once, but .* runs 2 times; set compensation.sequential"):
         compensate(dense, slim, plan, modules, batches, Compensation(sequential=True))
 
 
@@ -214,9 +214,9 @@ def test_inputs_that_are_no_numbers_are_refused_by_name(
         compensate(dense, slim, plan, sites, batches, HOW[how])
     after = slim.get_submodule(last.consumer).state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
-    stream = MomentStream(dense, sites, batches)
+    store = MomentStore(dense, sites, batches)
     with pytest.raises(NonFiniteError, match=said):
-        refit(slim, plan, sites, stream, HOW[how])
+        refit(slim, plan, sites, store, HOW[how])
 
 
 def test_bad_requests() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.cuts import by_module, random_cut
+from support.cuts import effects, random_cut
 from support.generative import padded, with_images
 from support.models import causal_lm, llava
 from support.references import RIDGE, assert_least_squares, naive_effect, read_by_sample, read_tokens
@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Compensation, DataError, compensate, find_attention
-from hies_export.calibrate.readings import EffectStream
 from hies_export.score.compensated import RemovalOptions, removal_chain
 from hies_export.tasks.text_generation import text_labels
 
@@ -39,11 +38,9 @@ def test_effects_are_of_the_log_probability_of_the_text(
 ) -> None:
     model, batches = make(), make_batches(side)
     sites = find_attention(model, batches[0])
-    stream = EffectStream(model, batches, sites)
-    assert stream.samples == 9
-    effects = by_module(stream)
+    found = effects(model, batches, sites)
     for site in sites:
-        layer, samples = effects[site.name], read_by_sample(model, site, batches)
+        layer, samples = found[site.name], read_by_sample(model, site, batches)
         weight = model.get_submodule(site.consumer).weight.detach().double().numpy()
         assert layer.centred == ("vision" in site.name)  # LLaMA's projections have no bias
         assert torch.bincount(layer.sample).tolist() == [len(x) for x, *_ in samples]
@@ -53,7 +50,7 @@ def test_effects_are_of_the_log_probability_of_the_text(
     last = sites[-1]
     # A text is no single prediction, so the changes of its tokens are not added up.
     options = RemovalOptions(RIDGE, per_sample=False)
-    first, _ = removal_chain(effects[last.name], last, stream.samples, options=options)
+    first, _ = removal_chain(found[last.name], last, 9, options=options)
     samples = [(x, y, g) for x, y, _, g in read_by_sample(model, last, batches)]
     costs = [naive_effect(model, last, samples, [1 - group], per_sample=False) for group in (0, 1)]
     cheapest = int(np.argmin(costs))
@@ -64,11 +61,11 @@ def test_effects_are_of_the_log_probability_of_the_text(
 def test_the_labels_are_the_text_and_say_which_tokens_count() -> None:
     model, batch = causal_lm(), padded([9, 4, 6], "right", answers=[2, 3, 1])
     sites = find_attention(model, batch)
-    one = by_module(EffectStream(model, [batch], sites))[sites[0].name]
+    one = effects(model, [batch], sites)[sites[0].name]
     other = batch | {"labels": torch.where(batch["labels"] == -100, -100, 7)}
     fewer = batch | {"labels": padded([9, 4, 6], "right", answers=[1, 1, 1])["labels"]}
     for changed in (other, fewer):
-        found = by_module(EffectStream(model, [changed], sites))[sites[0].name]
+        found = effects(model, [changed], sites)[sites[0].name]
         assert_near(found.inputs, one.inputs)
         assert not torch.allclose(found.gradients, one.gradients)
 
@@ -83,13 +80,13 @@ def test_without_labels_the_text_is_its_own(make: Callable[[], PreTrainedModel],
     labelled = batch | {"labels": batch["labels"].masked_fill(firsts, -100)}
     unlabelled = {k: v for k, v in batch.items() if k != "labels"}
     sites = find_attention(model, batch)
-    one, other = (by_module(EffectStream(model, [b], sites)) for b in (labelled, unlabelled))
+    one, other = (effects(model, [b], sites) for b in (labelled, unlabelled))
     for site in sites:
         assert_near(one[site.name].gradients, other[site.name].gradients)
     assert torch.equal(text_labels(model, unlabelled)[:, 1:], labelled["labels"][:, 1:])
     embedded = {"inputs_embeds": torch.randn(5, 4, 32)}
     with pytest.raises(DataError, match="must have labels or input_ids, got inputs_embeds"):
-        list(EffectStream(causal_lm(), [embedded], find_attention(causal_lm(), padded([4], "right"))))
+        effects(causal_lm(), [embedded], find_attention(causal_lm(), padded([4], "right")))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

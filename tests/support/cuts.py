@@ -1,18 +1,18 @@
 """Make cuts that depend on nothing but a seed."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Constraints, find_attention, prune_units, select_units
+from hies_export.calibrate.moments import LayerMoments, collect_moments
+from hies_export.calibrate.readings import Gradients, LayerEffects, effects_of
 from hies_export.score.criteria import Scores
 from hies_export.select.plan import PruningPlan, library_versions
 from hies_export.units.units import Kept, PrunableModule, Units
-
-T = TypeVar("T")
 
 
 def plan_of(
@@ -73,6 +73,20 @@ def random_neurons(modules: Sequence[PrunableModule], *, uniform: bool, seed: in
     return kept
 
 
-def by_module(stream: Iterable[tuple[PrunableModule, T]]) -> dict[str, T]:
-    """Return what an `EffectStream` or a `MomentStream` yields, by the name of the module."""
-    return {module.name: found for module, found in stream}
+def effects(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], modules: Sequence[PrunableModule]
+) -> dict[str, LayerEffects]:
+    """Return the effects of all modules, in their order."""
+    found: dict[str, LayerEffects] = {}
+    walk = Gradients(model, batches, modules, "effect")
+    walk.collect(lambda inside, read: found.update(effects_of(model, batches, inside, read)))
+    return {module.name: found[module.name] for module in modules}
+
+
+def moments_by_module(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], batches: Sequence[dict[str, Tensor]], **how: Any
+) -> dict[str, LayerMoments]:
+    """Return the moments of all modules, in their order."""
+    found: dict[str, LayerMoments] = {}
+    collect_moments(model, modules, batches, lambda _, sums: found.update(sums), **how)
+    return {module.name: found[module.name] for module in modules}

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from hies_export import DataError, HiesError, PruningRecipe, collect_statistics, processes
-from hies_export.calibrate.readings import EffectStream
 from hies_export.model.internals import require_onnx_exporter
 from hies_export.pipeline.load_job import load_job
+from support.cuts import effects
 from support.runs import hies, without_tracing
 
 require_onnx_exporter()  # where this is imported: once for all processes that are forked from there
@@ -31,12 +31,11 @@ def statistics(project: Path) -> dict[str, dict[str, torch.Tensor]]:
     prepared = load_job(PruningRecipe.from_yaml(project / "recipe.yaml"))
     sites, batches = prepared.scored, prepared.rows.score
     found = collect_statistics(prepared.model, batches, sites, needs=ALL_STATISTICS)
-    stream = EffectStream(prepared.model, batches, sites)
-    effects = {module.name: layer for module, layer in stream}
+    layers = effects(prepared.model, batches, sites)
     return {
         **{name: dict(values) for name, values in found.values.items()},
-        "inputs": {module.name: effects[module.name].inputs for module in sites},
-        "gradients": {module.name: effects[module.name].gradients for module in sites},
+        "inputs": {name: layer.inputs for name, layer in layers.items()},
+        "gradients": {name: layer.gradients for name, layer in layers.items()},
     }
 
 

@@ -15,11 +15,15 @@ from hies_export.tasks import TextGeneration, task_of
 from hies_export.tasks.text_generation import text_labels
 
 
+def config_of(**options: Any) -> SimpleNamespace:
+    return SimpleNamespace(num_labels=2, get_text_config=SimpleNamespace, **options)
+
+
 class Fixed:
     """A model that gives the same logits and the same loss whatever it reads."""
 
     def __init__(self, logits: Tensor, loss: float = 0.5):
-        self.logits, self.loss, self.config = logits, torch.tensor(loss), SimpleNamespace(num_labels=2)
+        self.logits, self.loss, self.config = logits, torch.tensor(loss), config_of()
 
     def __call__(self, **batch: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=self.logits, loss=self.loss)
@@ -51,9 +55,9 @@ def test_own_labels_are_those_of_each_text_by_itself(make: Callable[[], PreTrain
 @pytest.mark.parametrize("name", ["image_token_id", "image_token_index", "video_token_id", "audio_token_id"])
 def test_no_label_is_a_placeholder_of_any_kind(name: str) -> None:
     tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0]])])
-    tokens.config = SimpleNamespace(num_labels=2, **{name: 7})
+    tokens.config = config_of(**{name: 7})
     batch = {"input_ids": torch.tensor([[5, 7, 6, 7]])}
-    assert TextGeneration(None).with_labels(tokens, batch)["labels"].tolist() == [[-100, -100, 1, -100]]  # type: ignore[arg-type]
+    assert TextGeneration(tokens.config).with_labels(tokens, batch)["labels"].tolist() == [[-100, -100, 1, -100]]  # type: ignore[arg-type]
     assert text_labels(tokens, batch).tolist() == [[5, -100, 6, -100]]  # type: ignore[arg-type]
 
 
@@ -61,4 +65,4 @@ def test_the_text_that_an_encoder_reads_hides_no_label_of_the_decoder() -> None:
     tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0]])])
     batch = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor([[1, 1, 0]])}
     batch["decoder_input_ids"] = torch.tensor([[1, 2, 3, 1]])
-    assert TextGeneration(None).with_labels(tokens, batch)["labels"].tolist() == [[-100, 3, 1, 2]]  # type: ignore[arg-type]
+    assert TextGeneration(tokens.config).with_labels(tokens, batch)["labels"].tolist() == [[-100, 3, 1, 2]]  # type: ignore[arg-type]
