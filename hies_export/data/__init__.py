@@ -22,6 +22,7 @@ from .batches import (
     are_tokens,
     by_length,
     check_numbers,
+    in_rows,
     inputs_of,
     padded,
     size_of,

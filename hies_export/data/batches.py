@@ -73,6 +73,14 @@ def size_of(batch: Mapping[str, torch.Tensor]) -> int:
     return len(next(iter(batch.values())))
 
 
+def in_rows(batch: Batch, size: int) -> list[Batch]:
+    """Return a batch as batches of at most `size` rows; as it is if one of its tensors has another number of rows."""
+    count = size_of(batch)
+    if count <= size or any(value.dim() == 0 or len(value) != count for value in batch.values()):
+        return [batch]
+    return [{key: value[first : first + size] for key, value in batch.items()} for first in range(0, count, size)]
+
+
 def has_references(batch: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a batch has what metrics compare with: labels, relevant documents, grades or scores of pairs."""
     return not batch.keys().isdisjoint({"labels", "relevant", "grades", "score"})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data.batches import Batch
+from ..data.batches import Batch, in_rows
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, output_alone, threads_for
 from ..processes import mapped
@@ -18,8 +18,6 @@ from ..tasks import Predictions, Task, task_of
 
 # Predicts batches with a model.
 Predictor = Callable[[PreTrainedModel, Sequence[Batch]], Predictions]
-# What is kept of an output and its batch.
-Keep = Callable[[torch.Tensor, Batch], tuple[torch.Tensor, ...]]
 
 
 def predict(
@@ -38,7 +36,7 @@ def predict(
     task.check_batches(batches)
     forward = partial(task.output, model)
     with evaluating(model), output_alone(model), torch.inference_mode(), threads_for(model, batches):
-        kept = mapped(batches, partial(_kept, forward, task.keep, len(batches)), "predict", progress)
+        kept = mapped(batches, partial(_kept, forward, task, len(batches)), "predict", progress)
     return task.join(kept, batches)
 
 
@@ -53,20 +51,26 @@ def predict_by(
     """Predict batches as `predict` does, in this process alone, by a function from a batch to its prediction."""
     task.check_batches(batches)
     rows = progress.track(batches, name)
-    kept = [_kept(forward, task.keep, len(batches), index, batch) for index, batch in enumerate(rows)]
+    kept = [_kept(forward, task, len(batches), index, batch) for index, batch in enumerate(rows)]
     return task.join(kept, batches)
 
 
 def logits_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
     """Return the raw outputs of `forward` for all batches in one tensor, on the CPU; NaN and infinity are refused."""
-    kept = [_kept(forward, lambda logits, _: (logits,), len(batches), *numbered) for numbered in enumerate(batches)]
-    return torch.cat([logits for (logits,) in kept])
+    return torch.cat([_finite((forward(batch),), len(batches), index)[0] for index, batch in enumerate(batches)])
 
 
 def _kept(
-    forward: Callable[[Batch], torch.Tensor], keep: Keep, count: int, index: int, batch: Batch
+    forward: Callable[[Batch], torch.Tensor], task: Task, count: int, index: int, batch: Batch
 ) -> tuple[torch.Tensor, ...]:
-    kept = keep(forward(batch), batch)
+    """Return what the task keeps of the output for a batch, computed for `Task.at_once` rows at a time."""
+    parts = in_rows(batch, task.at_once(batch))
+    kept = [_finite(task.keep(forward(part), part), count, index) for part in parts]
+    return kept[0] if len(kept) == 1 else tuple(torch.cat(values) for values in zip(*kept, strict=True))
+
+
+def _finite(kept: tuple[torch.Tensor, ...], count: int, index: int) -> tuple[torch.Tensor, ...]:
+    """Return numbers in float32 on the CPU, after refusing NaN and infinity."""
     if not all(torch.isfinite(values).all() for values in kept):
         raise NonFiniteError(
             f"logits must be finite, but batch {index} (from 0) of {count} has NaN or infinity; try dtype float32"

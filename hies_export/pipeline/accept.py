@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from ..data.batches import Batch
+from ..data.batches import Batch, in_rows
 from ..errors import RequestError, listed, quoted, refusing
 from ..forms.measure.shapes import check_runs
 from ..model.modes import evaluating, output_alone
@@ -74,8 +74,11 @@ def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor
     """Return the prediction of a batch, or refuse a model that fails on data: a device and a dtype refuse more."""
     must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
-        output = task.output(model, batch)
-    if not output.isfinite().all():
+        for part in in_rows(batch, task.at_once(batch)):
+            output = task.output(model, part)
+            if not (finite := bool(output.isfinite().all())):
+                break
+    if not finite:
         wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
         if wrong:
             raise RequestError(

@@ -276,6 +276,10 @@ class Task(ABC):
         """
         return dict(batch)
 
+    def at_once(self, batch: Batch) -> int:
+        """Return of how many samples one forward pass may compute the output; by default of all."""
+        return data.size_of(batch)
+
     # How units are scored.
 
     def output(self, model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -297,8 +301,9 @@ class Task(ABC):
         if "labels" in batch or self.predicts in ("numbers", "embeddings") or data.GROUP_KEY in batch:
             return dict(batch)
         with torch.no_grad():
-            output = self.output(model, batch)
-        return {**batch, "labels": self.own_labels(model, batch, output)}
+            parts = data.in_rows(batch, self.at_once(batch))
+            labels = [self.own_labels(model, part, self.output(model, part)) for part in parts]
+        return {**batch, "labels": torch.cat(labels)}
 
     def loss(self, model: PreTrainedModel, batch: Batch, number: int) -> Loss:
         """Return the sum of all losses of a batch, which the model averages; `number` is that of the batch.

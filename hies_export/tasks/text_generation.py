@@ -45,8 +45,9 @@ WHOLE = -1
 BLOCK = "input_ids"
 # Texts that are tokenised at once.
 TEXTS = 1000
-# How many rows of logits are held in float32 at once: 64 MB for a vocabulary of 32,000.
-ROWS_AT_ONCE = 512
+# Most bytes of the logits of one forward pass in float32, if it has several samples; and of what is copied of them.
+LOGITS_BYTES = 256 << 20
+COPIED_BYTES = 64 << 20
 # The tokens of a sample, and which of them are labels.
 Tokens = tuple[list[int], list[bool]]
 
@@ -270,6 +271,13 @@ class TextGeneration(Task):
         batch = {"input_ids": input_ids, "attention_mask": mask}
         return with_positions(batch, self.config, data.padded(labels, data.IGNORED, left=left))
 
+    def at_once(self, batch: Batch) -> int:
+        """Return how many samples have logits, (samples, tokens, vocabulary), of at most `LOGITS_BYTES`; at least 1."""
+        vocabulary = getattr(self.config.get_text_config(), "vocab_size", None)
+        if vocabulary is None or "input_ids" not in batch:
+            return super().at_once(batch)
+        return max(1, LOGITS_BYTES // (4 * vocabulary * batch["input_ids"].shape[1]))
+
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
         """Return a batch of which text without labels is its own label, as in training on plain text."""
         return {**batch, "labels": text_labels(model, batch)}
@@ -332,8 +340,8 @@ class TextGeneration(Task):
         """
         where = self.predicting(batch["labels"]).nonzero().unbind(-1)
         wanted = batch["labels"][:, self.shift :][where]
-        tokens, nll = [], []
-        for row, position, label in zip(*(part.split(ROWS_AT_ONCE) for part in (*where, wanted)), strict=True):
+        tokens, nll, size = [], [], max(1, COPIED_BYTES // (4 * output.shape[-1]))
+        for row, position, label in zip(*(part.split(size) for part in (*where, wanted)), strict=True):
             part = output[row.to(output.device), position.to(output.device)].float()  # (rows, vocabulary)
             tokens.append(part.argmax(-1).cpu())
             nll.append(torch.nn.functional.cross_entropy(part, label.to(part.device), reduction="none").cpu())

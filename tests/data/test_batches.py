@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hies_export import DataError, find_modules
-from hies_export.data.batches import Batch, batches_fingerprint, by_length, samples_of, size_of
+from hies_export.data.batches import Batch, batches_fingerprint, by_length, in_rows, samples_of, size_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.model.tokens import count_tokens, first_samples
@@ -215,6 +215,15 @@ def test_batches_like_others_keep_the_order_of_their_samples() -> None:
     found = by_length(batches, config=bert().config, like=like)
     assert [batch["labels"].item() for batch in found] == [1, 0, 2]
     assert [batch["attention_mask"].sum().item() for batch in found] == [5, 3, 4]
+
+
+def test_a_batch_is_split_by_rows_unless_a_tensor_has_others() -> None:
+    batch = {"input_ids": torch.arange(10).view(5, 2), "labels": torch.arange(5)}
+    parts = in_rows(batch, 2)
+    assert [size_of(part) for part in parts] == [2, 2, 1]
+    assert all(torch.equal(torch.cat([part[key] for part in parts]), batch[key]) for key in batch)
+    for whole in (batch, batch | {"pixel_values": torch.zeros(7, 3)}, batch | {"scale": torch.tensor(1.0)}):
+        assert in_rows(whole, 5 if whole is batch else 2) == [whole]
 
 
 def _one_text(number: int, length: int) -> dict[str, torch.Tensor]:

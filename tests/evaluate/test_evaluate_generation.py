@@ -37,11 +37,11 @@ def naive(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[list[float
     return nlls, tokens, labels
 
 
-@pytest.mark.parametrize("rows_at_once", [512, 3])
+@pytest.mark.parametrize("tokens_at_once", [512, 3])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_predictions_and_metrics_equal_those_of_all_logits(side: str, rows_at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(text_generation, "ROWS_AT_ONCE", rows_at_once)
+def test_predictions_and_metrics_equal_those_of_all_logits(side: str, tokens_at_once: int, monkeypatch: Any) -> None:
     model = causal_lm()
+    monkeypatch.setattr(text_generation, "COPIED_BYTES", tokens_at_once * 4 * model.config.vocab_size)
     batches = [padded([9, 4, 6], side, answers=[2, 3, 1]), padded([3, 7], side, answers=[1, 1])]
     nlls, tokens, labels = naive(model, batches)
     batches[0]["labels"][0, batches[0]["labels"][0] != -100] = torch.tensor(tokens[0])  # one answer that is right
@@ -63,6 +63,20 @@ def test_predictions_and_metrics_equal_those_of_all_logits(side: str, rows_at_on
     assert compute_metrics(found, references(batches, TASK), names=NAMES, task=TASK) == pytest.approx(
         expected, rel=1e-5
     )
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(0.5, [1, 1, 1]), (2, [2, 1]), (3, [3])])
+def test_logits_are_computed_for_as_many_samples_as_the_limit_holds(
+    rows: float, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = causal_lm(), padded([9, 4, 6], "left", answers=[2, 3, 1])
+    whole, seen = predict(model, [batch]), []
+    monkeypatch.setattr(text_generation, "LOGITS_BYTES", int(rows * 9 * 4 * model.config.vocab_size))
+    model.lm_head.register_forward_hook(lambda layer, args, output: seen.append(len(output)))
+    found = predict(model, [batch])
+    assert seen == passes
+    assert torch.equal(found.values, whole.values)
+    torch.testing.assert_close(found.nll, whole.nll)
 
 
 def test_perplexity_of_blocks_is_the_exponential_of_the_models_own_loss() -> None:
