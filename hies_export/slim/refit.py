@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -41,7 +41,7 @@ from ..calibrate.moments import (
 )
 from ..calibrate.readings import Reading, by_sample, own, run_forward, walking
 from ..calibrate.residual import residual_places, streams
-from ..calibrate.walk import Call, Walk, blocks_of
+from ..calibrate.walk import Call, Steps, Walk, blocks_of
 from ..data.batches import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError, refusing
 from ..model.linear import weight_of
@@ -247,28 +247,41 @@ def _in_order(
     if not modules:
         return []
     places, by_name = residual_places(dense, modules, batches[0]), {module.name: module for module in modules}
-    blocks, fits = blocks_of(dense, modules, batches[0]), list[LayerFit]()
+    blocks, first = blocks_of(dense, modules, batches[0]), [0, *accumulate(map(size_of, batches))]
+    models, fits = (dense, slim), list[LayerFit]()
     with ExitStack() as stack:
-        sides, walks = [], []
-        for model in (dense, slim):
+        walks, steps, residual = [], [], []
+        for model in models:
             stack.enter_context(walking(model, batches))
-            stream = stack.enter_context(streams(model, places))
-            walk = Walk(model, own(batches), [*blocks], partial(_run, model))
-            sides.append(_Side(model, batches, walk, stream))
-            walks.append(stack.enter_context(closing(walk.forward(to_the_end=False))))
+            residual.append(stack.enter_context(streams(model, places)))
+            walks.append(Walk(model, own(batches), [*blocks], partial(_run, model)))
+            steps.append(stack.enter_context(closing(walks[-1].forward(to_the_end=False))))
         for block in progress.track([*blocks], "blocks refitted"):
+            calls = [next(of_model)[1] for of_model in steps]
             inside = [by_name[name] for name in places if by_name[name] in blocks[block]]
-            calls = [next(steps)[1] for steps in walks]
-            if not inside:
-                for side, of in zip(sides, calls, strict=True):
-                    side.compute(of)
-                continue
-            with sides[0].paused(calls[0], inside) as wanted, sides[1].paused(calls[1], inside) as found:
+            with ExitStack() as within:
+                paused = [_paused(*of, [m.consumer for m in inside]) for of in zip(models, walks, calls, strict=True)]
+                for _, consumers in paused:
+                    within.enter_context(closing(consumers))
                 for module in inside:
+                    there, here = (next(consumers)[1] for _, consumers in paused)
                     sums = new_sums(dense, module, selection)
-                    _add_drifted(sums, module, next(wanted), next(found), batches)
+                    for wanted, found in zip(there, here, strict=True):
+                        number, batch = found.batch, batches[found.batch]
+                        wanted.output = paused[0][0].compute(wanted)
+                        x, y = (by_sample(dense, module.name, batch, t) for t in (found.args[0], wanted.output))
+                        # None if it is not known, or if the layer that shows it was removed as a whole.
+                        drift = [stream.pop(number, None) for stream in residual]
+                        if drift[0] is not None and drift[1] is not None:
+                            y = y + DRIFT * by_sample(dense, module.name, batch, drift[0] - drift[1]).to(y)
+                        real = real_tokens(dense, module.name, batch, x)
+                        add_reading(sums, Reading(module.name, x, y, None, real), first[number])
                     added_up(sums.tensors())
                     fits += _refit_all(slim, [module], {module.name: sums}, how)
+                    for found in here:
+                        found.output = paused[1][0].compute(found)
+                for _, consumers in paused:
+                    next(consumers, None)  # to the end of the block
     return fits
 
 
@@ -276,86 +289,14 @@ def _run(model: PreTrainedModel, _: int, batch: Mapping[str, Tensor]) -> None:
     run_forward(model, batch)
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A batch in front of a consumer."""
+def _paused(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], consumers: Sequence[str]) -> tuple[Walk, Steps]:
+    """Return a walk of the calls of a block, which pause at its consumers, and its steps."""
 
-    inputs: Tensor  # (batch, tokens, inputs)
-    stream: Tensor | None  # (batch, tokens, outputs), what the output will be added to; None if that is not known
-    real: Tensor  # (batch, tokens) bool, the tokens that are not padding
-    output: Callable[[], Tensor]  # computes it, (batch, tokens, outputs)
+    def run(_: int, call: Call) -> None:
+        call.output = walk.compute(call)
 
-
-@dataclass(frozen=True)
-class _Side:
-    """One of two models that walk side by side."""
-
-    model: PreTrainedModel
-    batches: Sequence[dict[str, Tensor]]
-    walk: Walk
-    stream: dict[int, Tensor]  # by batch, in front of the consumer that comes next
-
-    def compute(self, calls: Sequence[Call]) -> None:
-        """Compute the outputs of a block."""
-        for call in calls:
-            call.output = self.walk.compute(call)
-
-    @contextmanager
-    def paused(
-        self, calls: Sequence[Call], modules: Sequence[PrunableModule]
-    ) -> Iterator[Iterator[dict[int, _Waiting]]]:
-        """Yield what lets a block's calls pause at the consumer of one module after the other: by batch, as it waits.
-
-        A consumer is computed when the next one is asked for; the block is computed to its end at the end.
-        """
-
-        def run(_: int, call: Call) -> None:
-            self.compute([call])
-
-        inner = Walk(self.model, {call.batch: call for call in calls}, [m.consumer for m in modules], run)
-
-        def waiting(name: str, call: Call) -> _Waiting:
-            def by_its_sample(x: Tensor) -> Tensor:
-                return by_sample(self.model, name, batch, x)
-
-            def output() -> Tensor:
-                call.output = inner.compute(call)
-                return by_its_sample(call.output)
-
-            batch, x = self.batches[call.batch], call.args[0]
-            # None also where the layer that shows it was removed as a whole.
-            stream = self.stream.pop(call.batch, None)
-            inputs = by_its_sample(x)
-            real = real_tokens(self.model, name, batch, inputs)
-            return _Waiting(inputs, None if stream is None else by_its_sample(stream), real, output)
-
-        def consumers(steps: Iterator[tuple[str, list[Call]]]) -> Iterator[dict[int, _Waiting]]:
-            for module, (_, at) in zip(modules, steps, strict=True):
-                yield {call.batch: waiting(module.name, call) for call in at}
-                for call in at:
-                    call.output = inner.compute(call) if call.output is None else call.output
-
-        with closing(inner.forward()) as steps:
-            found = consumers(steps)
-            yield found
-            next(found, None)
-
-
-def _add_drifted(
-    sums: LayerMoments,
-    module: PrunableModule,
-    wanted: Mapping[int, _Waiting],
-    found: Mapping[int, _Waiting],
-    batches: Sequence[Mapping[str, Tensor]],
-) -> None:
-    """Add what the slim consumer reads, with what the dense one gives and a share of the drift as the target."""
-    first = [0, *accumulate(map(size_of, batches))]
-    for number, here in found.items():
-        there = wanted[number]
-        y = there.output()
-        if there.stream is not None and here.stream is not None:
-            y = y + DRIFT * (there.stream - here.stream).to(y)
-        add_reading(sums, Reading(module.name, here.inputs, y, None, here.real), first[number])
+    inner = Walk(model, {call.batch: call for call in calls}, consumers, run)
+    return inner, inner.forward()
 
 
 def _refit(
