@@ -6,12 +6,12 @@ tokens, and from moments the ridge regression.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,10 @@ SHARE_OF_FREE = 0.5
 FREE_IF_UNKNOWN = 8 << 30
 
 
+# Takes a ridge and returns a weight (outputs, inputs) and a bias (outputs,); None where that ridge is too small.
+Solve: TypeAlias = Callable[..., "tuple[Tensor, Tensor | None] | None"]
+
+
 @dataclass
 class Moments:
     """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64."""
@@ -58,13 +62,11 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
-    def fits(
-        self, weight: Tensor, *, ridges: Sequence[float], centred: bool
-    ) -> Iterator[tuple[float, Tensor, Tensor | None]]:
-        """Yield, with each ridge, the regression of y on x that shrinks towards `weight`, (outputs, inputs), not zero.
+    def solver(self, weight: Tensor, *, centred: bool) -> Solve:
+        """Return what fits y to x with a ridge, and shrinks towards `weight`, (outputs, inputs), not zero.
 
-        Ridges are relative to the mean of the diagonal of the moments of x. One that leaves the moments singular is
-        left out. If `centred`, a bias (outputs,) is fitted as well, from centred moments; else it is None.
+        The ridge is relative to the mean of the diagonal of the moments of x. If `centred`, a bias (outputs,) is fitted
+        as well, from centred moments; else it is None. With `quick`, the system of a wide layer is solved in float32.
         """
         mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
         if centred:
@@ -72,17 +74,23 @@ class Moments:
             yx = yx - torch.outer(self.y / self.tokens, mean_x)
         left = (yx - weight @ xx).T  # the part that the weight does not explain
         scale = xx.diagonal().mean()
-        for ridge in ridges:
-            damped = xx + ridge * scale * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+
+        def solve(ridge: float, *, quick: bool = False) -> tuple[Tensor, Tensor | None] | None:
+            wide = len(xx) >= WIDE
+            dtype = torch.float32 if wide and quick else xx.dtype
+            damped = xx.to(dtype, copy=True)
+            damped.diagonal().add_(ridge * scale)
             try:
-                if len(xx) < WIDE:
-                    change = torch.linalg.solve(damped, left)
+                if wide:
+                    change = torch.cholesky_solve(left.to(dtype), torch.linalg.cholesky(damped))
                 else:
-                    change = torch.cholesky_solve(left, torch.linalg.cholesky(damped))
-            except torch.linalg.LinAlgError:
-                continue
+                    change = torch.linalg.solve(damped, left)
+            except torch.linalg.LinAlgError:  # the moments are singular
+                return None
             fitted = weight + change.T
-            yield ridge, fitted, self.fit_bias(fitted) if centred else None
+            return fitted, self.fit_bias(fitted) if centred else None
+
+        return solve
 
     def fit_bias(self, weight: Tensor) -> Tensor:
         """Return the least-squares bias (outputs,) for a weight (outputs, inputs)."""

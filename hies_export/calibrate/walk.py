@@ -97,7 +97,7 @@ class Walk:
             for number, run in self._runs.items():
                 run.gr_context, run.number = copy_context(), number
             waiting = {number: self._switch(number) for number in self._runs}
-            last = [*self._layers][-1]
+            last = [*self._layers][-1] if self._layers else ""
             for layer in self._layers:
                 calls = [call for call in waiting.values() if call is not None and call.layer == layer]
                 with self._at_hand(layer):

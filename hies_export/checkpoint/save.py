@@ -6,33 +6,37 @@ import copy
 import hashlib
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..equal import SAME_CODE, Difference
 from ..errors import PlanError, ReloadMismatchError, refusing
-from ..model.copies import convert
+from ..model.copies import convert, parameter_bytes
 from ..model.internals import (
     attention_undecided,
     auto_classes,
     configs_of,
     dtypes_in,
+    empty_model,
     exact_products,
     has_auto_base,
     layers_unwarned,
     never_asking,
     saved_state,
+    share_tensors,
 )
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder
-from ..model.tokens import longest_sequence, shortest_limit
+from ..model.tokens import longest_sequence, short_samples, shortest_limit
 from ..select.plan import PruningPlan
 from ..slim.check import first_output
 from ..slim.config import is_slim
@@ -46,13 +50,16 @@ from .beside import (
     documents_of,
     under_licence,
 )
-from .classes import find_model_class
+from .classes import config_of_class, find_model_class
 from .folders import new_folder
+from .weights import weight_files
 
 logger = logging.getLogger(__name__)
 
 
 HALF = (torch.float16, torch.bfloat16)
+# A model with more bytes of parameters is compared with its files, and not loaded beside itself.
+LARGE = 1 << 30
 
 
 def save_slim(
@@ -72,7 +79,9 @@ def save_slim(
     """Save a slim model, load it again through every class that users may load it by, and compare.
 
     Both sides of the comparison are in the dtype that is saved. Of a `TextEncoder`, the folder is at once the
-    checkpoint of its encoder and what sentence-transformers saves.
+    checkpoint of its encoder and what sentence-transformers saves. A model whose parameters take more than 1 GiB is not
+    loaded a second time: the files are read tensor by tensor and must hold its very numbers, and what each class makes
+    of the saved config must have these names and shapes, and with these tensors give the same outputs.
 
     Args:
         model: The slim model.
@@ -136,14 +145,20 @@ def save_slim(
 
 @layers_unwarned()
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
-    """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs."""
+    """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs.
+
+    One way is tried at a time. Models of more than `LARGE` bytes are `_built` and not loaded.
+    """
     if isinstance(model, TextEncoder):
         return check_reload(model.auto_model, folder, batch)
+    large = parameter_bytes(model) > LARGE
+    batch = short_samples(model, batch) if large else batch
     worst = 0.0
     dtype, computing = model.dtype, _computing_dtype(model, batch)
     if computing != dtype:
         model = convert(model, dtype=computing)
     saved = saved_state(model)
+    held = _held(saved, Path(folder)) if large else None
     own_class: Any = find_model_class(folder)
     ways: list[tuple[str, Any, nn.Module, Mapping[str, Tensor]]] = [("hies_export.load", own_class, model, batch)]
     if has_auto_base(model):
@@ -157,7 +172,10 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
         options = {} if loader is own_class else {"trust_remote_code": is_slim(model)}
         must = f"a saved model must load again, but through {way} it failed with"
         with refusing(must, "nothing was kept", ReloadMismatchError):
-            loaded, info = loader.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+            loaded: Any
+            loaded, info = _built(loader, folder, original, under, held, options) or loader.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True, **options
+            )
         missing = sorted(under + key for key in info["missing_keys"] if under + key in saved)
         if missing or info["mismatched_keys"]:
             raise ReloadMismatchError(
@@ -182,6 +200,58 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
                 "model in memory: take them off before you prune it"
             )
     return worst
+
+
+def _held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
+    """Return the names in the files of a folder, after comparing their tensors with those of a model, one at a time.
+
+    It is None where a name is another than in the model, as transformers changes some, so that only loading can tell.
+    """
+    names = set()
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as tensors:
+            of_file = [*tensors.keys()]
+        for name in of_file:
+            if name not in saved:
+                return None
+            with safe_open(file, "pt") as tensors:  # each anew, as all that is read stays in memory until it is closed
+                stored = tensors.get_tensor(name).flatten()
+            wanted = saved[name].detach().to("cpu", stored.dtype).flatten()
+            if not torch.equal(stored.view(torch.uint8), wanted.view(torch.uint8)):
+                raise ReloadMismatchError(
+                    f"files must hold the numbers of the model, but {file.name} has others for {name}; nothing was kept"
+                )
+            names.add(name)
+    return names
+
+
+def _built(
+    loader: Any, folder: str | Path, original: nn.Module, under: str, held: set[str] | None, options: Any
+) -> tuple[Any, dict[str, Any]] | None:
+    """Return what a class makes of a saved config, with the tensors of the saved model, and what loading would report.
+
+    `held` are the names in the files, `under` what stands in front of them. None without them, and where the class has
+    other names or tensors that are neither parameters nor buffers.
+    """
+    if held is None:
+        return None
+    if isinstance(loader, type) and issubclass(loader, PreTrainedModel):
+        built = empty_model(loader, config_of_class(loader, folder))
+    else:
+        config = AutoConfig.from_pretrained(folder, **options)
+        with torch.device("meta"):
+            built = loader.from_config(config, **options)
+    wanted, of_class, names = original.state_dict(), built.state_dict(keep_vars=True), defaultdict[int, set[str]](set)
+    kept_aside = any(isinstance(value, Tensor) for module in built.modules() for value in vars(module).values())
+    if kept_aside or of_class.keys() != wanted.keys():
+        return None
+    for name, tensor in of_class.items():
+        names[id(tensor)].add(under + name)  # tied ones share a tensor, which the files hold once
+    missing = [name for name, tensor in of_class.items() if not names[id(tensor)] & held]
+    other = [name for name, tensor in of_class.items() if tensor.shape != wanted[name].shape]
+    if not (missing or other):
+        share_tensors(built, original)
+    return built, {"missing_keys": missing, "mismatched_keys": other}
 
 
 def _for_base_model(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

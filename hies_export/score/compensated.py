@@ -214,15 +214,13 @@ class _Greedy:
         # A neuron's numbers are many and its system is one by one, so single precision is enough and twice as fast.
         dtype = torch.float64 if self._width > 1 else torch.float32
         spread = spread or Spread.of(layer.inputs, centred=layer.centred)
-        mean, moments = spread.mean.to(options.device), spread.moments.to(options.device)
-        read = layer.inputs.to(options.device, torch.float64)
-        if layer.centred:
-            read = read - mean
+        mean = spread.mean.to(options.device)
+        damped = spread.moments.to(options.device, dtype, copy=True)
         # If all inputs are zero, any damping above zero will do.
-        damping = options.ridge * (moments.diagonal().mean().item() or 1.0)
-        identity = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
-        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments + damping * identity))
-        self._read = read.to(dtype) @ self._inverse.to(dtype)  # (tokens, kept columns)
+        damped.diagonal().add_(options.ridge * (damped.diagonal().double().mean().item() or 1.0))
+        self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        read = layer.inputs.to(options.device, dtype)
+        self._read = (read - mean.to(dtype) if layer.centred else read) @ self._inverse  # (tokens, kept columns)
         # (tokens, kept columns), changed in place
         self._gradient = layer.gradients.to(options.device, dtype, copy=True)
         self._of_token = self._read.new_zeros(len(read))
@@ -241,7 +239,7 @@ class _Greedy:
         places = len(sizes) - 1 - sizes.flip(0).argsort(stable=True)[:count]
         groups, columns = self._groups[places], self._columns(places)
         # (G_SS)^-1; without checks, for which a GPU would wait. G stays positive definite by its damping.
-        solved = torch.linalg.inv_ex(self._inverse[columns][:, columns]).inverse
+        solved = torch.linalg.inv_ex(self._inverse[columns][:, columns].double()).inverse.to(self._inverse)
         taken_over = solved @ self._inverse[columns]  # -P
         self._inverse.addmm_(self._inverse[:, columns], taken_over, alpha=-1)
         self._left[places] = False

@@ -14,9 +14,10 @@ tuning of Kwon et al. 2022 (https://arxiv.org/abs/2204.09656, section 4.4), fold
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -30,6 +31,7 @@ from ..calibrate.moments import (
     LayerMoments,
     Moments,
     MomentStore,
+    Solve,
     SplitMoments,
     add_reading,
     check_mix,
@@ -39,7 +41,7 @@ from ..calibrate.moments import (
 )
 from ..calibrate.readings import Reading, by_sample, own, run_forward, walking
 from ..calibrate.residual import residual_places, streams
-from ..calibrate.walk import Call, Walk, blocks_of
+from ..calibrate.walk import Call, Steps, Walk, blocks_of
 from ..data.batches import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError, refusing
 from ..model.linear import weight_of
@@ -245,28 +247,41 @@ def _in_order(
     if not modules:
         return []
     places, by_name = residual_places(dense, modules, batches[0]), {module.name: module for module in modules}
-    blocks, fits = blocks_of(dense, modules, batches[0]), list[LayerFit]()
+    blocks, first = blocks_of(dense, modules, batches[0]), [0, *accumulate(map(size_of, batches))]
+    models, fits = (dense, slim), list[LayerFit]()
     with ExitStack() as stack:
-        sides, walks = [], []
-        for model in (dense, slim):
+        walks, steps, residual = [], [], []
+        for model in models:
             stack.enter_context(walking(model, batches))
-            stream = stack.enter_context(streams(model, places))
-            walk = Walk(model, own(batches), [*blocks], partial(_run, model))
-            sides.append(_Side(model, batches, walk, stream))
-            walks.append(stack.enter_context(closing(walk.forward(to_the_end=False))))
+            residual.append(stack.enter_context(streams(model, places)))
+            walks.append(Walk(model, own(batches), [*blocks], partial(_run, model)))
+            steps.append(stack.enter_context(closing(walks[-1].forward(to_the_end=False))))
         for block in progress.track([*blocks], "blocks refitted"):
+            calls = [next(of_model)[1] for of_model in steps]
             inside = [by_name[name] for name in places if by_name[name] in blocks[block]]
-            calls = [next(steps)[1] for steps in walks]
-            if not inside:
-                for side, of in zip(sides, calls, strict=True):
-                    side.compute(of)
-                continue
-            with sides[0].paused(calls[0], inside) as wanted, sides[1].paused(calls[1], inside) as found:
+            with ExitStack() as within:
+                paused = [_paused(*of, [m.consumer for m in inside]) for of in zip(models, walks, calls, strict=True)]
+                for _, consumers in paused:
+                    within.enter_context(closing(consumers))
                 for module in inside:
+                    there, here = (next(consumers)[1] for _, consumers in paused)
                     sums = new_sums(dense, module, selection)
-                    _add_drifted(sums, module, next(wanted), next(found), batches)
+                    for wanted, found in zip(there, here, strict=True):
+                        number, batch = found.batch, batches[found.batch]
+                        wanted.output = paused[0][0].compute(wanted)
+                        x, y = (by_sample(dense, module.name, batch, t) for t in (found.args[0], wanted.output))
+                        # None if it is not known, or if the layer that shows it was removed as a whole.
+                        drift = [stream.pop(number, None) for stream in residual]
+                        if drift[0] is not None and drift[1] is not None:
+                            y = y + DRIFT * by_sample(dense, module.name, batch, drift[0] - drift[1]).to(y)
+                        real = real_tokens(dense, module.name, batch, x)
+                        add_reading(sums, Reading(module.name, x, y, None, real), first[number])
                     added_up(sums.tensors())
                     fits += _refit_all(slim, [module], {module.name: sums}, how)
+                    for found in here:
+                        found.output = paused[1][0].compute(found)
+                for _, consumers in paused:
+                    next(consumers, None)  # to the end of the block
     return fits
 
 
@@ -274,86 +289,14 @@ def _run(model: PreTrainedModel, _: int, batch: Mapping[str, Tensor]) -> None:
     run_forward(model, batch)
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A batch in front of a consumer."""
+def _paused(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], consumers: Sequence[str]) -> tuple[Walk, Steps]:
+    """Return a walk of the calls of a block, which pause at its consumers, and its steps."""
 
-    inputs: Tensor  # (batch, tokens, inputs)
-    stream: Tensor | None  # (batch, tokens, outputs), what the output will be added to; None if that is not known
-    real: Tensor  # (batch, tokens) bool, the tokens that are not padding
-    output: Callable[[], Tensor]  # computes it, (batch, tokens, outputs)
+    def run(_: int, call: Call) -> None:
+        call.output = walk.compute(call)
 
-
-@dataclass(frozen=True)
-class _Side:
-    """One of two models that walk side by side."""
-
-    model: PreTrainedModel
-    batches: Sequence[dict[str, Tensor]]
-    walk: Walk
-    stream: dict[int, Tensor]  # by batch, in front of the consumer that comes next
-
-    def compute(self, calls: Sequence[Call]) -> None:
-        """Compute the outputs of a block."""
-        for call in calls:
-            call.output = self.walk.compute(call)
-
-    @contextmanager
-    def paused(
-        self, calls: Sequence[Call], modules: Sequence[PrunableModule]
-    ) -> Iterator[Iterator[dict[int, _Waiting]]]:
-        """Yield what lets a block's calls pause at the consumer of one module after the other: by batch, as it waits.
-
-        A consumer is computed when the next one is asked for; the block is computed to its end at the end.
-        """
-
-        def run(_: int, call: Call) -> None:
-            self.compute([call])
-
-        inner = Walk(self.model, {call.batch: call for call in calls}, [m.consumer for m in modules], run)
-
-        def waiting(name: str, call: Call) -> _Waiting:
-            def by_its_sample(x: Tensor) -> Tensor:
-                return by_sample(self.model, name, batch, x)
-
-            def output() -> Tensor:
-                call.output = inner.compute(call)
-                return by_its_sample(call.output)
-
-            batch, x = self.batches[call.batch], call.args[0]
-            # None also where the layer that shows it was removed as a whole.
-            stream = self.stream.pop(call.batch, None)
-            inputs = by_its_sample(x)
-            real = real_tokens(self.model, name, batch, inputs)
-            return _Waiting(inputs, None if stream is None else by_its_sample(stream), real, output)
-
-        def consumers(steps: Iterator[tuple[str, list[Call]]]) -> Iterator[dict[int, _Waiting]]:
-            for module, (_, at) in zip(modules, steps, strict=True):
-                yield {call.batch: waiting(module.name, call) for call in at}
-                for call in at:
-                    call.output = inner.compute(call) if call.output is None else call.output
-
-        with closing(inner.forward()) as steps:
-            found = consumers(steps)
-            yield found
-            next(found, None)
-
-
-def _add_drifted(
-    sums: LayerMoments,
-    module: PrunableModule,
-    wanted: Mapping[int, _Waiting],
-    found: Mapping[int, _Waiting],
-    batches: Sequence[Mapping[str, Tensor]],
-) -> None:
-    """Add what the slim consumer reads, with what the dense one gives and a share of the drift as the target."""
-    first = [0, *accumulate(map(size_of, batches))]
-    for number, here in found.items():
-        there = wanted[number]
-        y = there.output()
-        if there.stream is not None and here.stream is not None:
-            y = y + DRIFT * (there.stream - here.stream).to(y)
-        add_reading(sums, Reading(module.name, here.inputs, y, None, here.real), first[number])
+    inner = Walk(model, {call.batch: call for call in calls}, consumers, run)
+    return inner, inner.forward()
 
 
 def _refit(
@@ -367,11 +310,10 @@ def _refit(
     _check_finite(module, everything)
     notes: list[Warning] = _few_tokens(name, everything, how, width=module.unit_width)
 
-    def fits(of: Moments, ridges: Sequence[float]) -> Iterator[tuple[float, Tensor, Tensor | None]]:
+    def solver(of: Moments) -> Solve:
         if how.method == "scalars":
-            scaled = _scaled(of, weight, bias, width=module.unit_width, ridges=ridges)
-            return ((ridge, by_unit, bias) for ridge, by_unit in scaled)
-        return of.fits(weight, ridges=ridges, centred=bias is not None)
+            return _scaling(of, weight, bias, width=module.unit_width)
+        return of.solver(weight, centred=bias is not None)
 
     untouched = held_out.error(weight, bias)
     # (error on held-out tokens, method, ridge). The method chosen is then fitted again on all tokens.
@@ -380,9 +322,14 @@ def _refit(
         tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))
     if how.method != "bias":
         tried.append((untouched, "none", None))
-        found = fits(fitting, RIDGES if how.ridge is None else (how.ridge,))
-        fitted = [(held_out.error(new, new_bias), how.method, ridge) for ridge, new, new_bias in found]
-        if not fitted:
+        solve = solver(fitting)
+
+        def held_out_error(ridge: float) -> float:
+            found = solve(ridge, quick=True)
+            return math.inf if found is None else held_out.error(*found)
+
+        least, ridge = _downhill(RIDGES if how.ridge is None else (how.ridge,), held_out_error)
+        if least == math.inf:
             instead = "its bias is refitted" if len(tried) > 1 else "it is left as it was cut"
             notes.append(
                 SingularInputsWarning(
@@ -390,14 +337,15 @@ def _refit(
                     f"all tokens), so least squares cannot be fitted and {instead}; check that layer's weights"
                 )
             )
-        tried += fitted
+        tried.append((least, how.method, ridge))
     error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
     with torch.no_grad():
         refitted = bias
         if chosen_ridge is not None:
             # Of all tokens, the matrix may need a larger ridge.
-            larger = (ridge for ridge in RIDGES if ridge > chosen_ridge)
-            chosen_ridge, weight, refitted = next(fits(everything, [chosen_ridge, *larger]))
+            solve, larger = solver(everything), (ridge for ridge in RIDGES if ridge > chosen_ridge)
+            solved = ((ridge, solve(ridge)) for ridge in (chosen_ridge, *larger))
+            chosen_ridge, (weight, refitted) = next((ridge, fit) for ridge, fit in solved if fit is not None)
             weight_of(layer).copy_(weight)
         elif chosen == "bias":
             refitted = everything.fit_bias(weight)
@@ -407,14 +355,27 @@ def _refit(
     return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.counted, error=share), notes
 
 
-def _scaled(
-    moments: Moments, weight: Tensor, bias: Tensor | None, *, width: int, ridges: Sequence[float]
-) -> Iterator[tuple[float, Tensor]]:
-    """Yield the weight with every unit times its scalar, with each of several ridges that pull scalars towards one.
+def _downhill(ridges: Sequence[float], error: Callable[[float], float]) -> tuple[float, float]:
+    """Return the least error and its ridge, found from the middle one on as long as a neighbour is better."""
+    found: dict[int, float] = {}
+
+    def known(place: int) -> tuple[float, int]:
+        if place not in found:
+            found[place] = error(ridges[place])
+        return found[place], -place  # where several fail, towards the larger ridge
+
+    place = len(ridges) // 2
+    while (best := min(range(max(0, place - 1), min(len(ridges), place + 2)), key=known)) != place:
+        place = best
+    return found[place], ridges[place]
+
+
+def _scaling(moments: Moments, weight: Tensor, bias: Tensor | None, *, width: int) -> Solve:
+    """Return what gives the weight with every unit times its scalar, with a ridge that pulls scalars towards one.
 
     The squared error is s^T A s - 2 s^T c + const, with A_uv = tr(W_u^T W_v E x_v x_u^T) and
     c_u = tr(W_u^T E (y - b) x_u^T). Moments are of the kept inputs, `weight` is (outputs, inputs), a unit has `width`
-    inputs, and ridges are relative to the mean of the diagonal of A. One that leaves A singular is left out.
+    inputs, and ridges are relative to the mean of the diagonal of A.
     """
     xx, yx = moments.xx / moments.tokens, moments.yx / moments.tokens
     if bias is not None:
@@ -423,14 +384,17 @@ def _scaled(
     products = (weight.T @ weight * xx).view(units, width, units, width).sum((1, 3))  # A, (units, units)
     wanted = (weight * yx).sum(0).view(units, width).sum(1)  # c, (units,)
     scale = products.diagonal().mean()
-    for ridge in ridges:
+
+    def solve(ridge: float, *, quick: bool = False) -> tuple[Tensor, Tensor | None] | None:
         damped = products + ridge * scale * torch.eye(units, dtype=xx.dtype, device=xx.device)
         try:
             factor = torch.linalg.cholesky(damped)
         except torch.linalg.LinAlgError:
-            continue
+            return None
         change = torch.cholesky_solve((wanted - products.sum(1))[:, None], factor)[:, 0]
-        yield ridge, weight * (1 + change).repeat_interleave(width)
+        return weight * (1 + change).repeat_interleave(width), bias
+
+    return solve
 
 
 def _check_finite(module: PrunableModule, moments: Moments) -> None:

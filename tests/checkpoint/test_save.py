@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import tiny
 from support.cuts import random_cut, random_plan
-from support.models import bert, image_batch, text_batch, vit
+from support.models import bert, causal_lm, image_batch, text_batch, vit
 from transformers import BertForSequenceClassification, PreTrainedModel
 
 from hies_export import ReloadMismatchError, RequestError, find_modules, load, prune_units, save_slim
+from hies_export.checkpoint import save
 from hies_export.checkpoint.classes import load_config
 from hies_export.checkpoint.save import check_reload
 from hies_export.kinds import ATTENTION
@@ -106,10 +107,12 @@ def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "three" / "model.safetensors")) == set(slim.state_dict())
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("damage", ["missing", "changed"])
 def test_a_save_that_loads_as_another_model_is_not_kept(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(save, "LARGE", 0 if large else save.LARGE)
     batch = image_batch()
     slim, plan, _ = random_cut(vit(), batch)
     whole = type(slim).save_pretrained
@@ -125,10 +128,29 @@ def test_a_save_that_loads_as_another_model_is_not_kept(
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(type(slim), "save_pretrained", save_damaged)
-    match = "q_proj.weight'] did not" if damage == "missing" else "differs by"
+    changed = "has others for vit.layers.1.attention.q_proj" if large else "differs by"
+    match = "q_proj.weight'] did not" if damage == "missing" else changed
     with pytest.raises(ReloadMismatchError, match=match):
         save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_large_model_is_not_loaded_beside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are compared with it, tied and in half precision too, and what the classes make of its config."""
+    monkeypatch.setattr(save, "LARGE", 0)
+    dense = causal_lm(tie_word_embeddings=True).bfloat16()
+    batch = {"input_ids": torch.randint(3, 32, (2, 12))}
+    for uniform in (True, False):
+        slim, plan, _ = random_cut(dense, batch, uniform=uniform)
+        folder = tmp_path / str(uniform)
+        with monkeypatch.context() as during:
+            during.setattr(PreTrainedModel, "from_pretrained", None)
+            assert save_slim(slim, folder, plan=plan, batch=batch) == 0
+        config = json.loads((folder / "config.json").read_text())
+        for field, value, message in (("rms_norm_eps", 0.5, "differs by"), ("vocab_size", 7, "did not")):
+            (folder / "config.json").write_text(json.dumps(config | {field: value}))
+            with pytest.raises(ReloadMismatchError, match=message):
+                check_reload(slim, folder, batch)
 
 
 BERT = {"model_type": "bert"}

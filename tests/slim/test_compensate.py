@@ -106,9 +106,7 @@ def test_sequential_makes_up_for_half_of_what_the_stream_lacks(
             Moments.of(torch.from_numpy(x), torch.from_numpy(y)),
             original.get_submodule(module.consumer),
         )
-        _, weight, bias = next(
-            moments.fits(consumer.weight.detach().double(), ridges=[0.01], centred=consumer.bias is not None)
-        )
+        weight, bias = moments.solver(consumer.weight.detach().double(), centred=consumer.bias is not None)(0.01)
         refitted = slim.get_submodule(module.consumer)
         torch.testing.assert_close(refitted.weight.detach().double(), weight, atol=1e-5, rtol=1e-4)
         if bias is not None:
