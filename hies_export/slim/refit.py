@@ -15,7 +15,7 @@ tuning of Kwon et al. 2022 (https://arxiv.org/abs/2204.09656, section 4.4), fold
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -106,6 +106,9 @@ class LayerFit:
     error: float
 
 
+Refits: TypeAlias = MutableMapping[str, tuple[Mapping[str, Tensor], LayerFit]]
+"""Module -> the parameters of its consumer after the refit, by their names there, and how it was refitted."""
+
 # Of one consumer: its name, its parameters, how it was refitted, and what to warn of.
 _Refitted: TypeAlias = tuple[str, Mapping[str, nn.Parameter], LayerFit, Sequence[Warning]]
 
@@ -120,6 +123,7 @@ def compensate(
     batches: Sequence[dict[str, Tensor]],
     how: Compensation = LEAST_SQUARES,
     *,
+    known: Refits | None = None,
     progress: Progress = SILENT,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim` in place, so that their outputs come closest to those of the dense model.
@@ -134,6 +138,7 @@ def compensate(
         modules: From `find_attention` on the dense model.
         batches: Inputs of the model; padding is excluded by their `attention_mask`.
         how: Method, ridge, order and weights of tokens.
+        known: What was refitted before by a sequential `how` and is taken as it is; what is refitted is put in.
         progress: Shows the loop over the blocks.
 
     Returns:
@@ -158,7 +163,7 @@ def compensate(
     check_samples(batches)
     check_biases(dense, cut, how.method)
     if how.sequential:
-        fits = _in_order(dense, slim, selection, cut, batches, how, progress)
+        fits = _in_order(dense, slim, selection, cut, batches, how, {} if known is None else known, progress)
     else:
         fits = []
 
@@ -239,6 +244,7 @@ def _in_order(
     modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     how: Compensation,
+    known: Refits,
     progress: Progress,
 ) -> list[LayerFit]:
     """Refit modules in the order of their calls, each by what its consumer reads in the slim model then."""
@@ -263,10 +269,20 @@ def _in_order(
                 continue
             with sides[0].paused(calls[0], inside) as wanted, sides[1].paused(calls[1], inside) as found:
                 for module in inside:
+                    there, here = next(wanted), next(found)
+                    parameters = dict(slim.get_submodule(module.consumer).named_parameters(recurse=False))
+                    if module.name in known:
+                        before, fit = known[module.name]
+                        with torch.no_grad():
+                            for name, parameter in parameters.items():
+                                parameter.copy_(before[name])
+                        fits.append(fit)
+                        continue
                     sums = new_sums(dense, module, selection)
-                    _add_drifted(sums, module, next(wanted), next(found), batches)
+                    _add_drifted(sums, module, there, here, batches)
                     added_up(sums.tensors())
                     fits += _refit_all(slim, [module], {module.name: sums}, how)
+                    known[module.name] = parameters, fits[-1]
     return fits
 
 
