@@ -210,6 +210,7 @@ def score_by_removal(job: Job, statistics: Statistics) -> Scores:
         moments=statistics.moments,
         gradients=statistics.gradients,
         per_sample=not job.task.generative,
+        known=job.journal.chains,
         progress=job.progress,
     )
 
@@ -394,7 +395,8 @@ def _refit(job: Job, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
         assert refit is not None
         return refit(slim, choice.plan.kept)
     how, plan = _compensation(job, choice.token_weights), choice.plan
-    return compensate(job.model, slim, plan, job.modules, job.rows.refit, how, progress=job.progress)
+    known = job.journal.fits
+    return compensate(job.model, slim, plan, job.modules, job.rows.refit, how, known=known, progress=job.progress)
 
 
 def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
