@@ -36,9 +36,10 @@ from ..report.words import asked_words, found_words, vocabulary_words
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, Scores, needs_of, score_units, uses_alpha
 from ..select.cost import Goal
+from ..select.fingerprint import fingerprint
 from ..select.plan import PruningPlan, dump_json, library_versions
 from ..select.select import select_units
-from ..slim.check import compare_cut, fingerprint, masked_units
+from ..slim.check import compare_cut, masked_units
 from ..slim.cut import prune_units
 from ..slim.refit import Compensation, LayerFit, compensate, refit
 from ..tasks import Predictions
