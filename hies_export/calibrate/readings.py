@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..data.batches import size_of
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..model.internals import uncompiled
-from ..model.modes import Watched, evaluating, frozen, output_alone, threads_for, watch
+from ..model.modes import Watched, evaluating, frozen, output_alone, threads_for, watch, wide_products
 from ..model.tokens import real_tokens, refuse_tokens_first
 from ..processes import is_own, mapped
 from ..progress import SILENT, Progress
@@ -96,8 +96,9 @@ def walking(model: PreTrainedModel, batches: Batches, *, gradients: bool = False
     """Prepare a model for a walk inside the block, and restore it afterwards."""
     with ExitStack() as stack:
         stack.enter_context(frozen(model) if gradients else evaluating(model))
-        for context in (output_alone(model), uncompiled(model), threads_for(model, batches), lean_memory()):
+        for context in (output_alone(model), uncompiled(model), threads_for(model, batches), wide_products(model)):
             stack.enter_context(context)
+        stack.enter_context(lean_memory())
         yield
 
 

@@ -27,7 +27,7 @@ from torch.utils import _pytree as tree
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..model.modes import evaluating, output_alone
+from ..model.modes import HALVES, evaluating, output_alone
 from ..model.tokens import short_samples
 from ..tasks import task_of
 from ..units.units import PrunableModule
@@ -37,8 +37,6 @@ WHOLE = ""
 # Tensors of this size and more are mapped in a walk; outside, of the largest size that glibc itself sets.
 LEAN_BYTES, USUAL_BYTES = 1 << 20, 32 << 20
 M_MMAP_THRESHOLD = -3  # glibc's number of the option
-# A CPU computes blocks of these dtypes in float32.
-HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(eq=False)

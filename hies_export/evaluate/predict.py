@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch, in_rows
 from ..errors import DataError, NonFiniteError
-from ..model.modes import evaluating, output_alone, threads_for
+from ..model.modes import evaluating, output_alone, threads_for, wide_products
 from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..tasks import Predictions, Task, task_of
@@ -35,7 +35,8 @@ def predict(
     task = task or task_of(model, batches[0])
     task.check_batches(batches)
     forward = partial(task.output, model)
-    with evaluating(model), output_alone(model), torch.inference_mode(), threads_for(model, batches):
+    small = threads_for(model, batches)
+    with evaluating(model), output_alone(model), torch.inference_mode(), small, wide_products(model):
         kept = mapped(batches, partial(_kept, forward, task, len(batches)), "predict", progress)
     return task.join(kept, batches)
 

