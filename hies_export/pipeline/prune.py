@@ -40,6 +40,7 @@ from ..slim.refit import LayerFit
 from ..tasks.given import batches_of
 from .choose import choose
 from .job import Job, job_in_memory
+from .price import Priced, size_of_job
 from .push import push_folder
 from .recipe import Allocation, PruneSection, sentences, whole
 from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, save, try_metrics
@@ -345,10 +346,13 @@ def prune(
     given = unwrap(without_compiler(model), embedding, processor)
     rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
     rows["vocabulary"] = vocabulary
-    how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed, "progress": progress}
+    priced = Priced(progress)
+    how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed, "progress": priced}
     with evaluating(given.model), uncompiled(given.model):
         job = job_in_memory(given, asked, batches, **rows, **how)
         try_metrics(job)
+        if plan is None:
+            priced.expect(size_of_job(job))
         choice = choose(job, calibrate(job)) if plan is None else Choice(plan)
         slim = cut(job, choice)
         sizes = _sizes(job, slim.model)

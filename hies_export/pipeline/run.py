@@ -26,6 +26,7 @@ from .fastest import find_compound, find_fastest
 from .job import Job
 from .load_job import load_job, runtimes_of
 from .measure import measure
+from .price import Priced, size_of_job
 from .recipe import PruningRecipe
 from .reporting import build_report, write_report
 from .stages import Choice, calibrate, compare, cut, save, try_metrics
@@ -63,6 +64,7 @@ def run(
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
         formats = _formats(recipe)
         require_exporters(formats)
+        progress = priced = Priced(progress)
         job = load_job(recipe, progress=progress)
         _check_exports(job, formats)
         if note := note_on_device(recipe, job.model.device.type):
@@ -73,6 +75,7 @@ def run(
             scratch = stack.enter_context(_scratch(folder))
             forms = Forms({"dense": job.model}, job.exporter, scratch, progress)
             try_metrics(job)
+            priced.expect(size_of_job(job))
             with job.clock("score"):
                 choice = _decide(job, calibrate(job), forms)
             with job.clock("cut"):

@@ -1,0 +1,223 @@
+"""How many minutes and how much memory a run takes, from shapes alone, and how long it still takes, from its own pace.
+
+Work is counted in multiplications of the pace at which a block's forward pass runs; what is slower than that weighs
+more. The pace is measured on the first block of the first walk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ..calibrate.walk import blocks_of
+from ..data.batches import Batch, size_of
+from ..kinds import ATTENTION
+from ..model.linear import features_of
+from ..model.tokens import count_tokens
+from ..progress import Progress
+from ..score.compensated import SHARE_PER_STEP
+from ..score.criteria import COMPENSATED
+from .job import Job
+
+T = TypeVar("T")
+
+# What a multiplication weighs, relative to one of a block's forward pass. Measured with one thread of AVX2 on blocks of
+# SmolLM2-135M's shape, whose forward passes made 28 billion multiplications a second in batches of 4 x 256 tokens.
+DOUBLE = 1.75  # in float64: factorisations, solutions and products of matrices of 1,500 to 4,900 columns
+HEAD = 0.75  # in a language model's head
+HEADS = 6.0  # a token and two inputs of a projection of heads, in the order of removal, which is many small systems
+PASSED = 220.0  # a token and a neuron at each step of an order: 8 ns, of which few are multiplications
+RIDGES = 8  # factorisations of a refit
+# Seconds below which nothing is said.
+WORTH_SAYING = 60.0
+# Bytes that Python, torch and this package take, and copies of logits that the loss of a batch holds.
+BASE, LOGITS = 0.75e9, 3
+STAGES = {"score units": "score", "rank units": "rank", "refit the output": "refit", "evaluate both": "judge"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A consumer and its units."""
+
+    inputs: int
+    outputs: int
+    heads: bool  # else neurons
+
+
+@dataclass(frozen=True)
+class Size:
+    """What work and memory follow from.
+
+    Attributes:
+        scored, refitted, judged: Tokens of the rows by use.
+        batch, length: Tokens of a batch to score on, and of one of its rows.
+        hidden, vocabulary: Width of the hidden states, and outputs of the head; 0 for a head that costs nothing.
+        blocks: The modules of each block.
+        parameters: Of all blocks.
+        weights: Bytes of the model's weights.
+        itemsize: Bytes of one of them.
+        sequential: Whether layers are refitted one after the other.
+        left: Share of the units that stay.
+        ranked, done: Shares of the modules that were ranked and refitted before, by a run that was killed.
+    """
+
+    scored: int
+    refitted: int
+    judged: int
+    batch: int
+    length: int
+    hidden: int
+    vocabulary: int
+    blocks: tuple[tuple[Module, ...], ...]
+    parameters: int
+    weights: int
+    itemsize: int
+    sequential: bool = True
+    left: float = 1.0
+    ranked: float = 0.0
+    done: float = 0.0
+
+    @property
+    def forward(self) -> float:
+        """Multiplications of all blocks for a token."""
+        return self.parameters + 2 * self.length * self.hidden * len(self.blocks)
+
+    def work(self, double: float = DOUBLE, passed: float = PASSED) -> dict[str, float]:
+        """Return stage -> its work in multiplications: score, rank, refit and judge."""
+        modules, head = [module for block in self.blocks for module in block], HEAD * self.hidden * self.vocabulary
+        # Forward, again, and backward through frozen weights, which costs as much as forward.
+        score = 3 * self.scored * (self.forward + head)
+        # Again and backward for the effects; half of the products of wide inputs, in float32.
+        rank = sum(self.refitted * m.inputs**2 / 2 + self._order(m, double, passed) for m in modules)
+        rank = (1 - self.ranked) * (rank + 2 * self.scored * self.forward) + self.refitted * self.forward
+        kept = [replace(m, inputs=round(self.left * m.inputs)) for m in modules]
+        sums = sum(self.refitted * m.inputs * (m.inputs / 2 + m.outputs) for m in kept)
+        fits = sum(RIDGES * double * (m.inputs**3 / 3 + 2 * m.inputs**2 * m.outputs) for m in kept)
+        walks = 1 + self.left if self.sequential else 1
+        refit = walks * self.refitted * self.forward + (1 - self.done) * (sums + fits)
+        judge = 2 * self.judged * (self.forward + head)
+        return {"score": score, "rank": rank, "refit": refit, "judge": judge}
+
+    def _order(self, module: Module, double: float, passed: float) -> float:
+        """Return the work of one order of removal, with the inverse that it begins with."""
+        tokens, inputs = self.scored, module.inputs
+        inverse = 4 / 3 * double * inputs**3
+        if module.heads:
+            return inverse + HEADS * tokens * inputs**2
+        # Each step passes over the numbers of those that are left, half of all on average.
+        steps = 1 / SHARE_PER_STEP
+        return inverse + tokens * inputs * (inputs + steps / 2 * (passed + 2 * inputs / steps))
+
+    def memory(self) -> dict[str, float]:
+        """Return what is held at the peak -> bytes: of the process, weights, hidden states, a block and a batch."""
+        inputs = max(sum(module.inputs for module in block) for block in self.blocks)
+        widest = max(module.inputs for block in self.blocks for module in block)
+        of_block = self.parameters / len(self.blocks)
+        floats = of_block * (4 if self.itemsize < 4 else 0)
+        states = 2 * self.scored * self.hidden * len(self.blocks) * self.itemsize
+        waiting = self.refitted * self.hidden * self.itemsize
+        # Moments of both parts of the rows, and the inverse; inputs and gradients, in float32 and in parts.
+        ranking = {"states": states + 2 * waiting, "block": 3 * 8 * widest**2 + 24 * self.scored * inputs + floats}
+        scoring = {"states": states, "batch": 4.0 * LOGITS * self.batch * self.vocabulary, "block": floats}
+        # Both models wait, in front of a block and inside of it.
+        inside = (1 + self.left) * self.refitted * widest * self.itemsize
+        refitting = {"states": 2 * 2 * waiting, "block": inside + 3 * 8 * (self.left * widest) ** 2 + 2 * floats}
+        refitting["slim"] = self.left * of_block * len(self.blocks) * self.itemsize
+        most = max(ranking, scoring, refitting, key=lambda part: sum(part.values()))
+        return {"process": BASE, "weights": float(self.weights), **most}
+
+
+def size_of_job(job: Job) -> Size | None:
+    """Return the size of a job that ranks a language model by `compensated` and cuts it once; None for all others."""
+    budget, rows, how, journal = job.budget, job.rows, job.options.compensation, job.journal
+    searches = job.deploy is not None or budget.searched or budget.timed is not None
+    if searches or job.options.criterion != COMPENSATED or how is None or not job.task.generative:
+        return None
+    model, batch = job.model, job.rows.score[0]
+
+    def module(consumer: str, kind: str) -> Module:
+        outputs, inputs = features_of(model.get_submodule(consumer))
+        return Module(inputs, outputs, kind == ATTENTION)
+
+    def tokens(batches: Sequence[Batch]) -> int:
+        return sum(count_tokens(model, batch) for batch in batches)
+
+    blocks = {name: inside for name, inside in blocks_of(model, job.scored, batch).items() if inside}
+    modules = tuple(tuple(module(m.consumer, m.kind) for m in inside) for inside in blocks.values())
+    head = model.get_output_embeddings()
+    size = Size(
+        scored=tokens(rows.score),
+        refitted=tokens(rows.refit),
+        judged=tokens(rows.evaluation or rows.held_out),
+        batch=max(count_tokens(model, batch) for batch in rows.score),
+        length=count_tokens(model, batch) // size_of(batch),
+        hidden=modules[0][0].outputs,
+        vocabulary=0 if head is None else features_of(head)[0],
+        blocks=modules,
+        parameters=sum(p.numel() for name in blocks for p in model.get_submodule(name).parameters()),
+        weights=sum(p.numel() * p.element_size() for p in model.parameters()),
+        itemsize=next(model.parameters()).element_size(),
+        sequential=bool(how.sequential),
+        ranked=len(journal.chains or ()) / len(job.scored),
+        done=len(journal.fits or ()) / len(job.scored),
+    )
+    if (share := budget.flops or budget.parameters) is None:
+        return replace(size, left=1 - (budget.heads or 0))
+    # What goes, goes of the blocks.
+    return replace(size, left=max(0.0, 1 - (1 - share) * (1 + size.hidden * size.vocabulary / size.forward)))
+
+
+class Priced:
+    """Progress that says what a run takes after the first block, and with each later stage what is left.
+
+    Args:
+        shown: The progress that shows the stages and loops.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, shown: Progress, clock: Callable[[], float] = time.monotonic):
+        self._shown, self._clock = shown, clock
+        self._size: Size | None = None
+        self._work: dict[str, float] = {}  # of the stages to come
+        self._now, self._name, self._began = "", "", 0.0
+        self._spent, self._worked, self.pace = 0.0, 0.0, 0.0
+
+    def expect(self, size: Size | None) -> None:
+        """Say from now on what a run of this size takes; nothing of None."""
+        self._size, self._work = size, {} if size is None else size.work()
+
+    def stage(self, name: str) -> None:
+        """Report that a stage begins, and how long it and those after it take."""
+        if self._now and self.pace:
+            # By all stages so far: what is wrong of one is mostly wrong of the others.
+            self._spent += self._clock() - self._began
+            self._worked += self._work.pop(self._now)
+            self.pace = self._worked / self._spent
+        self._now = next((of for start, of in STAGES.items() if name.startswith(start) and of in self._work), "")
+        self._began, self._name = self._clock(), name
+        left = sum(self._work.values()) / self.pace if self.pace and self._now else 0.0
+        self._shown.stage(f"{name} (about {in_words(left)} left)" if left >= WORTH_SAYING else name)
+
+    def track(self, items: Sequence[T], name: str) -> Iterator[T]:
+        """Yield the items of a loop in order, and report each."""
+        for number, item in enumerate(self._shown.track(items, name)):
+            if number == 0:
+                began = self._clock()
+            elif number == 1 and self._size is not None and self._now == "score" and not self.pace:
+                self._say(self._size, self._clock() - began)
+            yield item
+
+    def _say(self, size: Size, seconds: float) -> None:
+        """Take the pace of the first block."""
+        self.pace = size.scored * size.forward / len(size.blocks) / max(seconds, 1e-6)
+        takes, memory = sum(self._work.values()) / self.pace, sum(size.memory().values())
+        if takes >= WORTH_SAYING:
+            self._shown.stage(f"{self._name}; all takes about {in_words(takes)} and {memory / 1e9:.1f} GB of memory")
+
+
+def in_words(seconds: float) -> str:
+    """Return a time in minutes, from 90 minutes on in hours."""
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} minute{'s' * (minutes > 1)}" if minutes < 90 else f"{seconds / 3600:.1f} hours"
