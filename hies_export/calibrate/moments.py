@@ -371,7 +371,8 @@ class MomentStore:
             block(self._modules, self.kept)
             return
         how: dict[str, Any] = {"weighted": self.weighted, "name": name, "progress": progress}
-        collect_moments(self._dense, self._modules, self._batches, block, **how)
+        asked = [module for module in self._modules if self.keeps or names is None or module.name in names]
+        collect_moments(self._dense, asked, self._batches, block, **how)
         self.kept = collected
 
 

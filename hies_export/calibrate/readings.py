@@ -22,7 +22,7 @@ from ..processes import is_own, mapped
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule
-from .walk import Call, Walk, blocks_of
+from .walk import Call, Walk, blocks_of, lean_memory
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def walking(model: PreTrainedModel, batches: Batches, *, gradients: bool = False
     """Prepare a model for a walk inside the block, and restore it afterwards."""
     with ExitStack() as stack:
         stack.enter_context(frozen(model) if gradients else evaluating(model))
-        for context in (output_alone(model), uncompiled(model), threads_for(model, batches)):
+        for context in (output_alone(model), uncompiled(model), threads_for(model, batches), lean_memory()):
             stack.enter_context(context)
         yield
 

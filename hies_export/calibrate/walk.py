@@ -34,6 +34,9 @@ from ..units.units import PrunableModule
 
 # The name of the one block of a model that is not a row of blocks.
 WHOLE = ""
+# Tensors of this size and more are mapped in a walk; outside, of the largest size that glibc itself sets.
+LEAN_BYTES, USUAL_BYTES = 1 << 20, 32 << 20
+M_MMAP_THRESHOLD = -3  # glibc's number of the option
 # A CPU computes blocks of these dtypes in float32.
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -316,15 +319,31 @@ def _alone(value: Any) -> Any:
 
 
 @cache
-def _allocator() -> Any:
-    """Return glibc, which keeps freed memory for itself; None elsewhere."""
+def _libc() -> Any:
+    """Return glibc, whose allocator keeps freed memory for itself; None elsewhere."""
     try:
-        return ctypes.CDLL("libc.so.6").malloc_trim
-    except (OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        return libc if hasattr(libc, "malloc_trim") else None
+    except OSError:
         return None
 
 
 def give_back_memory() -> None:
     """Give memory that was freed back to the operating system, where the allocator would keep it."""
-    if (trim := _allocator()) is not None:
-        trim(0)
+    if (libc := _libc()) is not None:
+        libc.malloc_trim(0)
+
+
+@contextmanager
+def lean_memory() -> Iterator[None]:
+    """Let the allocator map each tensor for itself inside the block, so that memory is given back once it is freed.
+
+    Tensors of many sizes leave holes between them else: on SmolLM2-135M a third of what was resident was free.
+    """
+    if (libc := _libc()) is not None:
+        libc.mallopt(M_MMAP_THRESHOLD, LEAN_BYTES)
+    try:
+        yield
+    finally:
+        if libc is not None:
+            libc.mallopt(M_MMAP_THRESHOLD, USUAL_BYTES)

@@ -16,8 +16,8 @@ from ..errors import PlanError
 from ..kinds import ATTENTION
 from ..model.tokens import sample_batch
 from ..progress import SILENT, Progress
+from ..select.fingerprint import fingerprint
 from ..select.plan import PruningPlan
-from ..slim.check import fingerprint
 from ..slim.config import families
 from ..slim.cut import prune_units
 from ..tasks import task_of

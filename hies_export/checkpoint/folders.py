@@ -35,8 +35,15 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
 
 def replace_file(file: Path, text: str) -> None:
     """Write a file completely or not at all, and create its parent folders; an existing file is replaced."""
-    with _hidden(file) as written:
+    with new_file(file) as written:
         written.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def new_file(file: Path) -> Iterator[Path]:
+    """Yield where to write a file, which appears if the block raises nothing; an existing one is replaced."""
+    with _hidden(file) as written:
+        yield written
         _put(written, file)
 
 

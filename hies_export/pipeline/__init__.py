@@ -11,6 +11,7 @@ In the order of reading:
   and criteria, by held-out rows.
 - `prune.py`: `prune`, these stages in memory.
 - `run.py`: `run`, these stages with a folder; `deploy`, a run whose cut is searched for in all forms (`fastest.py`).
+- `journal.py`: what a run ranked and refitted so far, kept on the disk until it ends, so that a killed one goes on.
 - `measure.py`: both models exported, judged and timed; `reporting.py`: everything as a `Report` and its files.
 - `recipe.py`: the whole recipe, read from YAML or keywords; `propose.py`: a recipe for a model and a data set alone.
 - `draw.py`: which rows are for what, and how many a promise needs.

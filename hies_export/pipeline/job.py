@@ -60,6 +60,7 @@ from ..units.units import PrunableModule, Selection
 from ..vocabulary.recut import in_new_numbers
 from .accept import check_model, warn_of_one_class
 from .draw import LEAST_FOR_LOSS, Splits, all_looks
+from .journal import Journal
 from .recipe import PruneSection
 from .trimming import PER_SAMPLE, Reading, Trimming, beside_whole, recut_of, trim_in_memory
 
@@ -124,6 +125,7 @@ class Job:
         seed: Seed of the criterion `random`; plans record it.
         began: When it began to be made, by `time.monotonic`.
         progress, clock: Where stages are shown, and their seconds by kind of work.
+        journal: What was ranked and refitted so far, kept on the disk while a recipe runs.
         predicted: A model, batches of `rows`, and its predictions of them; added when they are first asked for.
     """
 
@@ -151,6 +153,7 @@ class Job:
     began: float = 0.0
     progress: Progress = SILENT
     clock: Clock = field(default_factory=Clock)
+    journal: Journal = field(default_factory=Journal)
     predicted: list[tuple[PreTrainedModel, Sequence[Batch], Predictions]] = field(default_factory=list, repr=False)
 
     @property

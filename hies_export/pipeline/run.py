@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from .. import processes
 from ..calibrate.statistics import Statistics
 from ..checkpoint.folders import new_folder, refuse_existing
-from ..checkpoint.save import REFIT
+from ..checkpoint.save import REFIT, digest_tensors
+from ..data.batches import batches_fingerprint
 from ..forms.form import Forms
 from ..forms.formats import check_exports, export_formats, require_exporters
 from ..progress import SILENT, Progress
 from ..report.report import Report
+from ..score.criteria import COMPENSATED
+from ..select.plan import library_versions
 from .choose import choose
 from .fastest import find_compound, find_fastest
 from .job import Job
@@ -35,8 +40,9 @@ def run(
     layers are in `refit.safetensors` beside the plan. The cut of a recipe with a section `deploy` is searched for, see
     `hies_export.deploy`.
 
-    The folder appears only when all stages have succeeded. If the environment names several processes, as under
-    accelerate, they share the work; the first one writes, and all return its report.
+    The folder appears only when all stages have succeeded. A run that is killed while it ranks units or refits layers
+    leaves `NAME.resume` beside it, with which the same recipe goes on. If the environment names several processes, as
+    under accelerate, they share the work; the first one writes, and all return its report.
 
     Args:
         recipe: The recipe.
@@ -61,7 +67,10 @@ def run(
         _check_exports(job, formats)
         if note := note_on_device(recipe, job.model.device.type):
             progress.stage(note)
-        with output_folder(recipe.output, overwrite=overwrite) as folder, _scratch(folder) as scratch:
+        with ExitStack() as stack:
+            stack.enter_context(_journal(job, recipe.output))
+            folder = stack.enter_context(output_folder(recipe.output, overwrite=overwrite))
+            scratch = stack.enter_context(_scratch(folder))
             forms = Forms({"dense": job.model}, job.exporter, scratch, progress)
             try_metrics(job)
             with job.clock("score"):
@@ -168,6 +177,22 @@ def _decide(job: Job, statistics: Statistics, forms: Forms) -> Choice:
     if job.compound is not None and job.compound.shares:
         return find_compound(job, job.compound, statistics, forms)
     return replace(choose(job, statistics), compound=job.compound)
+
+
+def _journal(job: Job, output: Path) -> AbstractContextManager[None]:
+    """Keep what is ranked and refitted, beside the output, where only what is written there decides what comes next."""
+    fixed = job.deploy is None and not job.budget.searched and job.budget.timed is None
+    if not fixed or job.options.criterion != COMPENSATED or (job.compound is not None and job.compound.shares):
+        return nullcontext()
+    return job.journal.beside(output, processes.on_main(lambda: _fingerprint(job)), job.progress)
+
+
+def _fingerprint(job: Job) -> str:
+    """Return a digest of all that orders of removal and refits follow from."""
+    weights = {name: tensor for name, tensor in job.model.state_dict().items() if not tensor.is_meta}
+    rows = [batches_fingerprint(of) for of in (job.rows.score, job.rows.refit)]
+    asked = [job.options.model_dump_json(), job.seed, [*job.shapes], job.model.device.type, library_versions()]
+    return hashlib.sha256(json.dumps([digest_tensors(weights), rows, asked]).encode()).hexdigest()
 
 
 def output_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:

@@ -36,9 +36,10 @@ from ..report.words import asked_words, found_words, vocabulary_words
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, Scores, needs_of, score_units, uses_alpha
 from ..select.cost import Goal
+from ..select.fingerprint import fingerprint
 from ..select.plan import PruningPlan, dump_json, library_versions
 from ..select.select import select_units
-from ..slim.check import compare_cut, fingerprint, masked_units
+from ..slim.check import compare_cut, masked_units
 from ..slim.cut import prune_units
 from ..slim.refit import Compensation, LayerFit, compensate, refit
 from ..tasks import Predictions
@@ -210,6 +211,7 @@ def score_by_removal(job: Job, statistics: Statistics) -> Scores:
         moments=statistics.moments,
         gradients=statistics.gradients,
         per_sample=not job.task.generative,
+        known=job.journal.chains,
         progress=job.progress,
     )
 
@@ -394,7 +396,8 @@ def _refit(job: Job, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
         assert refit is not None
         return refit(slim, choice.plan.kept)
     how, plan = _compensation(job, choice.token_weights), choice.plan
-    return compensate(job.model, slim, plan, job.modules, job.rows.refit, how, progress=job.progress)
+    known = job.journal.fits
+    return compensate(job.model, slim, plan, job.modules, job.rows.refit, how, known=known, progress=job.progress)
 
 
 def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:

@@ -21,7 +21,7 @@ single prediction. Units are removed step by step, each time those that raise e 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import LayerMoments, MomentStore, Spread
-from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of
+from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own
 from ..data.batches import size_of
 from ..errors import RecipeError
 from ..kinds import ATTENTION
@@ -78,6 +78,7 @@ def score_compensated(
     gradients: Gradients | None = None,
     ridge: float = 0.1,
     per_sample: bool = True,
+    known: MutableMapping[str, Chain] | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
     """Score every unit by its rank in a greedy removal of all units of its kind.
@@ -92,6 +93,8 @@ def score_compensated(
         gradients: Those of the predictions on the batches or, which is the same in a language model, of the loss;
             collected by default.
         ridge, per_sample: See `RemovalOptions`.
+        known: Module -> its chain, of modules that were ranked before; new ones are put in as soon as they are found.
+            A block without other modules is walked through, but nothing is computed of it.
         progress: Shows the loops over the blocks.
 
     Returns:
@@ -112,34 +115,43 @@ def score_compensated(
         task_of(model, batches[0]).check_batches(batches)
     else:
         batches = gradients.batches
-    samples, chains = sum(map(size_of, batches)), dict[str, Chain]()
+    samples, chains = sum(map(size_of, batches)), {} if known is None else known
 
-    def rank(modules: Sequence[PrunableModule], read: Read, known: Mapping[str, LayerMoments]) -> None:
+    def rank(modules: Sequence[PrunableModule], read: Read, sums: Mapping[str, LayerMoments]) -> None:
+        if all(module.name in chains for module in modules):
+            for number in own(batches):
+                read(number)
+            return
         effects = effects_of(model, batches, modules, read)
 
         def order(_: int, module: PrunableModule) -> Chain:
-            layer, found = effects.pop(module.name), known.get(module.name)
+            layer, found = effects.pop(module.name), sums.get(module.name)
             spread = None if found is None else found.spread(centred=layer.centred)
             return removal_chain(layer, module, samples, spread=spread, options=options)
 
         chains.update(zip((module.name for module in modules), mapped(modules, order), strict=True))
 
-    def rank_again(modules: Sequence[PrunableModule], known: Mapping[str, LayerMoments]) -> None:
+    def rank_again(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
         for block in found.blocks.values():
             if block and block[0] in modules:
-                found.of(block, lambda block, read: rank(block, read, known))
+                found.of(block, lambda block, read: rank(block, read, sums))
 
     found = gradients or Gradients(model, batches, modules, "effect")
-    known = moments.all_kept(progress) if moments is not None and gradients is None else {}
-    if gradients is None and (moments is None or known):
-        found.collect(lambda block, read: rank(block, read, known), name="modules ranked", progress=progress)
+    kept = moments.all_kept(progress) if moments is not None and gradients is None else {}
+    if gradients is None and (moments is None or kept):
+        found.collect(lambda block, read: rank(block, read, kept), name="modules ranked", progress=progress)
     else:
         if gradients is None:
             found.collect(keep=True, name="effects", progress=progress)
+        new = [block for block in found.blocks.values() if not all(module.name in chains for module in block)]
+        for block in found.blocks.values():
+            if block and block not in new:
+                found.of(block, lambda *_: None)  # which drops what was kept for it
+        names = {module.name for block in new for module in block}
         if moments is None:
-            rank_again(modules, {})
-        else:
-            moments.each(rank_again, {module.name for module in modules}, name="modules ranked", progress=progress)
+            rank_again([module for module in modules if module.name in names], {})
+        elif names:
+            moments.each(rank_again, names, name="modules ranked", progress=progress)
     return scores_of_chains(modules, [chains[module.name] for module in modules], options)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -108,6 +108,9 @@ class LayerFit:
     error: float
 
 
+Refits: TypeAlias = MutableMapping[str, tuple[Mapping[str, Tensor], LayerFit]]
+"""Module -> the parameters of its consumer after the refit, by their names there, and how it was refitted."""
+
 # Of one consumer: its name, its parameters, how it was refitted, and what to warn of.
 _Refitted: TypeAlias = tuple[str, Mapping[str, nn.Parameter], LayerFit, Sequence[Warning]]
 
@@ -122,6 +125,7 @@ def compensate(
     batches: Sequence[dict[str, Tensor]],
     how: Compensation = LEAST_SQUARES,
     *,
+    known: Refits | None = None,
     progress: Progress = SILENT,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim` in place, so that their outputs come closest to those of the dense model.
@@ -136,6 +140,7 @@ def compensate(
         modules: From `find_attention` on the dense model.
         batches: Inputs of the model; padding is excluded by their `attention_mask`.
         how: Method, ridge, order and weights of tokens.
+        known: What was refitted before by a sequential `how` and is taken as it is; what is refitted is put in.
         progress: Shows the loop over the blocks.
 
     Returns:
@@ -160,7 +165,7 @@ def compensate(
     check_samples(batches)
     check_biases(dense, cut, how.method)
     if how.sequential:
-        fits = _in_order(dense, slim, selection, cut, batches, how, progress)
+        fits = _in_order(dense, slim, selection, cut, batches, how, {} if known is None else known, progress)
     else:
         fits = []
 
@@ -241,6 +246,7 @@ def _in_order(
     modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     how: Compensation,
+    known: Refits,
     progress: Progress,
 ) -> list[LayerFit]:
     """Refit modules in the order of their calls, each by what its consumer reads in the slim model then."""
@@ -265,19 +271,30 @@ def _in_order(
                     within.enter_context(closing(consumers))
                 for module in inside:
                     there, here = (next(consumers)[1] for _, consumers in paused)
-                    sums = new_sums(dense, module, selection)
+                    sums = None if module.name in known else new_sums(dense, module, selection)
                     for wanted, found in zip(there, here, strict=True):
                         number, batch = found.batch, batches[found.batch]
                         wanted.output = paused[0][0].compute(wanted)
-                        x, y = (by_sample(dense, module.name, batch, t) for t in (found.args[0], wanted.output))
                         # None if it is not known, or if the layer that shows it was removed as a whole.
                         drift = [stream.pop(number, None) for stream in residual]
+                        if sums is None:
+                            continue
+                        x, y = (by_sample(dense, module.name, batch, t) for t in (found.args[0], wanted.output))
                         if drift[0] is not None and drift[1] is not None:
                             y = y + DRIFT * by_sample(dense, module.name, batch, drift[0] - drift[1]).to(y)
                         real = real_tokens(dense, module.name, batch, x)
                         add_reading(sums, Reading(module.name, x, y, None, real), first[number])
-                    added_up(sums.tensors())
-                    fits += _refit_all(slim, [module], {module.name: sums}, how)
+                    parameters = dict(slim.get_submodule(module.consumer).named_parameters(recurse=False))
+                    if sums is None:
+                        stored, fit = known[module.name]
+                        with torch.no_grad():
+                            for name, parameter in parameters.items():
+                                parameter.copy_(stored[name])
+                        fits.append(fit)
+                    else:
+                        added_up(sums.tensors())
+                        fits += _refit_all(slim, [module], {module.name: sums}, how)
+                        known[module.name] = parameters, fits[-1]
                     for found in here:
                         found.output = paused[1][0].compute(found)
                 for _, consumers in paused:

@@ -21,7 +21,7 @@ from hies_export.checkpoint.beside import complete_settings
 from hies_export.checkpoint.save import REFIT, digest_tensors
 from hies_export.errors import OutputExistsError, PlanError, ReloadMismatchError, RequestError
 from hies_export.kinds import ATTENTION, KINDS, MLP
-from hies_export.slim.check import fingerprint
+from hies_export.select.fingerprint import fingerprint
 
 
 def plan_for(folder: Path) -> PruningPlan:

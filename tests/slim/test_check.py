@@ -14,8 +14,9 @@ from support.tolerance import CLOSE, assert_near
 
 from hies_export import CutMismatchError, Kept, PlanError, compare_cut, find_attention, find_modules, prune_units
 from hies_export.kinds import ATTENTION, MLP
+from hies_export.select.fingerprint import fingerprint
 from hies_export.slim import check as check_module
-from hies_export.slim.check import check_selection, fingerprint, first_output, masked_units
+from hies_export.slim.check import check_selection, first_output, masked_units
 from hies_export.units.units import PrunableModule, Units
 
 

@@ -1,0 +1,204 @@
+"""What a run has ranked and refitted so far, kept beside its output until it ends, so that a killed run can go on.
+
+Forward passes are cheap and are done again. The orders of removal, and the layers that were refitted one after the
+other, are what takes long: each is a file, which appears complete or not at all. A kill alone leaves them behind; a run
+that ends, fails or is interrupted removes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+from urllib.parse import quote, unquote
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .. import processes
+from ..checkpoint.folders import new_file, new_folder, replace_file
+from ..errors import OutputExistsError, RequestError, StepError, refusing
+from ..files import Rule, Schema, read_json
+from ..progress import Progress
+from ..score.criteria import Chain, Removal
+from ..slim.refit import LayerFit
+
+T = TypeVar("T")
+# What a value is on the disk: tensors by name, and texts.
+_Stored: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, str]]
+_Refit: TypeAlias = tuple[Mapping[str, Tensor], LayerFit]
+_HEAD, _RANKED, _REFITTED, _SUFFIX = "journal.json", "ranked", "refitted", ".safetensors"
+_RULE = Rule(must="a journal must begin with the JSON that hies_export wrote", remedy="delete its folder")
+
+
+class _Head(Schema):
+    fingerprint: str  # of the model, the rows and the options
+    began: str  # when the run began, such as "2025-06-01 12:30"
+    host: str
+    process: int
+
+
+@dataclass
+class Journal:
+    """Module -> its chain, and module -> its refit, of what a run has found so far; None where nothing is kept."""
+
+    chains: MutableMapping[str, Chain] | None = None
+    fits: MutableMapping[str, _Refit] | None = None
+
+    @contextmanager
+    def beside(self, output: Path, fingerprint: str, progress: Progress) -> Iterator[None]:
+        """Keep what is found in a folder beside the output until the block ends, however it ends.
+
+        What a killed run with the same fingerprint has left there is known from the start; that of another is removed.
+
+        Raises:
+            OutputExistsError: Something else is in the folder's place.
+        """
+        folder = output.with_name(f"{output.name}.resume")
+        # A run that is still going on keeps its own; this one then does without.
+        if (found := processes.on_main(lambda: _opened(folder, fingerprint))) is None:
+            yield
+            return
+        note, files = found
+        try:
+            self.chains = _Kept(folder / _RANKED, files, _stored_chain, _chain)
+            self.fits = _Kept(folder / _REFITTED, files, _stored_refit, _refit)
+            if note:
+                progress.stage(note)
+            yield
+        finally:
+            self.chains = self.fits = None
+            if processes.is_first():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Kept(MutableMapping[str, T], Generic[T]):
+    """Values by name, each a file in a folder; of several processes the first writes, and all read."""
+
+    def __init__(self, folder: Path, files: set[Path], store: Callable[[T], _Stored], read: Callable[[_Stored], T]):
+        self._folder, self._store, self._read = folder, store, read
+        self._names = {unquote(file.name.removesuffix(_SUFFIX)): None for file in files if file.parent == folder}
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{quote(name, safe='')}{_SUFFIX}"
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(processes.on_main(lambda: _read_file(self._file(name))))
+
+    def __setitem__(self, name: str, value: T) -> None:
+        if processes.is_first():
+            tensors, texts = self._store(value)
+            with _room(self._folder.parent), new_file(self._file(name)) as new:
+                save_file(dict(tensors), new, metadata=dict(texts))
+        self._names[name] = None
+
+    def __delitem__(self, name: str) -> None:
+        del self._names[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _opened(folder: Path, fingerprint: str) -> tuple[str, set[Path]] | None:
+    """Make the folder of a journal, or open the one there; return a note, and its files; None if another run has it."""
+    note, files = "", set[Path]()
+    if os.path.lexists(folder) and not (folder / _HEAD).is_file():
+        raise OutputExistsError(
+            f"a run keeps what it has found so far in {folder}, but something else is there; move it, or choose "
+            "another output"
+        )
+    with suppress(RequestError):  # none, or a damaged one, which is of no use
+        head = _Head.model_validate(read_json(folder / _HEAD, _Head, _RULE))
+        if _runs(head):
+            return None
+        if head.fingerprint == fingerprint:
+            files = {file for file in folder.glob(f"*/*{_SUFFIX}") if _is_whole(file)}
+            ranked = sum(file.parent.name == _RANKED for file in files)
+            counts = f"{ranked} modules were ranked, and {len(files) - ranked} refitted"
+            note = f"going on where a run that began at {head.began} was killed: {counts}" if files else ""
+        else:
+            note = f"starting anew: a run that began at {head.began} and was killed had another model, rows or options"
+    now, process = f"{datetime.now():%Y-%m-%d %H:%M}", os.getpid()
+    head = _Head(fingerprint=fingerprint, began=now, host=socket.gethostname(), process=process)
+    with _room(folder):
+        if files:
+            replace_file(folder / _HEAD, head.model_dump_json())
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            with new_folder(folder) as new:
+                (new / _HEAD).write_text(head.model_dump_json(), encoding="utf-8")
+    return note, files
+
+
+def _room(folder: Path) -> AbstractContextManager[None]:
+    """Turn a failure to write into one sentence."""
+    must = f"what a run has found so far must fit on the disk of its output until it ends, but not in {folder}"
+    return refusing(must, "free space there, or choose an output on another disk", StepError)
+
+
+def _runs(head: _Head) -> bool:
+    """Return whether the run that wrote this still goes on, as far as this machine can tell."""
+    if head.host != socket.gethostname() or head.process == os.getpid() or os.name == "nt":
+        return False
+    try:
+        os.kill(head.process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's process
+        return True
+    return True
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        with safe_open(file, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
+def _read_file(file: Path) -> _Stored:
+    with safe_open(file, "pt") as stored:
+        return {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata() or {}  # noqa: SIM118
+
+
+def _stored_chain(chain: Chain) -> _Stored:
+    tensors = {
+        "units": torch.tensor([unit for removal in chain for unit in removal.units]),
+        "counts": torch.tensor([len(removal.units) for removal in chain]),
+        "effects": torch.tensor([removal.effect for removal in chain], dtype=torch.float64),
+    }
+    return tensors, {"module": chain[0].module}
+
+
+def _chain(stored: _Stored) -> Chain:
+    tensors, texts = stored
+    units = tensors["units"].split(tensors["counts"].tolist())
+    pairs = zip(units, tensors["effects"].tolist(), strict=True)
+    return tuple(Removal(texts["module"], tuple(of.tolist()), effect) for of, effect in pairs)
+
+
+def _stored_refit(refit: _Refit) -> _Stored:
+    parameters, fit = refit
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
+    return tensors, {"fit": json.dumps(asdict(fit))}
+
+
+def _refit(stored: _Stored) -> _Refit:
+    tensors, texts = stored
+    fields: dict[str, Any] = json.loads(texts["fit"])
+    return tensors, LayerFit(**fields)

@@ -1,0 +1,173 @@
+"""A run that was killed goes on where it was; one that failed, or was asked for something else, starts anew."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from support.models import causal_lm, save_stories
+from support.runs import hies, without_tracing
+
+from hies_export.pipeline import journal
+from hies_export.score import compensated
+
+# Heads and neurons of four blocks.
+MODULES = 8
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe that ranks by `compensated` and refits layer by layer, run to its end into `whole`."""
+    folder = tmp_path_factory.mktemp("story")
+    recipe = save_stories(
+        folder,
+        lines=200,
+        calibration={"split": "train[:60%]", "samples": 8, "batch_size": 4},
+        evaluation={"split": "train[60%:]"},
+        prune={
+            "budget": {"parameters": 0.9},
+            "compensation": {"method": "least_squares", "samples": 12, "sequential": True},
+        },
+        measure={"runtimes": ["torch"], "shapes": [[1, 8]], "repeats": 2},
+    )
+    causal_lm(num_hidden_layers=MODULES // 2).save_pretrained(folder / "model")
+    assert _run(recipe, "whole") == 0
+    return recipe
+
+
+def _run(recipe: Path, name: str, *more: str) -> int:
+    with without_tracing():
+        return hies("run", recipe, "-o", recipe.parent / name, *more)
+
+
+def _killed(recipe: Path, name: str, after: int) -> Path:
+    """Run in another process, which kills itself after as many modules; return the folder that it leaves."""
+    command = [sys.executable, "-m", "support.killed", after, "run", recipe, "-o", recipe.parent / name]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (recipe.parent / name).exists()
+    return recipe.parent / f"{name}.resume"
+
+
+def _assert_same(recipe: Path, name: str) -> None:
+    one, other = recipe.parent / name, recipe.parent / "whole"
+    assert (one / "plan.json").read_text() == (other / "plan.json").read_text()
+    found, wanted = (load_file(of / "slim" / "model.safetensors") for of in (one, other))
+    assert found.keys() == wanted.keys()
+    assert all(found[key].equal(wanted[key]) for key in found)
+    assert not (recipe.parent / f"{name}.resume").exists()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modules that were ranked in this process."""
+    names, chain = [], compensated.removal_chain
+
+    def counted(layer: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(module.name)
+        return chain(layer, module, *args, **kwargs)
+
+    monkeypatch.setattr(compensated, "removal_chain", counted)
+    return names
+
+
+@pytest.fixture
+def refits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modules that were ranked or refitted in this process, as they are kept."""
+    names, kept = [], journal._Kept.__setitem__
+
+    def counted(self: Any, name: str, value: Any) -> None:
+        names.append(name)
+        kept(self, name, value)
+
+    monkeypatch.setattr(journal._Kept, "__setitem__", counted)
+    return names
+
+
+def test_killed_while_units_are_ranked(story: Path, calls: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    left = _killed(story, "ranking", 3)
+    assert len([*(left / "ranked").glob("*.safetensors")]) == 3
+    # As a kill while a file is written, and a power cut, leave one.
+    (left / "ranked" / ".half.tmp-1").mkdir()
+    (left / "ranked" / "model.layers.3.mlp.safetensors").write_bytes(b"")
+    assert _run(story, "ranking") == 0
+    assert "was killed: 3 modules were ranked, and 0 refitted" in " ".join(capsys.readouterr().err.split())
+    # The second block was not finished.
+    assert [name.split(".")[2] for name in calls] == ["1", "1", "2", "2", "3", "3"]
+    _assert_same(story, "ranking")
+
+
+def test_killed_while_layers_are_refitted(
+    story: Path, calls: list[str], refits: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = _killed(story, "refitting", MODULES + 2)
+    assert len([*(left / "refitted").glob("*.safetensors")]) == 2
+    assert _run(story, "refitting") == 0
+    assert f"was killed: {MODULES} modules were ranked, and 2 refitted" in " ".join(capsys.readouterr().err.split())
+    assert calls == []
+    assert 0 < len(refits) <= MODULES - 2
+    _assert_same(story, "refitting")
+
+
+def test_other_options_start_anew(story: Path, calls: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    left = _killed(story, "other", 2)
+    assert _run(story, "other", "--set", "prune.budget.parameters=0.8") == 0
+    assert "starting anew" in capsys.readouterr().err
+    assert len(calls) == MODULES
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("a mistake"), 1), (KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "full"), 1)]
+)
+def test_an_error_leaves_nothing(
+    story: Path, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save, before = journal.save_file, {*story.parent.iterdir()}
+
+    def fails(tensors: Any, file: Path, **more: Any) -> None:
+        if len([*story.parent.glob("failed.resume/*/*.safetensors")]) == 3:
+            raise error
+        save(tensors, file, **more)
+
+    monkeypatch.setattr(journal, "save_file", fails)
+    assert _run(story, "failed") == code
+    assert {*story.parent.iterdir()} == before
+    if isinstance(error, OSError):
+        said = " ".join(capsys.readouterr().err.split())
+        assert "must fit on the disk of its output" in said
+        assert "free space there, or choose an output on another disk" in said
+
+
+def test_what_is_in_the_way_stays(story: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = story.parent / "mine.resume"
+    folder.mkdir()
+    (folder / "letter.txt").write_text("mine")
+    assert _run(story, "mine") == 2
+    assert "something else is there" in " ".join(capsys.readouterr().err.split())
+    assert (folder / "letter.txt").read_text() == "mine"
+
+
+def test_two_runs_at_once_do_not_share(story: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second has no journal, and leaves that of the first alone."""
+    left = _killed(story, "both", 2)
+    monkeypatch.setattr(journal, "_runs", lambda head: True)
+    before = sorted(path.name for path in left.rglob("*"))
+    assert _run(story, "both") == 0
+    assert sorted(path.name for path in left.rglob("*")) == before
+
+
+def test_whether_a_run_goes_on() -> None:
+    here = {"fingerprint": "", "began": "", "host": journal.socket.gethostname()}
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert not journal._runs(journal._Head(**here, process=ended.pid))
+    assert not journal._runs(journal._Head(**here, process=os.getpid()))
+    assert journal._runs(journal._Head(**here, process=os.getppid()))
+    assert not journal._runs(journal._Head(**here | {"host": "another"}, process=os.getppid()))
