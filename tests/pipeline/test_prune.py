@@ -31,6 +31,7 @@ from support.models import (
     vit,
 )
 from support.runs import without_tracing
+from support.tolerance import assert_near
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel, PreTrainedModel, pipeline
 from transformers.utils import logging
@@ -261,9 +262,56 @@ def test_a_model_of_images_and_text(unharmed: Any) -> None:
     result = prune(model, batches, modules=BOTH, criterion="fisher", budget={"flops": 0.8}, compensation=REFIT)
     assert set(result.model(**llava_batch())) >= {"logits"}
     assert all("vision" not in name for name, kept in result.plan.kept.items() if kept.removed)
-    moments = stages.moments_of(result.job)
+    moments, collected = stages.moments_of(result.job), list[str]()
     assert moments is not None
-    assert all("vision" not in module.name for group in moments.groups for module in group)
+    moments.each(lambda modules, _: collected.extend(module.name for module in modules))
+    assert sorted(collected) == sorted(module.name for module in result.job.scored)
+    assert all("vision" not in name for name in collected)
+
+
+def tokens() -> list[dict[str, torch.Tensor]]:
+    return [padded([9, 12, 7], "right") for _ in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "how", "sequential"),
+    [
+        (causal_lm, tokens, {}, True),
+        (causal_lm, tokens, {"sequential": False}, False),
+        (causal_lm, tokens, {"token_weights": 0.5}, False),
+        (causal_lm, tokens, {"method": "scalars"}, False),
+        (bert, texts, {}, False),
+        (bert, texts, {"sequential": True}, True),
+        (llama, unpadded, {}, False),
+    ],
+    ids=["decoder", "as asked", "weighted", "scalars", "encoder", "an encoder as asked", "decoder of classes"],
+)
+def test_layers_of_a_model_that_generates_are_refitted_one_after_the_other(
+    make: Any, batches: Any, how: dict[str, Any], sequential: bool, unharmed: Any
+) -> None:
+    options = {"modules": ["mlp"], "criterion": "l2", "budget": {"flops": 0.8}}
+    model, rows = unharmed(make(num_hidden_layers=2)), batches()
+    given, said = {**REFIT, **how}, {**REFIT, **how, "sequential": sequential}
+    result, named = (prune(model, rows, compensation=one, **options) for one in (given, said))
+    assert result.job.options.compensation.sequential is sequential
+    assert result.fits == named.fits
+    assert_near(result.model.state_dict(), named.model.state_dict())
+    last = result.job.modules[-1].consumer
+    for other in () if "method" in how or "token_weights" in how else ({"sequential": not sequential},):
+        different = prune(model, rows, compensation={**REFIT, **other}, **options)
+        weights = [found.model.get_parameter(f"{last}.weight") for found in (result, different)]
+        assert not torch.allclose(*weights, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compensation", [None, REFIT])
+def test_a_slim_model_shares_what_was_not_cut(compensation: Any, unharmed: Any) -> None:
+    model = unharmed(causal_lm().train())
+    result = prune(model, tokens(), budget={"heads": 0.5}, compensation=compensation)
+    dense, slim = dict(model.named_parameters()), dict(result.model.named_parameters())
+    own = {name for name, parameter in slim.items() if parameter.data_ptr() != dense[name].data_ptr()}
+    cut = {layer for module in result.job.modules for layer in module.layers if result.plan.kept[module.name].removed}
+    assert own == {f"{layer}.weight" for layer in cut}
+    assert len(own) > 3
 
 
 def test_rows_of_a_data_set_become_batches_by_their_columns(tmp_path: Path) -> None:
