@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ..errors import RequestError
 from .internals import forget_placement
@@ -16,6 +20,8 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 # Devices that models are scored and timed on: sums are in float64, and clocks wait for the device. MPS, for one, has no
 # float64. "meta" has no values at all.
 DEVICES = ("cpu", "cuda", "meta")
+# Weights from this size on are mapped from a file while other programs run the model.
+LARGE_BYTES = 1 << 30
 
 
 def refuse_devices(model: torch.nn.Module) -> None:
@@ -100,3 +106,17 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 def parameter_bytes(model: torch.nn.Module) -> int:
     """Return the bytes that the parameters take in memory, tied ones once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def map_weights(model: torch.nn.Module, file: Path) -> None:
+    """Write a large model's weights to a file, and map them from there in place: other work may have their memory.
+
+    The file must stay in its place for as long as the model is used, except where files that are open may be removed.
+    """
+    if parameter_bytes(model) < LARGE_BYTES or os.name == "nt":  # there, a file that is mapped cannot be removed
+        return
+    tensors = {str(number): tensor for number, tensor in enumerate(model.parameters()) if tensor.device.type == "cpu"}
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+    with safe_open(file, "pt") as mapped:
+        for name, tensor in tensors.items():
+            tensor.data = mapped.get_tensor(name)

@@ -21,6 +21,7 @@ from ..forms.measured import LatencyRow, Measurements, budget_rows, measure_both
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import Timed, fastest, ratios, rows_by_shape
 from ..forms.time import time as time_forms
+from ..model.copies import map_weights
 from ..model.text_encoder import TextEncoder
 from ..recipe.budget import Found, Outcome
 from ..recipe.sections import ExportSection
@@ -62,7 +63,8 @@ class Measured:
 def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, folder: Path) -> Measured:
     """Export the slim model into the folder of a run, and judge and time it there beside the dense one.
 
-    Both are counted, and timed on every runtime that the recipe names. All forms of both, in fewer bits and joined in a
+    Their weights are mapped from files, so that exports and runtimes have their memory. Both are counted, and timed on
+    every runtime that the recipe names. All forms of both, in fewer bits and joined in a
     compound, are then judged and timed beside each other.
     """
     if job.deploy is not None:
@@ -70,7 +72,9 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         export = job.export.model_copy(update={"quantize": "int8" if in_int8 else None})
         job = replace(job, exporter=replace(job.exporter, options=export))
         forms.exporter = job.exporter
+    map_weights(job.dense, forms.folder / "dense.safetensors")
     exports = _export(job, forms, slim, folder)
+    map_weights(slim.model, forms.folder / "slim.safetensors")
     assert job.source is not None
     with job.clock("measure"):
         stored = Both(job.source.bytes, saved.bytes)
