@@ -126,7 +126,7 @@ def test_exports_of_uneven_heads_are_served(
     assert len(set(heads)) > 1
     if place == "Hub":
         # As large exports are: weights beside the graph.
-        monkeypatch.setattr(export, "PROTOBUF_LIMIT_BYTES", 0)
+        monkeypatch.setattr(export, "INSIDE_BYTES", 0)
     run = tmp_path / "run"
     save_slim(slim, run / "slim", plan=plan, batch=batch, processor=processor)
     export.export_onnx(slim, run / "onnx", batch=batch, processor=processor)

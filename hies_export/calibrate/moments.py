@@ -246,11 +246,14 @@ class LayerMoments:
         """Number of tokens."""
         return sum(part.counted for part in self.uniform)
 
-    def spread(self, *, centred: bool) -> Spread:
-        """Return the mean and the second moments of the inputs over all tokens, each weighing one."""
+    def spread(self, *, centred: bool, last: bool = False) -> Spread:
+        """Return the mean and the second moments of the inputs over all tokens, each weighing one.
+
+        With `last`, the sums are not used again, and their memory is.
+        """
         fitting, held_out = self.uniform
         mean = (fitting.x + held_out.x) / self.counted
-        found = (fitting.xx + held_out.xx).div_(self.counted)
+        found = (fitting.xx.add_(held_out.xx) if last else fitting.xx + held_out.xx).div_(self.counted)
         return Spread(mean, found.sub_(torch.outer(mean, mean)) if centred else found)
 
     def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:

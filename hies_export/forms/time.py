@@ -36,6 +36,8 @@ DRAWN_AT_A_TIME = 1 << 20
 # an interval such as [0.9, 1.1] contains 1, but also savings and losses of a tenth.
 NOISE_LIMIT = 0.02
 WIDEST_CONTROL = 0.1
+# A file with more bytes is not loaded twice at a time.
+LARGE = 1 << 30
 # How many rows are timed in each size of batch.
 ROWS = 512
 # Least number of timed batches of rows; where there are fewer, all are run again.
@@ -106,7 +108,8 @@ def time(
 ) -> list[Timed]:
     """Time forms beside each other, interleaved over several loads.
 
-    All are loaded as often as the most demanding runtime needs, and the first one twice, as control. A shape with one
+    All are loaded as often as the most demanding runtime needs, and the first one twice, as control; a file of more
+    than 1 GiB is its own control, for the sake of memory, and tells nothing of how copies differ. A shape with one
     batch repeats it, and its ratio is the median of the paired ratios. A shape with several batches runs through them,
     and its ratio is that of total times, so that rare expensive rows count as often as they occur. Each load runs a
     part of them, with shapes warm, as in a server that has run for a while: OpenVINO compiles kernels for every new
@@ -128,7 +131,7 @@ def time(
     check_repeats(repeats=repeats, min_seconds=min_seconds)
     runtimes = dict.fromkeys(form.runtime for form in forms)
     loads = min(loads, repeats, max(RUNTIMES[name].loads for name in runtimes))
-    loaded = [*forms, forms[0]]
+    loaded = [*forms] if (forms[0].bytes or 0) > LARGE else [*forms, forms[0]]
     runners: dict[int, Runtime] = {}
     found: dict[tuple[Shape, Phase], list[_Load]] = {}
     steps = [(load, shape) for load in range(loads) for shape in batches]
@@ -143,7 +146,7 @@ def time(
             phases = ["prefill", "decode"] if decode and shape[1] > 1 else ["prefill"]
         for phase in phases:
             one = _run_in_turns(
-                [runners[index] for index in range(len(loaded))],
+                [runners[index % len(loaded)] for index in range(len(forms) + 1)],
                 [given[place % len(given)] for place in range(load, max(LEAST, len(given)), loads)]
                 if phase == "rows"
                 else given,

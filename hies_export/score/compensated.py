@@ -116,6 +116,7 @@ def score_compensated(
     else:
         batches = gradients.batches
     samples, chains = sum(map(size_of, batches)), {} if known is None else known
+    once = moments is not None and not moments.keeps
 
     def rank(modules: Sequence[PrunableModule], read: Read, sums: Mapping[str, LayerMoments]) -> None:
         if all(module.name in chains for module in modules):
@@ -126,7 +127,7 @@ def score_compensated(
 
         def order(_: int, module: PrunableModule) -> Chain:
             layer, found = effects.pop(module.name), sums.get(module.name)
-            spread = None if found is None else found.spread(centred=layer.centred)
+            spread = None if found is None else found.spread(centred=layer.centred, last=once)
             return removal_chain(layer, module, samples, spread=spread, options=options)
 
         chains.update(zip((module.name for module in modules), mapped(modules, order), strict=True))

@@ -260,6 +260,9 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
     assert (first.loads, first.repeats) == (2, 2)
     with pytest.raises(RecipeError, match="repeats must be at least 1, got 0"):
         time(both, {(1, 8): [{}]}, repeats=0)
+    loaded.clear()
+    large, _ = time([replace(both[0], bytes=2 << 30), both[1]], {(1, 8): [{}]}, repeats=2)
+    assert (loaded, large.form) == (["dense", "slim", "slim", "dense"], replace(both[0], bytes=2 << 30))
 
 
 def test_a_row_has_the_keys_of_report_json_in_their_order(clock):

@@ -102,7 +102,7 @@ def test_vit_has_an_open_batch_and_fuses_without_a_sound_and_with_its_weights_be
         return original(*args)
 
     monkeypatch.setattr(export_module, "trace_onnx", talk)
-    monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(export_module, "INSIDE_BYTES", 1000)
     model = vit(num_hidden_layers=1)
     exported = export_onnx(model, tmp_path / "onnx", batch={"pixel_values": torch.randn(1, 3, 16, 16)})
     assert capfd.readouterr() == ("", "")

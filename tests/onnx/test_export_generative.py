@@ -1,6 +1,8 @@
 """Decoders and vision-language models in ONNX, run by hand in ONNX Runtime and compared with one torch forward."""
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +147,7 @@ def test_decoders_generate_as_in_torch(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fused_for_cuda_in_half_precision_with_weights_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(export_module, "INSIDE_BYTES", 1000)
     model = endless_llama(num_hidden_layers=1, tie_word_embeddings=True)
     exported = export_onnx(model, tmp_path / "onnx", batch=padded_prompts(), provider="cuda", dtype="float16")
     assert exported.facts["fused"]["MultiHeadAttention"] == 1
@@ -184,7 +186,7 @@ def test_rows_are_compared_in_groups_and_none_is_left_out(
     rows = []
     step = OnnxGenerator.step
     monkeypatch.setattr(OnnxGenerator, "step", lambda self, *args: rows.append(len(args[1])) or step(self, *args))
-    assert check_generation(exported.folder, model, {"x": batch}, "float32") < 1e-4
+    assert check_generation(exported.folder, lambda: model, {"x": batch}, "float32") < 1e-4
     assert rows == [2] * 4 + [2] * 4 + [1] * 4
     other = copy.deepcopy(model)
     other.model.embed_tokens = copy.deepcopy(model.model.embed_tokens)  # no longer that of the head
@@ -192,7 +194,30 @@ def test_rows_are_compared_in_groups_and_none_is_left_out(
     with torch.no_grad():
         other.model.embed_tokens.weight[77] += 1
     with pytest.raises(ParityError, match="on x"):
-        check_generation(exported.folder, other, {"x": batch}, "float32")
+        check_generation(exported.folder, lambda: other, {"x": batch}, "float32")
+
+
+def test_no_copy_of_the_weights_is_in_memory_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of a model in half precision is traced from one copy in float32, and compared with another."""
+    copies, held, load = [], [], OnnxGenerator.from_folder
+
+    def copied(model: PreTrainedModel) -> PreTrainedModel:
+        found = float32_copy(model)
+        copies.append(weakref.ref(found))
+        return found
+
+    def from_folder(*args: Any, **options: Any) -> OnnxGenerator:
+        gc.collect()
+        alive = [found for copy in copies if (found := copy()) is not None]
+        held.append(sum(parameter.numel() for found in alive for parameter in found.parameters()))
+        return load(*args, **options)
+
+    float32_copy = export_module._float32_copy
+    monkeypatch.setattr(export_module, "_float32_copy", copied)
+    monkeypatch.setattr(export_module, "_traceable_copy", lambda reference, *_: reference)
+    monkeypatch.setattr(OnnxGenerator, "from_folder", from_folder)
+    export_onnx(causal_lm().bfloat16(), tmp_path / "onnx", batch={"input_ids": torch.randint(3, 32, (2, 8))})
+    assert (len(copies), held) == (2, [0])
 
 
 def test_padding_is_not_compared_and_of_a_window_the_end() -> None:

@@ -125,10 +125,10 @@ def test_weights_beside_the_float32_graph_come_along(
     limit: int, batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A float32 graph of more than 2 GB has them there."""
-    monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(export_module, "INSIDE_BYTES", 1000)
     exported = export_onnx(encoder(1), tmp_path / "onnx", batch=batch)
     assert (exported.folder / "model.onnx_data").is_file()
-    monkeypatch.setattr(export_module, "PROTOBUF_LIMIT_BYTES", limit)
+    monkeypatch.setattr(export_module, "INSIDE_BYTES", limit)
     found = quantize_onnx(exported, tmp_path / "onnx-int8", batch=batch)
     shutil.rmtree(exported.folder)
     assert np.isfinite(logits(found.file, batch)).all()

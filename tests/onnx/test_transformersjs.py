@@ -246,7 +246,7 @@ def check(name: str, case: Case, slim: PreTrainedModel, folder: Path, table: lis
 
 
 def test_weights_beside_a_graph_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "PROTOBUF_LIMIT_BYTES", 0)
+    monkeypatch.setattr(export, "INSIDE_BYTES", 0)
     case = llama_case(tmp_path)
     exported = export.export_onnx(case.model, tmp_path / "onnx", batch=case.batch, processor=case.processor)
     assert (exported.folder / "model.onnx_data").is_file()

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -37,7 +38,8 @@ from .trace import trace_onnx, trace_sample
 
 # model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
 WEIGHTS_SUFFIX = "_data"
-PROTOBUF_LIMIT_BYTES = 2**31 - 2**24
+# Most bytes of weights inside of a graph. protobuf takes less than 2 GiB, and while it writes, memory for them twice.
+INSIDE_BYTES = 2**30
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 # Common types that are known to be exported; a model of another type is tried before a run.
@@ -122,25 +124,26 @@ def export_onnx(
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
     kind, given = _kind(model, given)
     sample, batches = _samples(kind, model, given)
-    reference = _float32_copy(model)
-    traced = _traceable_copy(reference, provider, DTYPES[dtype])
+    traced = _traceable_copy(_float32_copy(model), provider, DTYPES[dtype])
+    described = share_weights(traced, device="meta")
     talk = logger.isEnabledFor(logging.DEBUG)
 
-    def written(programs: dict[str, Any]) -> Export:
+    def written(programs: dict[str, Any], spent: PreTrainedModel | None = None) -> Export:
         with new_folder(target, overwrite=overwrite) as staging:
             size = sum(save_program(program, staging / name) for name, program in programs.items())
-            write_config(traced, staging)
-            copy_documents(traced, staging)
-            if traced.can_generate() and traced.generation_config is not None:
-                traced.generation_config.to_json_file(staging / "generation_config.json")
+            write_config(described, staging)
+            copy_documents(described, staging)
+            if described.can_generate() and described.generation_config is not None:
+                described.generation_config.to_json_file(staging / "generation_config.json")
             if processor is not None:
                 processor.save_pretrained(staging)
                 name_tokenizer(staging)
             names = _names(programs)
-            programs.clear()  # a graph has copies of the weights, transposed or joined; the comparison reads the files
+            # A graph has copies of the weights, transposed or joined; the comparison reads the files.
+            _release(programs, spent, model)
             with quiet(verbose=talk), exact_products():
                 check, runtime = check_parity if kind == "encoder" else check_generation, compared_on(provider)
-                max_abs = check(staging, reference, batches, dtype, runtime)
+                max_abs = check(staging, partial(_float32_copy, model), batches, dtype, runtime)
         return Export(
             format="onnx",
             folder=target,
@@ -165,7 +168,7 @@ def export_onnx(
         programs = _trace(kind, traced, sample, provider)
     if traces is not None:
         traces.add(key, traced, programs[ONNX_FILE])
-    return written(programs)
+    return written(programs, traced)
 
 
 def require_onnx(extra: str = "cpu") -> None:
@@ -302,12 +305,27 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
     return copied
 
 
+def _release(programs: dict[str, Any], spent: PreTrainedModel | None, model: PreTrainedModel) -> None:
+    """Free the weights of graphs, and the tensors of the copy that they were traced from that are not the model's own.
+
+    The graphs themselves live on in what the patterns of onnxscript last matched.
+    """
+    for program in programs.values():
+        for value in program.graph.initializers.values():
+            value.const_value = None
+    programs.clear()
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    for tensor in () if spent is None else (*spent.parameters(), *spent.buffers()):
+        if tensor.untyped_storage().data_ptr() not in own:
+            tensor.data = tensor.data.new_empty(0)
+
+
 def save_program(program: Any, file: Path) -> int:
-    """Write a graph with its weights inside, or beside it above protobuf's limit; return the size of both in bytes."""
+    """Write a graph with its weights inside, or beside it above `INSIDE_BYTES`; return the size of both in bytes."""
     import onnx_ir
 
     weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)
-    if weight_bytes < PROTOBUF_LIMIT_BYTES:
+    if weight_bytes < INSIDE_BYTES:
         # Of a graph that was read from a file, they may still be in a file beside that one.
         onnx_ir.save(onnx_ir.external_data.load_to_model(program), file)
     else:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ...checkpoint.classes import load_config
 from ...equal import OTHER_PROGRAM, Difference
 from ...errors import MissingRuntimeError, ParityError
-from ..runtimes.ort import OnnxRuntime
+from ..runtimes.ort import DECODER_FILE, OnnxRuntime
 from ..runtimes.ort_gpu import CudaOnnxRuntime
 from ..runtimes.pytorch import TorchRuntime
 from .decoder import text_tokens
@@ -56,22 +59,44 @@ def compared_on(provider: str) -> type[OnnxRuntime]:
     return RUNTIMES[provider]
 
 
+@contextmanager
+def _in_torch(
+    reference: Callable[[], PreTrainedModel], batches: Iterable[Mapping[str, torch.Tensor]]
+) -> Iterator[Iterator[dict[str, np.ndarray]]]:
+    """Compute batches with a model, and yield its outputs from files: it is in memory only until then."""
+    with TemporaryDirectory(prefix="hies-outputs-") as folder:
+        model, files = TorchRuntime(reference(), threads=torch.get_num_threads()), []
+        for number, batch in enumerate(batches):
+            files.append(Path(folder) / f"{number}.npz")
+            outputs: Any = model.compute(batch)
+            np.savez(files[-1], **outputs)
+        del model
+
+        def read(file: Path) -> dict[str, np.ndarray]:
+            with np.load(file) as outputs:
+                return dict(outputs)
+
+        yield map(read, files)
+
+
 def check_parity(
     folder: Path,
-    reference: PreTrainedModel,
+    reference: Callable[[], PreTrainedModel],
     batches: Mapping[str, Mapping[str, torch.Tensor]],
     dtype: str,
     runtime: type[OnnxRuntime] = OnnxRuntime,
 ) -> float:
-    """Return the largest absolute difference between graph and torch, if they agree."""
-    exported = runtime(folder, threads=torch.get_num_threads())
-    dense = TorchRuntime(reference, threads=torch.get_num_threads())
-    return max(
-        compare_outputs(
-            *(without_padding(r.compute(batch), batch) for r in (dense, exported)), label=label, dtype=dtype
+    """Return the largest absolute difference between graph and torch, if they agree; `reference` makes the model."""
+    with _in_torch(reference, batches.values()) as wanted:
+        exported = runtime(folder, threads=torch.get_num_threads())
+        return max(
+            compare_outputs(
+                *(without_padding(outputs, batch) for outputs in (want, exported.compute(batch))),
+                label=label,
+                dtype=dtype,
+            )
+            for want, (label, batch) in zip(wanted, batches.items(), strict=True)
         )
-        for label, batch in batches.items()
-    )
 
 
 def without_padding(outputs: Mapping[str, np.ndarray], batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -99,7 +124,7 @@ def without_padding(outputs: Mapping[str, np.ndarray], batch: Mapping[str, Any])
 
 def check_generation(
     folder: Path,
-    reference: PreTrainedModel,
+    reference: Callable[[], PreTrainedModel],
     batches: Mapping[str, Mapping[str, torch.Tensor]],
     dtype: str,
     runtime: type[OnnxRuntime] = OnnxRuntime,
@@ -107,22 +132,26 @@ def check_generation(
     """Return the largest absolute difference between an exported folder and torch, if tolerated.
 
     The graphs take each prompt, then a chunk of two tokens, then two single tokens, each with the cache of the tokens
-    before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared.
+    before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared. `reference` makes
+    the model in torch, which is not in memory together with the graphs.
     """
-    exported = OnnxGenerator.from_folder(folder, runtime=runtime)
-    dense = TorchRuntime(reference, threads=torch.get_num_threads())
-    worst = 0.0
+    config = load_config(folder)
+    image_token_id = config.image_token_id if (folder / DECODER_FILE).is_file() else None
+    labelled = []
     for label, batch in batches.items():
-        further = text_tokens(batch["input_ids"], 4, image_token_id=exported.image_token_id)
+        further = text_tokens(batch["input_ids"], 4, image_token_id=image_token_id)
         tokens = torch.cat([batch["input_ids"], further], dim=1)
         mask = torch.cat([batch["attention_mask"], torch.ones_like(further)], dim=1)
         whole = {**batch, "input_ids": tokens, "attention_mask": mask}
-        for rows in _in_groups(whole, 4 * tokens.shape[1] * exported.vocabulary):
-            want = dense.compute(rows)
+        row_bytes = 4 * tokens.shape[1] * config.get_text_config().vocab_size
+        labelled += [(label, rows) for rows in _in_groups(whole, row_bytes)]
+    worst = 0.0
+    with _in_torch(reference, (rows for _, rows in labelled)) as wanted:
+        exported = OnnxGenerator.from_folder(folder, runtime=runtime)
+        for want, (label, rows) in zip(wanted, labelled, strict=True):
             got = _in_pieces(exported, rows["input_ids"], rows["attention_mask"], rows.get("pixel_values"))
-            worst = max(
-                worst, compare_outputs(*_real_tokens(want, got, rows["attention_mask"]), label=label, dtype=dtype)
-            )
+            both = _real_tokens(want, got, rows["attention_mask"])
+            worst = max(worst, compare_outputs(*both, label=label, dtype=dtype))
     return worst
 
 

@@ -107,8 +107,8 @@ def quantize_onnx(
         copy_beside(exported, staging)
         size = save_program(program, staging / QUANTIZED_FILE)
         (staging / "ort_config.json").write_text(json.dumps(_ort_config(bits), indent=2) + "\n", encoding="utf-8")
-        runtimes = (OnnxRuntime(f, threads=torch.get_num_threads()) for f in (exported.file, staging / QUANTIZED_FILE))
-        one, other = (runtime.compute(batch) for runtime in runtimes)
+        threads, files = torch.get_num_threads(), (exported.file, staging / QUANTIZED_FILE)
+        one, other = (OnnxRuntime(file, threads=threads).compute(batch) for file in files)  # one at a time in memory
         max_abs = largest_difference(one, other, batch)
     return replace(
         exported,

@@ -82,9 +82,9 @@ def add_constant(graph: Any, name: str, array: np.ndarray) -> Any:
 
 
 def drop_unused(graph: Any) -> None:
-    """Remove the constants that nothing reads."""
+    """Remove the constants that nothing reads, and their numbers."""
     for name in [name for name, value in graph.initializers.items() if not (value.uses() or value.is_graph_output())]:
-        del graph.initializers[name]
+        graph.initializers.pop(name).const_value = None
 
 
 def weight_of(node: Any) -> Any:
