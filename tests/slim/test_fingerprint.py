@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hies_export import PlanError, PruningPlan, find_modules
 from hies_export.cli.main import main
+from hies_export.select import fingerprint as fingerprints
 from hies_export.select.fingerprint import check_weights, fingerprint, fingerprint_of
-from hies_export.slim import check as fingerprints
 
 KINDS = ("attention", "mlp")
 
