@@ -133,6 +133,8 @@ class Gradients:
         numbers: Sequence[int] | None = None,
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
+        if target == "effect":
+            task_of(model, batches[0]).check_batches(batches)
         self._model, self._target, self._within = model, target, within
         self.batches = batches
         self._numbers = numbers or range(len(batches))

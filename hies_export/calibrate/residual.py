@@ -53,9 +53,11 @@ def residual_places(
         # Some blocks flatten the tokens of all samples.
         if last is not None and x is not last[1] and x.numel() == last[1].numel():
             name, y, before_it = last
-            without = x.reshape(y.shape) - y
+            without = x.reshape(y.shape).to(y.device) - y
             alike = ((at, t.reshape(y.shape)) for at, t in before_it if t.numel() == y.numel())
-            found[name] = next((at for at, t in alike if Difference.of(without, t).within(SAME_CODE)), None)
+            found[name] = next(
+                (at for at, t in alike if Difference.of(without, t.to(without.device)).within(SAME_CODE)), None
+            )
             last = None if found[name] else last
         earlier.append((Place(names[layer], returned=False), x))
 

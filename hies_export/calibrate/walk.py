@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 from transformers import PreTrainedModel
 
+from ..data.batches import in_rows, inputs_of
 from ..errors import UnsupportedModelError
-from ..model.modes import HALVES, evaluating, output_alone
+from ..model.modes import HALVES, evaluating, output_alone, threads_for
 from ..model.tokens import short_samples
-from ..tasks import task_of
 from ..units.units import PrunableModule
 
 # The name of the one block of a model that is not a row of blocks.
@@ -256,8 +256,8 @@ def blocks_of(
 
     A block is the innermost element of an `nn.ModuleList` around a module, or the one around that if the list is in
     another block. Elements of other lists are blocks without modules: between blocks, the graph of all batches is held.
-    The whole model is one block if a module is in no list, or if a few tokens of the batch show that a block is called
-    several times (as in ALBERT) or not in the order of its name.
+    They are in the order in which a few tokens of the batch call them. The whole model is one block if a module is in
+    no list, or if a block is called several times (as in ALBERT).
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     places = {name: place for place, name in enumerate(names)}
@@ -271,7 +271,9 @@ def blocks_of(
         if not any(_inside(element, other) or _inside(other, element) or element == other for other in outermost):
             outermost.append(element)
     blocks = sorted(outermost, key=places.__getitem__)
-    called = _calls_of(model, blocks, short_samples(model, batch))
+    called = _calls_of(model, blocks, in_rows(short_samples(model, batch), 2)[0])
+    if set(called) == set(blocks):
+        blocks = [*dict.fromkeys(called)]
     if called != [block for block in blocks if block in called]:
         return {WHOLE: modules}
     return {block: [module for module in modules if _inside(module.consumer, block)] for block in blocks}
@@ -292,9 +294,9 @@ def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str,
         for block in blocks:
             layer = model.get_submodule(block)
             stack.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
-        for context in (evaluating(model), output_alone(model), torch.no_grad()):
+        for context in (evaluating(model), output_alone(model), torch.no_grad(), threads_for(model, [batch])):
             stack.enter_context(context)
-        task_of(model, batch).output(model, dict(batch))
+        model(**{key: value.to(next(model.parameters()).device) for key, value in inputs_of(batch).items()})
     return called
 
 

@@ -36,7 +36,6 @@ from ..kinds import ATTENTION
 from ..model.internals import exact_products
 from ..processes import mapped
 from ..progress import SILENT, Progress
-from ..tasks import task_of
 from ..units.units import PrunableModule
 from .criteria import COMPENSATED, Chain, Removal, Scores, merged
 
@@ -111,10 +110,7 @@ def score_compensated(
         'compensated'
     """
     options = RemovalOptions(ridge, per_sample, model.device)
-    if gradients is None:
-        task_of(model, batches[0]).check_batches(batches)
-    else:
-        batches = gradients.batches
+    batches = batches if gradients is None else gradients.batches
     samples, chains = sum(map(size_of, batches)), {} if known is None else known
     once = moments is not None and not moments.keeps
 

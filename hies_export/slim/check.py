@@ -151,7 +151,8 @@ def compare_cut(
         masked, cut = (stack.enter_context(closing(walk.forward())) for walk in walks)
         for (block, there), (_, here) in zip(masked, cut, strict=True):
             for one, other in zip(there, here, strict=True):
-                found, one.output = _compared(walks, one, other)
+                found, expected = _compared(walks, one, other)
+                one.output = tree.tree_map(lambda t: t.to(dense.dtype) if _is_float(t) else t, expected)
                 largest = max(largest, _checked(*found, block or "the model", dense))
                 other.output = one.output
     # What comes after the blocks is the same code on the same numbers.
@@ -161,14 +162,13 @@ def compare_cut(
 def _compared(walks: Sequence[Walk], there: Call, here: Call) -> tuple[tuple[Difference, float], Any]:
     """Return how far the cut block is from the masked one, the share that is allowed, and the masked one's output."""
 
-    def difference(*dtype: torch.dtype) -> Difference:
-        # Outputs in half precision are rounded to it; equal numbers are rounded to equal ones, or to neighbours.
-        outputs[:] = [walk.compute(call, *dtype) for walk, call in zip(walks, (there, here), strict=True)]
+    def difference(dtype: torch.dtype) -> Difference:
+        outputs[:] = [walk.compute(call, dtype) for walk, call in zip(walks, (there, here), strict=True)]
         expected, found = (next(t for t in tree.tree_leaves(output) if isinstance(t, Tensor)) for output in outputs)
         return Difference.of(found, expected)
 
     outputs: list[Any] = []
-    found = difference()
+    found = difference(torch.float32)
     output = outputs[0]
     if found.within(SURE_IN_FLOAT32):
         return (found, SAME_CODE), output
@@ -177,6 +177,10 @@ def _compared(walks: Sequence[Walk], there: Call, here: Call) -> tuple[tuple[Dif
     except RuntimeError as error:  # whatever a kernel or a model's own code raises on a dtype it does not expect
         logger.debug("no comparison in float64: %s", memory_failure(error) or error)
         return (found, SAME_CODE), output
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _checked(found: Difference, allowed: float, where: str, dense: PreTrainedModel) -> float:
