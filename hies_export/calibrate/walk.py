@@ -111,7 +111,8 @@ class Walk:
                     return
                 for call in calls:
                     output = call.output
-                    call.output = output if gradients else None
+                    if not gradients:  # whoever still has the call holds no hidden states by it
+                        call.args, call.kwargs, call.output = (), {}, None
                     waiting[call.batch] = self._switch(call.batch, output)
                 del calls
                 give_back_memory()
