@@ -269,21 +269,30 @@ def _in_order(
                 paused = [_paused(*of, [m.consumer for m in inside]) for of in zip(models, walks, calls, strict=True)]
                 for _, consumers in paused:
                     within.enter_context(closing(consumers))
+                (there, of_dense), (here, of_slim) = paused
+                waiting = next(of_dense, None)
                 for module in inside:
-                    there, here = (next(consumers)[1] for _, consumers in paused)
+                    assert waiting is not None
+                    wanted = {}
+                    for call in waiting[1]:
+                        call.output = there.compute(call)
+                        wanted[call.batch] = call.output, residual[0].pop(call.batch, None)
+                    # The dense model goes on before the slim one, so only one holds what its next consumer reads.
+                    waiting = next(of_dense, None)
                     sums = None if module.name in known else new_sums(dense, module, selection)
-                    for wanted, found in zip(there, here, strict=True):
-                        number, batch = found.batch, batches[found.batch]
-                        wanted.output = paused[0][0].compute(wanted)
+                    calls_here = next(of_slim)[1]
+                    for call in calls_here:
+                        y, stream = wanted.pop(call.batch)
                         # None if it is not known, or if the layer that shows it was removed as a whole.
-                        drift = [stream.pop(number, None) for stream in residual]
+                        own_stream = residual[1].pop(call.batch, None)
                         if sums is None:
                             continue
-                        x, y = (by_sample(dense, module.name, batch, t) for t in (found.args[0], wanted.output))
-                        if drift[0] is not None and drift[1] is not None:
-                            y = y + DRIFT * by_sample(dense, module.name, batch, drift[0] - drift[1]).to(y)
+                        batch = batches[call.batch]
+                        x, y = (by_sample(dense, module.name, batch, t) for t in (call.args[0], y))
+                        if stream is not None and own_stream is not None:
+                            y = y + DRIFT * by_sample(dense, module.name, batch, stream - own_stream).to(y)
                         real = real_tokens(dense, module.name, batch, x)
-                        add_reading(sums, Reading(module.name, x, y, None, real), first[number])
+                        add_reading(sums, Reading(module.name, x, y, None, real), first[call.batch])
                     parameters = dict(slim.get_submodule(module.consumer).named_parameters(recurse=False))
                     if sums is None:
                         stored, fit = known[module.name]
@@ -295,10 +304,9 @@ def _in_order(
                         added_up(sums.tensors())
                         fits += _refit_all(slim, [module], {module.name: sums}, how)
                         known[module.name] = parameters, fits[-1]
-                    for found in here:
-                        found.output = paused[1][0].compute(found)
-                for _, consumers in paused:
-                    next(consumers, None)  # to the end of the block
+                    for call in calls_here:
+                        call.output = here.compute(call)
+                next(of_slim, None)  # to the end of the block
     return fits
 
 
