@@ -61,7 +61,7 @@ def read_forward(
     blocks = blocks_of(model, modules, batches[0])
     last = max(number for number, inside in enumerate(blocks.values()) if inside)
     blocks = dict([*blocks.items()][: last + 1])
-    walk = Walk(model, own(batches), [*blocks], lambda _, batch: run_forward(model, batch))
+    walk = walk_forward(model, batches, [*blocks])
 
     def compute(call: Call, seen: Watched) -> list[None]:
         call.output = walk.compute(call)
@@ -71,16 +71,21 @@ def read_forward(
         for block in progress.track([*blocks], name) if name else blocks:
             _, calls = next(steps)
             with _reading(model, blocks[block], batches, calls, compute) as read:
-                if blocks[block]:
-                    work(blocks[block], read)
-                else:
-                    read_all(blocks[block], read, calls)
+                _give(work, blocks[block], read, calls)
 
 
-def read_all(modules: Sequence[PrunableModule], read: Read, calls: Sequence[Call]) -> None:
-    """Run all calls of a block that nobody works on."""
+def _give(work: Work | None, modules: list[PrunableModule], read: Read, calls: Sequence[Call]) -> None:
+    """Give the modules of a block to `work`; run the calls of a block that nobody works on."""
+    if work is not None and modules:
+        work(modules, read)
+        return
     for call in calls:
         read(call.batch)
+
+
+def walk_forward(model: PreTrainedModel, batches: Batches, blocks: Sequence[str]) -> Walk:
+    """Return a walk of the batches that `mapped` gives this process, by `run_forward`."""
+    return Walk(model, own(batches), blocks, lambda _, batch: run_forward(model, batch))
 
 
 def run_forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
@@ -187,10 +192,7 @@ class Gradients:
             for block, calls in self._walk.backward():
                 next(steps, None)
                 with self._reading(block, calls, hand_on=True) as read:
-                    if work is not None and self.blocks[block]:
-                        work(self.blocks[block], read)
-                    else:
-                        read_all(self.blocks[block], read, calls)
+                    _give(work, self.blocks[block], read, calls)
                 if keep and self.blocks[block]:
                     self._calls[block] = calls
         next(steps, None)

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import in_rows, inputs_of
 from ..errors import UnsupportedModelError
-from ..model.modes import HALVES, evaluating, output_alone, threads_for
+from ..model.modes import HALVES, evaluating, output_alone, threads_for, wide_products
 from ..model.tokens import short_samples
 from ..units.units import PrunableModule
 
@@ -295,7 +295,8 @@ def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str,
         for block in blocks:
             layer = model.get_submodule(block)
             stack.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
-        for context in (evaluating(model), output_alone(model), torch.no_grad(), threads_for(model, [batch])):
+        stack.enter_context(threads_for(model, [batch]))
+        for context in (evaluating(model), output_alone(model), wide_products(model), torch.no_grad()):
             stack.enter_context(context)
         model(**{key: value.to(next(model.parameters()).device) for key, value in inputs_of(batch).items()})
     return called

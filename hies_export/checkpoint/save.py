@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..equal import SAME_CODE, Difference
 from ..errors import PlanError, ReloadMismatchError, refusing
-from ..model.copies import convert, parameter_bytes
+from ..model.copies import LARGE_BYTES, convert, parameter_bytes
 from ..model.internals import (
     attention_undecided,
     auto_classes,
@@ -58,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 
 HALF = (torch.float16, torch.bfloat16)
-# A model with more bytes of parameters is compared with its files, and not loaded beside itself.
-LARGE = 1 << 30
 
 
 def save_slim(
@@ -147,11 +145,11 @@ def save_slim(
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
     """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs.
 
-    One way is tried at a time. Models of more than `LARGE` bytes are `_built` and not loaded.
+    One way is tried at a time. Models of more than `LARGE_BYTES` are `_built` and not loaded.
     """
     if isinstance(model, TextEncoder):
         return check_reload(model.auto_model, folder, batch)
-    large = parameter_bytes(model) > LARGE
+    large = parameter_bytes(model) > LARGE_BYTES
     batch = short_samples(model, batch) if large else batch
     worst = 0.0
     dtype, computing = model.dtype, _computing_dtype(model, batch)

@@ -21,6 +21,7 @@ import torch
 
 from ..data.batches import Batch
 from ..errors import NonFiniteError, RecipeError
+from ..model.copies import LARGE_BYTES
 from ..progress import SILENT, Progress
 from .form import Form
 from .measure.counts import Shape
@@ -36,8 +37,6 @@ DRAWN_AT_A_TIME = 1 << 20
 # an interval such as [0.9, 1.1] contains 1, but also savings and losses of a tenth.
 NOISE_LIMIT = 0.02
 WIDEST_CONTROL = 0.1
-# A file with more bytes is not loaded twice at a time.
-LARGE = 1 << 30
 # How many rows are timed in each size of batch.
 ROWS = 512
 # Least number of timed batches of rows; where there are fewer, all are run again.
@@ -131,7 +130,7 @@ def time(
     check_repeats(repeats=repeats, min_seconds=min_seconds)
     runtimes = dict.fromkeys(form.runtime for form in forms)
     loads = min(loads, repeats, max(RUNTIMES[name].loads for name in runtimes))
-    loaded = [*forms] if (forms[0].bytes or 0) > LARGE else [*forms, forms[0]]
+    loaded = [*forms] if (forms[0].bytes or 0) > LARGE_BYTES else [*forms, forms[0]]
     runners: dict[int, Runtime] = {}
     found: dict[tuple[Shape, Phase], list[_Load]] = {}
     steps = [(load, shape) for load in range(loads) for shape in batches]

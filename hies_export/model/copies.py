@@ -20,7 +20,8 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 # Devices that models are scored and timed on: sums are in float64, and clocks wait for the device. MPS, for one, has no
 # float64. "meta" has no values at all.
 DEVICES = ("cpu", "cuda", "meta")
-# Weights from this size on are mapped from a file while other programs run the model.
+# Weights of more bytes are not held twice: they are mapped from a file while other programs run the model, compared
+# with what was saved without loading it, and timed without a copy.
 LARGE_BYTES = 1 << 30
 
 
@@ -113,7 +114,7 @@ def map_weights(model: torch.nn.Module, file: Path) -> None:
 
     The file must stay in its place for as long as the model is used, except where files that are open may be removed.
     """
-    if parameter_bytes(model) < LARGE_BYTES or os.name == "nt":  # there, a file that is mapped cannot be removed
+    if parameter_bytes(model) <= LARGE_BYTES or os.name == "nt":  # there, a file that is mapped cannot be removed
         return
     tensors = {str(number): tensor for number, tensor in enumerate(model.parameters()) if tensor.device.type == "cpu"}
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)

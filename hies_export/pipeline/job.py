@@ -168,6 +168,11 @@ class Job:
         return self.options.goal
 
     @property
+    def cuts_once(self) -> bool:
+        """Whether the budget alone says how much goes: nothing is searched or timed for it."""
+        return self.deploy is None and not self.budget.searched and self.budget.timed is None
+
+    @property
     def sample(self) -> Batch:
         """Two rows to score on, enough to compare models on and to trace them."""
         return first_samples(self.rows.score[0])

@@ -132,8 +132,7 @@ class Size:
 def size_of_job(job: Job) -> Size | None:
     """Return the size of a job that ranks a language model by `compensated` and cuts it once; None for all others."""
     budget, rows, how, journal = job.budget, job.rows, job.options.compensation, job.journal
-    searches = job.deploy is not None or budget.searched or budget.timed is not None
-    if searches or job.options.criterion != COMPENSATED or how is None or not job.task.generative:
+    if not job.cuts_once or job.options.criterion != COMPENSATED or how is None or not job.task.generative:
         return None
     model, batch = job.model, job.rows.score[0]
 

@@ -184,8 +184,7 @@ def _decide(job: Job, statistics: Statistics, forms: Forms) -> Choice:
 
 def _journal(job: Job, output: Path) -> AbstractContextManager[None]:
     """Keep what is ranked and refitted, beside the output, where only what is written there decides what comes next."""
-    fixed = job.deploy is None and not job.budget.searched and job.budget.timed is None
-    if not fixed or job.options.criterion != COMPENSATED or (job.compound is not None and job.compound.shares):
+    if not job.cuts_once or job.options.criterion != COMPENSATED or (job.compound is not None and job.compound.shares):
         return nullcontext()
     return job.journal.beside(output, processes.on_main(lambda: _fingerprint(job)), job.progress)
 

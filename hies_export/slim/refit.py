@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -39,7 +38,7 @@ from ..calibrate.moments import (
     collect_moments,
     new_sums,
 )
-from ..calibrate.readings import Reading, by_sample, own, run_forward, walking
+from ..calibrate.readings import Reading, by_sample, walk_forward, walking
 from ..calibrate.residual import residual_places, streams
 from ..calibrate.walk import Call, Steps, Walk, blocks_of
 from ..data.batches import size_of
@@ -260,7 +259,7 @@ def _in_order(
         for model in models:
             stack.enter_context(walking(model, batches))
             residual.append(stack.enter_context(streams(model, places)))
-            walks.append(Walk(model, own(batches), [*blocks], partial(_run, model)))
+            walks.append(walk_forward(model, batches, [*blocks]))
             steps.append(stack.enter_context(closing(walks[-1].forward(to_the_end=False))))
         for block in progress.track([*blocks], "blocks refitted"):
             calls = [next(of_model)[1] for of_model in steps]
@@ -279,30 +278,20 @@ def _in_order(
                         wanted[call.batch] = call.output, residual[0].pop(call.batch, None)
                     # The dense model goes on before the slim one, so only one holds what its next consumer reads.
                     waiting = next(of_dense, None)
-                    sums = None if module.name in known else new_sums(dense, module, selection)
                     calls_here = next(of_slim)[1]
+                    sums = None if module.name in known else new_sums(dense, module, selection)
                     for call in calls_here:
-                        y, stream = wanted.pop(call.batch)
-                        # None if it is not known, or if the layer that shows it was removed as a whole.
-                        own_stream = residual[1].pop(call.batch, None)
-                        if sums is None:
-                            continue
-                        batch = batches[call.batch]
-                        x, y = (by_sample(dense, module.name, batch, t) for t in (call.args[0], y))
-                        if stream is not None and own_stream is not None:
-                            y = y + DRIFT * by_sample(dense, module.name, batch, stream - own_stream).to(y)
-                        real = real_tokens(dense, module.name, batch, x)
-                        add_reading(sums, Reading(module.name, x, y, None, real), first[call.batch])
-                    parameters = dict(slim.get_submodule(module.consumer).named_parameters(recurse=False))
+                        number, (y, stream) = call.batch, wanted.pop(call.batch)
+                        both = stream, residual[1].pop(number, None)
+                        if sums is not None:
+                            found = _reading(dense, module, batches[number], call.args[0], y, *both)
+                            add_reading(sums, found, first[number])
                     if sums is None:
-                        stored, fit = known[module.name]
-                        with torch.no_grad():
-                            for name, parameter in parameters.items():
-                                parameter.copy_(stored[name])
-                        fits.append(fit)
+                        fits.append(_put_back(slim, module, known[module.name]))
                     else:
                         added_up(sums.tensors())
                         fits += _refit_all(slim, [module], {module.name: sums}, how)
+                        parameters = dict(slim.get_submodule(module.consumer).named_parameters(recurse=False))
                         known[module.name] = parameters, fits[-1]
                     for call in calls_here:
                         call.output = here.compute(call)
@@ -310,8 +299,33 @@ def _in_order(
     return fits
 
 
-def _run(model: PreTrainedModel, _: int, batch: Mapping[str, Tensor]) -> None:
-    run_forward(model, batch)
+def _put_back(slim: PreTrainedModel, module: PrunableModule, known: tuple[Mapping[str, Tensor], LayerFit]) -> LayerFit:
+    """Give a consumer the parameters that it was refitted to before; return that fit."""
+    stored, fit = known
+    with torch.no_grad():
+        for name, parameter in slim.get_submodule(module.consumer).named_parameters(recurse=False):
+            parameter.copy_(stored[name])
+    return fit
+
+
+def _reading(
+    dense: PreTrainedModel,
+    module: PrunableModule,
+    batch: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    there: Tensor | None,
+    here: Tensor | None,
+) -> Reading:
+    """Return what the slim consumer reads of a batch, x, with the dense one's output y and a share of the drift.
+
+    `there` and `here` are the residual streams of the dense and the slim model; None where one is not known, or where
+    the layer that shows it was removed as a whole.
+    """
+    x, y = (by_sample(dense, module.name, batch, t) for t in (x, y))
+    if there is not None and here is not None:
+        y = y + DRIFT * by_sample(dense, module.name, batch, there - here).to(y)
+    return Reading(module.name, x, y, None, real_tokens(dense, module.name, batch, x))
 
 
 def _paused(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], consumers: Sequence[str]) -> tuple[Walk, Steps]:

@@ -40,9 +40,9 @@ def mask_gradients(
     statistic "fisher" of `collect_statistics` its diagonal. Without `labels`, the model's predictions replace them.
     """
     given = []
-    for batch in batches:
-        on_device = {key: value.to(model.device) for key, value in batch.items()}
-        with walking(model, batches):
+    with walking(model, batches):
+        for batch in batches:
+            on_device = {key: value.to(model.device) for key, value in batch.items()}
             given.append(task_of(model, on_device).with_labels(model, on_device))
     found: dict[str, list[Tensor]] = {module.name: [] for module in modules}
     gradients = Gradients(model, given, modules, "loss")

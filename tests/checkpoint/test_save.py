@@ -112,7 +112,7 @@ def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
 def test_a_save_that_loads_as_another_model_is_not_kept(
     damage: str, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save, "LARGE", 0 if large else save.LARGE)
+    monkeypatch.setattr(save, "LARGE_BYTES", 0 if large else save.LARGE_BYTES)
     batch = image_batch()
     slim, plan, _ = random_cut(vit(), batch)
     whole = type(slim).save_pretrained
@@ -137,7 +137,7 @@ def test_a_save_that_loads_as_another_model_is_not_kept(
 
 def test_a_large_model_is_not_loaded_beside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are compared with it, tied and in half precision too, and what the classes make of its config."""
-    monkeypatch.setattr(save, "LARGE", 0)
+    monkeypatch.setattr(save, "LARGE_BYTES", 0)
     dense = causal_lm(tie_word_embeddings=True).bfloat16()
     batch = {"input_ids": torch.randint(3, 32, (2, 12))}
     for uniform in (True, False):
