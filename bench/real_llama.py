@@ -220,7 +220,6 @@ def recipe_of(options: argparse.Namespace) -> PruningRecipe:
         {
             "model": str(options.model),
             "dtype": "float32",
-            "device_map": options.device_map,
             "task": "text-generation",
             "data": {"files": files, "text": "text", "max_length": options.length},
             "calibration": {"split": "validation", "samples": options.rows, "batch_size": options.batch},

@@ -70,17 +70,6 @@ def is_first() -> bool:
     return _number("WORLD_SIZE") == 1 or os.environ.get("RANK", "0") == "0"
 
 
-def own_devices() -> list[int] | None:
-    """Return the GPUs of this machine that this process may spread a model over; None for all."""
-    import torch
-
-    here = _number("LOCAL_WORLD_SIZE")
-    if _number("WORLD_SIZE") == 1 or here == 1 or not torch.cuda.is_available():
-        return None
-    local, each = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() // here
-    return list(range(local * each, (local + 1) * each))
-
-
 def world() -> int:
     """Return the number of processes that share the work."""
     return 1 if _group is None or _group.alone else _group.world
@@ -249,8 +238,8 @@ def _join() -> _Group:
                 f"every process must have a GPU of its own, but there are {os.environ['LOCAL_WORLD_SIZE']} processes "
                 f"and {torch.cuda.device_count()} GPUs; start fewer processes"
             )
-        # The first of several GPUs per process. Objects go by gloo, so that waiting takes no GPU.
-        device, backend = torch.device("cuda", (own_devices() or [0])[0]), "cpu:gloo,cuda:nccl"
+        # Objects go by gloo, so that waiting takes no GPU.
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=LONGEST_WAIT)

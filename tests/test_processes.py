@@ -150,15 +150,6 @@ def test_large_and_small_modules_in_turn_are_shared_out_evenly(count: int, monke
     assert [sorted(part) for part in shared] == [["attention", "mlp"]] * count
 
 
-def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert processes.own_devices() is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert processes.own_devices() == [4, 5, 6, 7]
-
-
 REFUSED = {
     "no torch.distributed": "need a torch that was built with torch.distributed",
     "no address": "needs RANK, LOCAL_RANK, .* lacks LOCAL_RANK, MASTER_ADDR, MASTER_PORT; start it by",

@@ -97,7 +97,7 @@ def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
     keys = seen.sum(-1)  # (batch, query)
     if seen.shape[1] == seen.shape[2]:
         keys = keys * seen.any(1)  # a token that no row sees is padding
-        keys = keys * mask.bool() if mask is not None and mask.shape == keys.shape else keys
+        keys = keys * mask.bool().to(keys.device) if mask is not None and mask.shape == keys.shape else keys
     counted = (keys > 1)[:, None]
     most = keys.clamp(min=2).float().log()[:, None]
     rows = torch.where(counted, torch.special.entr(attention.float()).sum(-1) / most, 0.0)

@@ -25,6 +25,7 @@ from ..processes import added_up, mapped, on_main
 from ..progress import SILENT, Progress
 from ..units.units import PrunableModule, Selection
 from .readings import Gradients, Read, Reading, read_forward
+from .walk import device_of_blocks
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5
@@ -210,8 +211,8 @@ class LayerSums(Sums):
 
     def target(self) -> tuple[Tensor, Tensor]:
         """Return W (outputs, inputs) and b (outputs,), float64."""
-        weight, bias = weight_of(self._layer).detach().double(), self._layer.bias
-        return weight, bias.detach().double() if isinstance(bias, Tensor) else weight.new_zeros(len(weight))
+        weight, bias = weight_of(self._layer).detach().to(self.x), self._layer.bias
+        return weight, bias.detach().to(weight) if isinstance(bias, Tensor) else weight.new_zeros(len(weight))
 
     @cached_property
     def y(self) -> Tensor:
@@ -418,8 +419,8 @@ def collect_moments(
 
 
 def free(model: nn.Module) -> int:
-    """Return how many bytes are free where a model is, the same number in all processes."""
-    device = next(model.parameters()).device
+    """Return how many bytes are free where the blocks of a model compute, the same number in all processes."""
+    device = device_of_blocks(model)
     if device.type == "cuda":
         return on_main(lambda: torch.cuda.mem_get_info(device)[0])
     return on_main(free_on_cpu)

@@ -201,9 +201,12 @@ class Gradients:
     def of(self, modules: Sequence[PrunableModule], work: Work) -> None:
         """Give the modules of a block to `work` again; what was kept for them is then dropped."""
         block = self._block_of[modules[0].name]
-        read = self._reading(block, self._calls.pop(block), hand_on=False)
-        with walking(self._model, self.batches, gradients=True), self._within(), read as reads:
-            work(self.blocks[block], reads)
+        with ExitStack() as stack:
+            for context in (walking(self._model, self.batches, gradients=True), self._within()):
+                stack.enter_context(context)
+            stack.enter_context(self._walk.at_hand(block))
+            read = stack.enter_context(self._reading(block, self._calls.pop(block), hand_on=False))
+            work(self.blocks[block], read)
 
     def _reading(self, block: str, calls: Sequence[Call], *, hand_on: bool) -> AbstractContextManager[Read]:
         modules = self.blocks[block]
@@ -251,6 +254,7 @@ def _reading(
             return _readings(model, modules, seen, batches[number], found)
 
         yield read
+        seen.clear()  # what was read last has a graph, which has the weights of the block
 
 
 def _readings(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.batches import OWN_KEY, batches_fingerprint, in_rows, size_of
-from ..errors import DataError, StepError, memory_failure
+from ..errors import DataError
 from ..kinds import ATTENTION
 from ..model.linear import weight_of
 from ..processes import added_up
@@ -79,7 +78,6 @@ class Calibration:
     samples: int
     labels: str  # "data", or "predictions" if the model's own predictions replaced missing labels
     fingerprint: str  # SHA-256 of the batches
-    batch_size: int = 1  # most samples in one forward pass; fewer than a batch has if that did not fit into memory
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def collect_statistics(
     An embedding has no loss: its place takes a random projection of it, and every text is scored by several;
     see `tasks/feature_extraction.py`. A regression without labels has none either: its number takes that place.
 
-    If a batch does not fit into memory, all batches are halved, as often as needed. No key/value cache is kept.
+    No key/value cache is kept.
 
     Args:
         model: The model; its weights, mode and gradients are restored. It may be in half precision: all sums are
@@ -159,7 +157,6 @@ def collect_statistics(
         DataError: There is no batch, labels are needed and missing, or a sample has no label token.
         UnsupportedModelError: The number of rows that a module sees is not the number of samples.
         NonFiniteError: A hidden state, a loss or a gradient is NaN or infinite; the message names the batch.
-        StepError: Not even one sample fits into memory.
 
     Examples:
         >>> statistics = collect_statistics(model, batches, modules)
@@ -168,21 +165,10 @@ def collect_statistics(
     """
     labelled = _check_labels(model, batches)
     brought = {name: OWN[name](model, batches, modules) for name in dict.fromkeys(needs) if name in OWN}
-    task, most = task_of(model, batches[0]), max(map(size_of, batches))
-    found: _Walked | None = None
-    while found is None:
-        try:
-            found = _Walked(model, batches, modules, needs, most)
-            found.collect(keep=keep, progress=progress)
-        except RuntimeError as error:
-            if memory_failure(error) is None:
-                raise
-            found, most = None, _halved(batches, most, error)
-        if found is None:  # outside of the handler, whose traceback holds the tensors of the failed attempt
-            gc.collect()
-            torch.cuda.empty_cache()
-    calibration = _calibration(batches, labelled=labelled, batch_size=found.most)
-    values = found.values(task.repeats * calibration.samples) | brought
+    found = _Walked(model, batches, modules, needs)
+    found.collect(keep=keep, progress=progress)
+    calibration = _calibration(batches, labelled=labelled)
+    values = found.values(task_of(model, batches[0]).repeats * calibration.samples) | brought
     return Statistics(values, calibration, gradients=found.gradients if keep else None)
 
 
@@ -193,15 +179,14 @@ def without_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tenso
         DataError: There is no batch, or a sample has no label token.
     """
     labelled = _check_labels(model, batches)
-    return Statistics({}, _calibration(batches, labelled=labelled, batch_size=max(map(size_of, batches))))
+    return Statistics({}, _calibration(batches, labelled=labelled))
 
 
-def _calibration(batches: Sequence[dict[str, Tensor]], *, labelled: bool, batch_size: int) -> Calibration:
+def _calibration(batches: Sequence[dict[str, Tensor]], *, labelled: bool) -> Calibration:
     return Calibration(
         samples=sum(map(size_of, batches)),
         labels="data" if labelled else "predictions",
         fingerprint=batches_fingerprint(list(batches)),
-        batch_size=batch_size,
     )
 
 
@@ -233,10 +218,7 @@ def mask_gradients(readings: Sequence[Reading], modules: Sequence[PrunableModule
 
 
 class _Walked:
-    """Sums over the samples of batches, in parts of at most `most` samples that fit into memory.
-
-    They are of every unit, (units,) float64 on the CPU, by statistic and module.
-    """
+    """Sums over the samples of batches: of every unit, (units,) float64 on the CPU, by statistic and module."""
 
     def __init__(
         self,
@@ -244,7 +226,6 @@ class _Walked:
         batches: Sequence[dict[str, Tensor]],
         modules: Sequence[PrunableModule],
         needs: Collection[str],
-        most: int,
     ):
         self._model, self._modules = model, modules
         attention = [module for module in modules if module.kind == ATTENTION]
@@ -258,10 +239,9 @@ class _Walked:
         with walking(model, batches):
             for number, batch in enumerate(batches):
                 given = {key: value.to(device) for key, value in batch.items()}
-                for part in in_rows(given, min(most, task.at_once(given))):
+                for part in in_rows(given, task.at_once(given)):
                     repeated = {key: value.repeat_interleave(task.repeats, 0) for key, value in part.items()}
                     parts.append((number, task.with_labels(model, repeated)))
-        self.most = max(size_of(part) for _, part in parts) // task.repeats
         self._batches = [part for _, part in parts]
         numbers, within = [number for number, _ in parts], self._entropies.attached
         self.gradients = Gradients(model, self._batches, modules, "loss", numbers=numbers, within=within)
@@ -308,21 +288,3 @@ class _Walked:
 
 def _zeros(modules: Sequence[PrunableModule]) -> dict[str, Tensor]:
     return {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
-
-
-def _halved(batches: Sequence[Mapping[str, Tensor]], most: int, error: RuntimeError) -> int:
-    """Return half the number of samples at once where so many did not fit into memory, or refuse the batches."""
-    index = max(range(len(batches)), key=lambda number: size_of(batches[number]))
-    size = min(most, size_of(batches[index]))
-    if len(in_rows(dict(batches[index]), 1)) == 1 < size:
-        raise StepError(
-            f"calibration batch {index} of {size} samples does not fit into memory and cannot be halved, because its "
-            "tensors do not have a row per sample; lower calibration.batch_size"
-        ) from error
-    if size == 1:
-        raise StepError(
-            f"one sample must fit into memory, but one of calibration batch {index} does not; lower data.max_length, "
-            "load the model in bfloat16, or use a larger machine"
-        ) from error
-    logger.warning("a batch of %d samples does not fit into memory: going on with %d at once", size, size // 2)
-    return size // 2

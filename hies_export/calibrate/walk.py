@@ -58,8 +58,10 @@ Steps: TypeAlias = Generator[tuple[str, list[Call]], None, None]
 class Walk:
     """Batches on their way through the blocks of a model, or through the layers of one block.
 
-    On a CPU a block of half precision computes in float32, in which products of its numbers are exact, and which is
-    several times faster on most processors; what is handed from block to block keeps the model's dtype.
+    Blocks compute where `device_of_blocks` says: the weights of one at a time go there and back, while the others, and
+    all that is handed from block to block, stay with the model. On a CPU a block of half precision computes in float32,
+    in which products of its numbers are exact, and which is several times faster on most processors; what is handed
+    from block to block keeps the model's dtype.
 
     Args:
         model: The model; its forward methods are replaced inside of `forward` alone.
@@ -75,6 +77,7 @@ class Walk:
         self._batches, self._run = batches, run
         self._layers = {name: model.get_submodule(name) for name in layers}
         self._through = {name: layer.forward for name, layer in self._layers.items()}
+        self._device = device_of_blocks(model)
         self._runs: dict[int, greenlet] = {}
         # Block -> its calls, once a forward with gradients has passed it.
         self.trail: dict[str, list[Call]] = {}
@@ -101,7 +104,7 @@ class Walk:
             last = [*self._layers][-1] if self._layers else ""
             for layer in self._layers:
                 calls = [call for call in waiting.values() if call is not None and call.layer == layer]
-                with self._at_hand(layer):
+                with self.at_hand(layer):
                     yield layer, calls
                 if gradients:
                     self.trail[layer] = calls
@@ -124,7 +127,7 @@ class Walk:
 
     def compute(self, call: Call, dtype: torch.dtype | None = None) -> Any:
         """Return the output of a layer for a call, without gradients, computed and given in a dtype if one is named."""
-        with self._at_hand(call.layer, dtype), torch.no_grad():
+        with self.at_hand(call.layer, dtype), torch.no_grad():
             return self._computed(call, dtype=dtype)
 
     def backward(self) -> Iterator[tuple[str, list[Call]]]:
@@ -136,11 +139,14 @@ class Walk:
             for call in calls:
                 call.gradients = [t.grad for t in _floats(call.output)]
                 call.output = None
-            yield block, calls
+            with self.at_hand(block):
+                yield block, calls
             give_back_memory()
 
     def gradients_in(self, call: Call, read: Callable[[], Sequence[Tensor]], *, hand_on: bool = True) -> list[Tensor]:
         """Run one block backward, and return the gradients of tensors that are read inside of it, zeros without any.
+
+        The block must be `at_hand`, as it is while `backward` yields it.
 
         Args:
             call: One of those that `backward` yields.
@@ -149,7 +155,7 @@ class Walk:
         """
         outer = [t for t in _floats((call.args, call.kwargs)) if t.requires_grad]
         inner = {id(t): t.detach().requires_grad_() for t in outer}
-        with self._at_hand(call.layer), torch.enable_grad():
+        with torch.enable_grad():
             output = self._computed(call, lambda t: inner.get(id(t), t))
             wanted = [*read(), *inner.values()]
             pairs = [
@@ -173,37 +179,32 @@ class Walk:
     def _computed(
         self, call: Call, instead: Callable[[Any], Any] = lambda value: value, dtype: torch.dtype | None = None
     ) -> Any:
-        """Return the output of a layer, with other tensors in place of some of the call, in the dtype of the call."""
-        own = next((t.dtype for t in _floats((call.args, call.kwargs))), None)
-        computes_in = dtype or (torch.float32 if own in HALVES and self._widens(call.layer) else None)
-        if computes_in is None:
-            args, kwargs = tree.tree_map(instead, (call.args, call.kwargs))
-            return self._through[call.layer](*args, **kwargs)
-        args, kwargs = tree.tree_map(lambda t: _in_dtype(instead(t), computes_in), (call.args, call.kwargs))
-        return tree.tree_map(lambda t: _in_dtype(t, dtype or own), self._through[call.layer](*args, **kwargs))
+        """Return the output of a layer, with other tensors in place of some of the call, where the call's own are."""
+        own = next(iter(_floats((call.args, call.kwargs))), torch.empty(0, device=self._device))
+        computes_in = dtype or (torch.float32 if self._widens(own) else None)
+        args, kwargs = tree.tree_map(lambda t: _to(instead(t), self._device, computes_in), (call.args, call.kwargs))
+        output = self._through[call.layer](*args, **kwargs)
+        return tree.tree_map(lambda t: _to(t, own.device, dtype or (computes_in and own.dtype)), output)
 
-    def _widens(self, name: str) -> bool:
-        first = next(self._layers[name].parameters(), None)
-        return first is None or first.device.type == "cpu"
+    def _widens(self, tensor: Tensor) -> bool:
+        return self._device.type == "cpu" and tensor.dtype in HALVES
 
     @contextmanager
-    def _at_hand(self, name: str, dtype: torch.dtype | None = None) -> Iterator[None]:
-        """Let a layer hold its weights in the dtype that it computes in, inside the block; changes are rounded back."""
+    def at_hand(self, name: str, dtype: torch.dtype | None = None) -> Iterator[None]:
+        """Let a layer hold its weights where it computes, in that dtype, inside the block; changes are taken back."""
         layer = self._layers[name]
-        floats = [t for t in (*layer.parameters(), *layer.buffers()) if t.is_floating_point()]
-        if dtype is not None:
-            others = [t for t in floats if t.dtype != dtype]
-        else:
-            others = [t for t in floats if t.dtype in HALVES] if self._widens(name) else []
-        stored = [t.data for t in others]
-        for tensor in others:
-            tensor.data = tensor.data.to(dtype or torch.float32)
+        away: list[tuple[Tensor, Tensor]] = []
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            here = _to(tensor.data, self._device, dtype or (torch.float32 if self._widens(tensor) else None))
+            if (here.device, here.dtype) != (tensor.device, tensor.dtype):
+                away.append((tensor, tensor.data))
+                tensor.data = here
         try:
             yield
         finally:
-            for tensor, data in zip(others, stored, strict=True):
-                if not torch.equal(rounded := tensor.data.to(data.dtype), data):
-                    data.copy_(rounded)
+            for tensor, data in away:
+                if not torch.equal(changed := tensor.data.to(data), data):
+                    data.copy_(changed)
                 tensor.data = data
 
     @contextmanager
@@ -242,6 +243,12 @@ class Walk:
         output = getcurrent().parent.switch(Call(name, running(), args, kwargs))
         torch.set_grad_enabled(mode)
         return output
+
+
+def device_of_blocks(model: nn.Module) -> torch.device:
+    """Return where blocks compute: where their model is, but on the GPU if there is one beside a model on the CPU."""
+    own = next(model.parameters()).device
+    return torch.device("cuda", torch.cuda.current_device()) if own.type == "cpu" and torch.cuda.is_available() else own
 
 
 def running() -> int:
@@ -302,8 +309,11 @@ def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str,
     return called
 
 
-def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _to(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Return a tensor on a device, and if it is floating in a dtype; None for its own."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype if value.is_floating_point() else None)
 
 
 def _floats(value: Any) -> list[Tensor]:

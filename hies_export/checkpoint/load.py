@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .. import processes
-from ..errors import RequestError, listed, refusing, require_package
+from ..errors import RequestError, listed, refusing
 from ..model.copies import parameter_bytes
 from ..model.internals import auto_classes, commit_of, empty_model, never_asking, reads_old_names, use_torch_attention
 from ..model.text_encoder import TextEncoder
@@ -71,46 +70,33 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
     return model_class
 
 
+# Share of a GPU's memory that a model's weights may take there; the rest is for what is computed.
+SHARE_OF_GPU = 0.5
+
+
 def device_to_prune_on() -> str:
     """Return the GPU if there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @never_asking()
-def load_dense(
-    path: str | Path, model_class: Any, *, dtype: str | None = None, device_map: str | None = None, **hub: Any
-) -> PreTrainedModel:
-    """Load the model to prune, on the GPU if there is one; each of several processes has a model of its own.
+def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, **hub: Any) -> PreTrainedModel:
+    """Load the model to prune; each of several processes has a model of its own.
 
-    By default the dtype is float32 on CPU, and the checkpoint's own ("auto") on GPU. With a device map, each of several
-    processes on a machine takes an equal part of the GPUs.
+    It is on the GPU if it leaves half of the memory there to what is computed. Else it stays on the CPU, and a walk
+    takes one block at a time to the GPU and back. By default the dtype is float32 without a GPU, and the checkpoint's
+    own ("auto") with one.
     """
-    if device_map is not None:
-        require_package("accelerate", who="device_map needs", package="accelerate", extra="big")
     device = device_to_prune_on()
     name = dtype or ("float32" if device == "cpu" else "auto")
     model: Any = load_weights(
         model_class,
         path,
         dtype=name if name == "auto" else getattr(torch, name),
-        device_map=device_map,
-        max_memory=_max_memory(device_map),
         **hub,
     )
-    left = sum(parameter.numel() for parameter in model.parameters() if parameter.is_meta)
-    if left:
-        raise RequestError(
-            f"a model must fit on the devices that it is spread over, but device_map {device_map} leaves {left:,} of "
-            f"{model.num_parameters():,} parameters to the CPU or the disk, where they cannot be scored or cut; use "
-            "more GPUs or a smaller dtype, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
-        )
-    return model if device_map is not None else model.to(device)
-
-
-def _max_memory(device_map: str | None) -> dict[int, int] | None:
-    """Return how much of which GPU a model may take, in bytes; None for no limit."""
-    devices = None if device_map is None else processes.own_devices()
-    return None if devices is None else {device: torch.cuda.mem_get_info(device)[0] for device in devices}
+    fits = device == "cpu" or parameter_bytes(model) < SHARE_OF_GPU * torch.cuda.mem_get_info()[0]
+    return model.to(device) if fits else model
 
 
 def check_in_memory(model: PreTrainedModel) -> None:

@@ -423,8 +423,6 @@ class DataFacts:
 
     labels: str
     calibration_samples: int
-    calibration_batch: int
-    calibration_batch_asked: int
     compensation_samples: int
     evaluation_samples: int
     evaluation_of: int

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..errors import RequestError
-from .internals import forget_placement
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -26,7 +25,12 @@ LARGE_BYTES = 1 << 30
 
 
 def refuse_devices(model: torch.nn.Module) -> None:
-    """Refuse, by a RequestError, a model that is on a device other than the CPU and NVIDIA's or AMD's GPUs."""
+    """Refuse, by a RequestError, a model that is not as a whole on the CPU or on one of NVIDIA's or AMD's GPUs."""
+    if len(places := {str(parameter.device) for parameter in model.parameters()}) > 1:
+        raise RequestError(
+            f"a model must be on one device, but its weights are on {' and '.join(sorted(places))}; load it without "
+            "device_map: blocks of a model on the CPU go to the GPU one at a time"
+        )
     for name, parameter in model.named_parameters():
         if parameter.device.type not in DEVICES:
             raise RequestError(
@@ -51,7 +55,7 @@ def convert(
 
     Args:
         dtype: Dtype of the floating tensors, or name of a parameter or buffer -> dtype; other tensors keep theirs.
-        device: Device of all tensors; None for the current ones. A model that is spread over devices is not, there.
+        device: Device of all tensors; None for the current one.
     """
     by_id: dict[int, torch.dtype] = {}
     if isinstance(dtype, Mapping):
@@ -66,10 +70,7 @@ def convert(
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
-    copied = copy_with(model, stand_in)
-    if device is not None:
-        forget_placement(copied)
-    return copied
+    return copy_with(model, stand_in)
 
 
 def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> list[str]:

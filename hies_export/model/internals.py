@@ -426,27 +426,11 @@ def graphs_skipped() -> int:
 
 def forget_hooks(module: nn.Module) -> None:
     """Remove from a copied module the hooks and the forwards that were put on the original."""
-    # accelerate adds the last two to the layers of a model that is spread over devices.
-    for name in ("forward", "_old_forward", "_hf_hook"):
-        vars(module).pop(name, None)
+    vars(module).pop("forward", None)
     module._forward_hooks.clear()
     module._forward_pre_hooks.clear()
     # transformers installs its hooks for hidden states on the first forward pass only, and sets this mark.
     vars(module).pop("_output_capturing_hooks_installed", None)
-
-
-def forget_placement(model: nn.Module) -> None:
-    """Let a copied model that accelerate spread over devices compute where its tensors are."""
-    for module in model.modules():
-        own = vars(module)
-        if own.pop("_hf_hook", None) is not None:
-            del own["forward"]
-            before = own.pop("_old_forward")
-            if getattr(before, "__func__", None) is not type(module).forward:
-                module.forward = before  # somebody's own
-    if vars(model).pop("hf_device_map", None) is not None:
-        for name in ("to", "cuda", "xpu", "npu"):  # they warn that the model should not be moved
-            vars(model).pop(name, None)
 
 
 def share_tensors(model: nn.Module, other: nn.Module) -> None:

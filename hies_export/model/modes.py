@@ -72,7 +72,7 @@ def wide_products(model: nn.Module) -> Iterator[None]:
     halves = [layer for layer in halves if layer.weight.device.type == "cpu" and "forward" not in vars(layer)]
 
     def forward(layer: nn.Linear, x: Tensor) -> Tensor:
-        if layer.weight.dtype not in HALVES:
+        if layer.weight.dtype not in HALVES or layer.weight.device.type != "cpu":
             return nn.functional.linear(x, layer.weight, layer.bias)
         bias = None if layer.bias is None else layer.bias.float()
         return nn.functional.linear(x.float(), layer.weight.float(), bias).to(x.dtype)
@@ -89,22 +89,6 @@ def wide_products(model: nn.Module) -> Iterator[None]:
 def requiring_gradients(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Let parameters require gradients inside the block."""
     return attributes_set((parameter, "requires_grad", True) for parameter in parameters)
-
-
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Let the parts of a model that is spread over devices hand their outputs to its first device inside the block.
-
-    There, its own code puts them together, with labels for example: accelerate moves all inputs to the first device.
-    """
-    first = next(model.parameters()).device
-    with ExitStack() as hooks:
-        if any(parameter.device != first for parameter in model.parameters()):
-            from accelerate.utils import send_to_device
-
-            for part in model.children():
-                hooks.enter_context(part.register_forward_hook(lambda _, args, output: send_to_device(output, first)))
-        yield
 
 
 # A forward pass below this many FLOPs is small: some hundredths of a second on one core. Steps are then so short that

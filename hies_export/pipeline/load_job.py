@@ -18,6 +18,7 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
+from ..calibrate.walk import device_of_blocks
 from ..checkpoint.classes import load_config, refuse_quantised
 from ..checkpoint.load import Source, device_to_prune_on, load_dense, source_of, task_class
 from ..checkpoint.sentence import EMBEDDER, RERANKER, Unwrapped, kind_in, load_sentence
@@ -149,7 +150,7 @@ def _source(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel, c
 def _aligned(job: Job) -> Job:
     """Return a job that keeps the widths that a GPU multiplies fast in half precision, unless it says which."""
     model, export, half = job.model, job.export, (torch.float16, torch.bfloat16)
-    on_gpu = model.device.type == "cuda" and model.dtype in half
+    on_gpu = device_of_blocks(model).type == "cuda" and model.dtype in half
     for_gpu = export.provider != "cpu" and export.dtype == "float16"
     widths = [module.units for module in job.modules if module.kind == MLP]
     asked = job.options.multiple_of
@@ -359,8 +360,7 @@ class _Checkpoint:
 
         def load(model_class: type[PreTrainedModel], folder: Path, config: Any) -> PreTrainedModel:
             refuse_quantised(config, folder)
-            how: dict[str, Any] = {"dtype": recipe.dtype, "device_map": recipe.device_map}
-            return load_dense(folder, model_class, config=config, **how)
+            return load_dense(folder, model_class, config=config, dtype=recipe.dtype)
 
         how = {"pooling": recipe.pooling, "normalize": recipe.normalize, **hub}
         given = load_sentence(recipe.model, device=device_to_prune_on(), load=load, **how)
@@ -376,8 +376,7 @@ class _Checkpoint:
         if self.given is not None:
             model: PreTrainedModel = self.given.model
             return model
-        how: dict[str, Any] = {"dtype": recipe.dtype, "device_map": recipe.device_map}
-        return load_dense(self.encoder, self.model_class, **how, **self.hub)
+        return load_dense(self.encoder, self.model_class, dtype=recipe.dtype, **self.hub)
 
 
 def _to_read(

@@ -252,8 +252,6 @@ class PruningRecipe(Section):
         save_dtype: Dtype of the slim checkpoint, as for `dtype`. By default `dtype` if it is given, and else the
             checkpoint's own, so that the slim one is not larger. Evaluation, export and timing use weights rounded to
             it.
-        device_map: Where the layers go, as in `from_pretrained`: "auto" spreads a model over all GPUs. By default the
-            GPU if there is one.
         task: What the model predicts: one of the [tasks](tasks.md), such as text-classification.
         pooling: For feature-extraction with a bare encoder: what makes one embedding of those of the tokens. A folder
             of sentence-transformers says so itself.
@@ -284,7 +282,6 @@ class PruningRecipe(Section):
     revision: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     save_dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
-    device_map: str | None = None
     task: str
     pooling: Literal["mean", "cls", "last", "max"] | None = None
     normalize: bool | None = None

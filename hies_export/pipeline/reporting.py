@@ -112,8 +112,6 @@ def _data_facts(job: Job, choice: Choice) -> DataFacts:
     return DataFacts(
         labels=choice.plan.calibration["labels"],
         calibration_samples=calibration.samples,
-        calibration_batch=calibration.batch_size,
-        calibration_batch_asked=min(splits.calibration.batch_size, calibration.samples),
         compensation_samples=samples_of(rows.refit),
         evaluation_samples=samples_of(rows.evaluation),
         evaluation_of=rows.evaluation_of,

@@ -13,6 +13,7 @@ T = TypeVar("T")
 
 # A field of a recipe, or a field and a value -> what follows it in a sentence.
 FIELDS: Mapping[str, str] = {
+    "device_map": "is gone: blocks of a model that does not fit a GPU go there one at a time; leave it out",
     "evaluation.lm_eval": "is gone; give the slim folder to lm-eval's own command: lm_eval --model hf --model_args "
     "pretrained=RUN/slim,trust_remote_code=True --tasks TASK",
     **dict.fromkeys(

@@ -126,7 +126,7 @@ class CalibrationSection(Section):
     Attributes:
         split: Split of the data set, or a slice of one such as "train[:60%]".
         samples: How many rows to draw.
-        batch_size: Most rows that go through the model at once. It is halved if they do not fit into memory.
+        batch_size: Most rows that go through the model at once.
         seed: Seed of the draw.
     """
 

@@ -569,14 +569,12 @@ def method_text(report: Report) -> str:
     own = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
     known = own.get(report.details.stability_of, "their labels")
     labels = f"with {known}" if data.labels == "data" else "with the model's own predictions as labels"
-    asked, used = data.calibration_batch_asked, data.calibration_batch
-    halved = f" ({used} at once: {asked} did not fit into memory)" if used < asked else ""
     used, there = data.evaluation_samples, data.evaluation_of
     rows = f"all {there:,} samples" if used >= there else f"the first {used:,} of the {there:,} samples"
     if used < there and data.evaluation_rows == "drawn":
         rows = f"{used:,} samples, drawn from the {there:,}"
     lines = [
-        f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples{halved} "
+        f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples "
         f"{'without labels' if ranks else labels}; quality is over {rows} of {data.evaluation_split}."
     ]
     if not data.evaluation_labelled:

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from ..calibrate.moments import LayerMoments, MomentStore, Spread
 from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own
+from ..calibrate.walk import device_of_blocks
 from ..data.batches import size_of
 from ..errors import RecipeError
 from ..kinds import ATTENTION
@@ -109,7 +110,7 @@ def score_compensated(
         >>> score_compensated(model, batches, modules).criterion
         'compensated'
     """
-    options = RemovalOptions(ridge, per_sample, model.device)
+    options = RemovalOptions(ridge, per_sample, device_of_blocks(model))
     batches = batches if gradients is None else gradients.batches
     samples, chains = sum(map(size_of, batches)), {} if known is None else known
     once = moments is not None and not moments.keeps

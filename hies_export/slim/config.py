@@ -178,17 +178,12 @@ def _empty_twin(
 
 
 def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model the tensors of another one with the same names, the same generation config, mode and devices."""
+    """Give a model the tensors of another one with the same names, the same generation config and mode."""
     share_tensors(twin, model)
     if type(twin) is type(model):
         save_as_loaded(twin, model)
     if model.can_generate():
         twin.generation_config = model.generation_config
-    if getattr(model, "hf_device_map", None):
-        from accelerate import dispatch_model
-
-        twin = dispatch_model(twin, model.hf_device_map)
-        twin.hf_device_map = model.hf_device_map  # which accelerate sets for several devices only
     return twin.train(model.training)
 
 

@@ -343,8 +343,9 @@ def _refit(
 ) -> tuple[LayerFit, list[Warning]]:
     """Refit one consumer in place, unless no fit is better on held-out tokens; return what to warn of, too."""
     name, fitting, held_out = module.name, moments.fitting, moments.held_out
-    weight = weight_of(layer).detach().double()
-    bias = layer.bias.detach().double() if isinstance(layer.bias, Tensor) else None
+    # The moments are where the dense block computes; the slim one may be elsewhere.
+    weight = weight_of(layer).detach().to(fitting.x)
+    bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else None
     everything = fitting + held_out
     _check_finite(module, everything)
     notes: list[Warning] = _few_tokens(name, everything, how, width=module.unit_width)

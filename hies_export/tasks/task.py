@@ -310,12 +310,9 @@ class Task(ABC):
 
         Without labels, a sample's loss is its output, projected onto random signs (`random_projection`).
         """
-        from ..model.modes import gathered
-
         if "labels" in batch:
             counts = self.losses(batch["labels"])
-            with gathered(model):
-                loss = model(**self.loss_inputs(batch["labels"]), **data.inputs_of(batch)).loss
+            loss = model(**self.loss_inputs(batch["labels"]), **data.inputs_of(batch)).loss
         else:
             counts = torch.ones(data.size_of(batch))
             loss = random_projection(self.output(model, batch), number).mean()

@@ -1,17 +1,16 @@
 """Calibration of language and vision-language models: half precision, little memory, and what is refused."""
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 from support.generative import padded, with_images
 from support.models import causal_lm, llava
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hies_export import DataError, StepError, UnsupportedModelError, find_attention, find_modules
-from hies_export.calibrate.statistics import _halved, collect_statistics
+from hies_export import DataError, UnsupportedModelError, find_attention, find_modules
+from hies_export.calibrate.statistics import collect_statistics
 
 
 def assert_equal_scores(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
@@ -31,48 +30,6 @@ def test_half_precision_gives_nearly_the_same_in_double(dtype: torch.dtype) -> N
         assert found["his"][name].dtype == found["entropy"][name].dtype == torch.float64
         assert (found["his"][name] - his).abs().max() < tolerance * his.max()
         torch.testing.assert_close(found["entropy"][name], expected["entropy"][name], rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("message", ["CUDA out of memory. Tried to", "DefaultCPUAllocator: not enough memory: you"])
-def test_batches_are_halved_until_they_fit(message: str, backward: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model, batches = causal_lm(), [padded([9, 4, 6, 5, 7], "right"), padded([3, 7, 5], "left")]
-    sites = find_attention(model, batches[0])
-    expected = collect_statistics(model, batches, sites)
-    sizes = []
-
-    def small(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        sizes.append(len(output))
-        if len(output) > 2 and torch.is_grad_enabled() >= backward:
-            raise torch.OutOfMemoryError(message) if "CUDA" in message else RuntimeError(message)
-
-    handle = model.model.layers[1].self_attn.o_proj.register_forward_hook(small)
-    with caplog.at_level(logging.WARNING, logger="hies_export"):
-        found = collect_statistics(model, batches, sites)
-    parts = [2, 2, 1, 2, 1]
-    # Two samples are also what the order of the blocks is looked for with.
-    assert sizes == [2, *([5, 3, 5] if backward else [5]), 2, *parts, *parts]
-    assert (expected.calibration.batch_size, found.calibration.batch_size) == (5, 2)
-    assert (found.calibration.samples, found.calibration.fingerprint) == (8, expected.calibration.fingerprint)
-    assert "a batch of 5 samples does not fit into memory: going on with 2 at once" in caplog.text
-    assert_equal_scores(found["his"], expected["his"])
-    assert_equal_scores(found["entropy"], expected["entropy"])
-    handle.remove()
-
-    def full(*_: object) -> None:
-        raise RuntimeError(message)
-
-    model.lm_head.register_forward_hook(full)
-    with pytest.raises(StepError, match="one sample must fit into memory, but one of calibration batch 0"):
-        collect_statistics(model, batches, sites)
-
-
-def test_another_runtime_error_is_not_taken_for_a_lack_of_memory() -> None:
-    model, batch = causal_lm(), padded([5, 4], "right")
-    sites = find_attention(model, batch)
-    model.lm_head.register_forward_hook(lambda *_: torch.ones(2) @ torch.ones(3))
-    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
-        collect_statistics(model, [batch], sites)
 
 
 def test_gradient_checkpointing_changes_nothing_and_stays() -> None:
@@ -112,13 +69,6 @@ def test_several_tiles_per_sample_are_refused() -> None:
         UnsupportedModelError, match=r"vision_tower.* has the shape \(2, 17, 32\) for 1 samples; give every"
     ):
         collect_statistics(model, [one], sites)
-
-
-def test_a_batch_whose_tensors_have_other_rows_is_not_halved() -> None:
-    """Four texts with nine images between them."""
-    batches = [{"input_ids": torch.zeros(2, 3)}, {"input_ids": torch.zeros(4, 3), "pixel_values": torch.zeros(9, 2)}]
-    with pytest.raises(StepError, match="batch 1 of 4 samples does not fit into memory and cannot be halved, because"):
-        _halved(batches, 4, RuntimeError("out of memory"))
 
 
 class Largest(TorchDispatchMode):

@@ -1,16 +1,15 @@
 """Everything that runs in torch, on a pretend GPU: the same numbers as on the CPU, and no mixing of devices."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support.generative import padded
-from support.models import bert, causal_lm, opt, shake, text_batch, zero_padding
-from support.on_gpus import BOTH, SHARED_MODELS, Batch, Makers, found_alike
+from support.generative import padded, with_images
+from support.models import bert, causal_lm, image_batch, llava, opt, shake, text_batch, vit, zero_padding
 from support.pretend import Gpus, PretendTensor, pretend_gpus
 from support.tolerance import REFITTED, assert_near
 from torch import Tensor
@@ -21,6 +20,7 @@ from hies_export import CRITERIA, PrunableModule, load, load_runtime, prune, pru
 from hies_export.calibrate.moments import TargetSums
 from hies_export.calibrate.readings import LayerEffects
 from hies_export.calibrate.statistics import collect_statistics
+from hies_export.checkpoint.load import load_dense
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.time import compare_latency
@@ -34,8 +34,13 @@ from hies_export.units.find import find_modules
 REFIT = {"method": "least_squares"}
 pytestmark = pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")
 
-MODELS: dict[str, Makers] = {
-    **SHARED_MODELS,
+Batch = dict[str, Tensor]
+BOTH = ["attention", "mlp"]
+# How to make a model, and a batch for it.
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batch]]] = {
+    "image": (lambda: vit(num_hidden_layers=2), image_batch),
+    "decoder, padded left": (causal_lm, lambda: padded([9, 4, 6], "left")),
+    "images and text": (llava, lambda: with_images(padded([9, 6], "left", answers=[2, 5]))),
     "bert": (lambda: bert(num_hidden_layers=2), text_batch),
     "flattened tokens": (lambda: shake(opt()), lambda: zero_padding(text_batch(4, 12))),
 }
@@ -52,11 +57,22 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
     return moved.to("cuda")
 
 
+# Where a model is whose blocks compute on the GPU.
+PLACES: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {"on it": on_gpu, "on the CPU": copy.deepcopy}
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_criterion_scores_as_on_the_cpu(gpus: Gpus, name: str) -> None:
-    model, moved, batch, modules = found_alike(MODELS[name], on_gpu)
-    needs = needs_of(*CRITERIA)
-    found, wanted = (collect_statistics(m, [batch], modules, needs=needs) for m in (moved, model))
+def test_every_criterion_scores_as_on_the_cpu(name: str, place: str) -> None:
+    make_model, make_batch = MODELS[name]
+    model, batch, needs = make_model(), make_batch(), needs_of(*CRITERIA)
+    modules = find_modules(model, batch, kinds=BOTH)
+    wanted = collect_statistics(model, [batch], modules, needs=needs)
+    with pretend_gpus() as gpus:
+        moved = PLACES[place](model)
+        assert find_modules(moved, batch, kinds=BOTH) == modules
+        found = collect_statistics(moved, [batch], modules, needs=needs)
+        assert gpus.peak[0] > 0
     for criterion in CRITERIA.values():
         of_kind = [module.name for module in modules if module.kind in criterion.kinds]
         scores = [score_units(one.of(of_kind), criterion=criterion.name, alpha=0.5).scores for one in (found, wanted)]
@@ -78,16 +94,50 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("how", OPTIONS)
-def test_a_model_is_cut_refitted_and_judged_as_on_the_cpu(gpus: Gpus, how: str) -> None:
+def test_a_model_is_cut_refitted_and_judged_as_on_the_cpu(how: str, place: str) -> None:
     torch.manual_seed(1)
     model, batches = bert(num_hidden_layers=2, hidden_size=32, num_attention_heads=4), [text_batch() for _ in range(4)]
-    found, wanted = (prune(m, batches, **copy.deepcopy(OPTIONS[how])) for m in (on_gpu(model), model))
-    assert found.model.device.type == "cuda"
+    wanted = prune(model, batches, **copy.deepcopy(OPTIONS[how]))
+    predicted = predict(wanted.model, batches).values
+    with pretend_gpus() as gpus:
+        moved = PLACES[place](model)
+        found = prune(moved, batches, **copy.deepcopy(OPTIONS[how]))
+        assert gpus.peak[0] > 0
+        assert found.model.device == moved.device
+        assert found.plan.kept == wanted.plan.kept
+        assert found.held_out is not None
+        assert found.held_out.stability == wanted.held_out.stability  # type: ignore[union-attr]
+        assert_near(predict(found.model, batches).values, predicted, within=REFITTED)
+
+
+def test_a_model_that_does_not_fit_goes_there_one_block_at_a_time(tmp_path: Path) -> None:
+    model = causal_lm(num_hidden_layers=24, intermediate_size=64)
+    model.save_pretrained(tmp_path)
+    size, block = parameter_bytes(model), parameter_bytes(model.model.layers[0])
+    batches = [padded([9, 4, 6], "left") for _ in range(3)]
+    options: dict[str, Any] = {"budget": {"flops": 0.7}, "modules": BOTH, "compensation": REFIT}
+    wanted = prune(model, batches, **copy.deepcopy(options))
+    for free, fits in ((3 * size, True), (size, False)):
+        with pretend_gpus(memory_bytes=free) as gpus:
+            loaded = load_dense(tmp_path, type(model))
+            assert loaded.device.type == ("cuda" if fits else "cpu")
+            assert (gpus.held[0] > 0) == fits
+            if not fits:
+                found = prune(loaded, batches, **copy.deepcopy(options))
+                assert block < gpus.peak[0] < size // 2
+                assert gpus.held == [0], "nothing stays there"
     assert found.plan.kept == wanted.plan.kept
-    assert found.held_out is not None
-    assert found.held_out.stability == wanted.held_out.stability  # type: ignore[union-attr]
-    assert_near(predict(found.model, batches).values, predict(wanted.model, batches).values, within=REFITTED)
+    outputs = [predict(one.model, batches).values for one in (found, wanted)]
+    assert_near(*outputs, within=REFITTED)
+
+
+def test_a_model_on_several_devices_is_refused(gpus: Gpus) -> None:
+    model = causal_lm()
+    model.lm_head.to("cuda:0")
+    with pytest.raises(RequestError, match="must be on one device, but its weights are on cpu and cuda:0; load it"):
+        find_modules(model, padded([9], "left"))
 
 
 def test_a_cut_model_is_saved(gpus: Gpus, tmp_path: Path) -> None:
@@ -102,23 +152,6 @@ def test_half_precision(gpus: Gpus, dtype: torch.dtype) -> None:
     model, batches = convert(causal_lm(), dtype=dtype), [padded([9, 4, 6], "left") for _ in range(2)]
     result = prune(on_gpu(model), batches, budget={"heads": 0.5}, held_out=[])
     assert (result.model.dtype, result.model.device.type, result.plan.removed) == (dtype, "cuda", 4)
-
-
-def test_a_batch_that_does_not_fit_is_halved() -> None:
-    model, batch = bert(num_hidden_layers=2), text_batch(8, 12)
-    modules = find_modules(model, batch)
-    wanted = collect_statistics(model, [batch], modules)
-    halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(4), slice(4, 8))]
-    need = []
-    for batches in ([batch], halves):
-        with pretend_gpus() as gpus:
-            whole = collect_statistics(on_gpu(model), batches, modules)
-            need.append(gpus.peak[0])
-    assert whole.calibration.batch_size == 4
-    with pretend_gpus(memory_bytes=sum(need) // 2):
-        halved = collect_statistics(on_gpu(model), [batch], modules)
-    assert halved.calibration.batch_size == 4
-    assert_near(halved["his"], wanted["his"])
 
 
 @pytest.mark.parametrize("length", [128, 121])

@@ -157,12 +157,3 @@ def test_the_language_model_of_a_llava_is_written_as_a_sibling(tmp_path: Path) -
     assert "Written as mistral" in applied.note
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "slim" / name).read_bytes() == (tmp_path / "applied" / name).read_bytes(), name
-
-
-def test_a_model_spread_over_devices_stays_so() -> None:
-    """transformers sets the map for several devices only, which are not at hand here."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    dense = causal_lm(**ODD)
-    dense.hf_device_map = {"model": "cpu", "lm_head": "cpu"}
-    slim, _ = uniform_cut(dense, BATCH)
-    assert (slim.config.model_type, slim.hf_device_map) == ("mistral", dense.hf_device_map)

@@ -72,7 +72,10 @@ class PretendTensor(Tensor):
 
     @data.setter
     def data(self, new: Any) -> None:
-        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        if not isinstance(new, PretendTensor):  # to the CPU
+            Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+            return
+        torch._C.TensorBase.data.__set__(self, new)  # type: ignore[attr-defined]
         self.on_cpu, self.gpu = new.on_cpu, new.gpu
 
     def get_device(self) -> int:
@@ -394,13 +397,24 @@ def _cuda_of(gpus: Gpus) -> dict[str, Any]:
 @contextmanager
 def pretend_gpus(count: int = 1, *, memory_bytes: int = 2**40) -> Iterator[Gpus]:
     """Let torch have GPUs of that much memory each, inside the block."""
-    gpus, to = Gpus(count, memory_bytes), Tensor.to
+    gpus, to, data = Gpus(count, memory_bytes), Tensor.to, Tensor.data
+
+    def set_data(tensor: Tensor, new: Tensor) -> None:
+        """Move a tensor to another device in place, as torch does between the CPU and a GPU of its own."""
+        if isinstance(tensor, PretendTensor) == isinstance(new, PretendTensor):
+            data.__set__(tensor, new)  # type: ignore[attr-defined]
+            return
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, new)
+
     with ExitStack() as stack:
         for name, replacement in _cuda_of(gpus).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         for owner, name, replacement in (
             (Tensor, "to", lambda *args, **kwargs: _moved(to, *args, **kwargs)),
             (Tensor, "cuda", lambda tensor, device=None: tensor.to("cuda" if device is None else device)),
+            (Tensor, "data", property(lambda tensor: tensor.detach(), set_data)),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         # `torch.tensor` makes its values on the CPU, and copies them as `Tensor.to` does.

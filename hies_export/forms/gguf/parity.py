@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ...equal import OTHER_PROGRAM, Difference
 from ...errors import ParityError
 from ...model.copies import convert, copy_with
-from ...model.internals import ask_for_output_alone, configs_of, exact_products, forget_placement
+from ...model.internals import ask_for_output_alone, configs_of, exact_products
 from ...model.modes import output_alone
 from ...model.tokens import longest_sequence, synthetic_batch
 from ..runtimes.llamacpp import LlamaCppRuntime
@@ -190,7 +190,6 @@ def as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
         return torch.nn.Parameter(torch.from_numpy(back.reshape(plain.shape)), requires_grad=False)
 
     copied = copy_with(model, stand_in).eval()
-    forget_placement(copied)
     ask_for_output_alone(configs_of(copied))
     return copied
 
