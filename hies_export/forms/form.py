@@ -20,7 +20,7 @@ from ..entry_points import Registry
 from ..errors import HiesError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.predict import Predictor, predict_by
-from ..model.copies import convert
+from ..model.copies import convert, map_weights
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of
@@ -140,6 +140,10 @@ class Forms:
         """Return a model by its name."""
         return self._models[name]
 
+    def map(self, name: str) -> None:
+        """Map the weights of a large model from a file, so that exports and runtimes have their memory."""
+        map_weights(self._models[name], self.folder / f"{Path(name).name}.safetensors")
+
     def exports_of(self, name: str) -> dict[ExportSection, Export]:
         """Return the exports that were made of a model, by their options."""
         return {
@@ -169,6 +173,7 @@ class Forms:
                     self._exports[key] = self.exporter.quantize(plain, place, options)
                 else:
                     self._exports[key] = self.exporter.export(self._models[name], place, options)
+                    self.map(name)
             except HiesError as error:
                 self._exports[key] = error
         found = self._exports[key]

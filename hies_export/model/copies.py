@@ -113,12 +113,14 @@ def parameter_bytes(model: torch.nn.Module) -> int:
 def map_weights(model: torch.nn.Module, file: Path) -> None:
     """Write a large model's weights to a file, and map them from there in place: other work may have their memory.
 
-    The file must stay in its place for as long as the model is used, except where files that are open may be removed.
+    Where the file is there, it is mapped anew, so that what was read of it is no longer held. It must stay in its place
+    for as long as the model is used, except where files that are open may be removed.
     """
     if parameter_bytes(model) <= LARGE_BYTES or os.name == "nt":  # there, a file that is mapped cannot be removed
         return
     tensors = {str(number): tensor for number, tensor in enumerate(model.parameters()) if tensor.device.type == "cpu"}
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+    if not file.exists():
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
     with safe_open(file, "pt") as mapped:
         for name, tensor in tensors.items():
             tensor.data = mapped.get_tensor(name)

@@ -15,6 +15,7 @@ import datasets
 from ..data.rows import common_values, taken_from, whole, whole_split
 from ..errors import RequestError
 from ..evaluate.interval import FAILURES, confidence_of_each, queries_needed, rate_rows_needed, rows_needed
+from ..evaluate.promise import loss_words
 from ..forms.deployment import SEARCHED, fewer_bits
 from ..recipe.budget import KeepBudget
 from ..recipe.sections import (
@@ -25,7 +26,6 @@ from ..recipe.sections import (
     EvaluationSection,
     HeldOutSection,
 )
-from ..report.words import loss_words
 from ..score.criteria import AUTO
 from ..tasks import Task
 from .recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe

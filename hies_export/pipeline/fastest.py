@@ -18,6 +18,7 @@ from ..calibrate.statistics import Statistics
 from ..data.batches import samples_of
 from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
+from ..evaluate.promise import asked_words
 from ..forms.cost.bundles import cut_bundles
 from ..forms.deployment import DeployWay, Joined, Way, find_ways, join_sizes, try_dense
 from ..forms.form import COMPOUNDS, Compound, Form, Forms
@@ -26,7 +27,6 @@ from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..progress import OutOfTime, Until
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
-from ..report.words import asked_words
 from ..score.criteria import Scores
 from ..select.constraints import bundle_count
 from ..select.cost import Goal

@@ -29,6 +29,7 @@ from ..evaluate.interval import CONFIDENCE
 from ..evaluate.judge import Judge, warn_if_no_better_than_commonest
 from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.predict import Predictor, predict
+from ..evaluate.promise import loss_words
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
 from ..forms.cost.bundles import flops_table, parameters_table
 from ..forms.cost.latency import TimedOn
@@ -46,7 +47,6 @@ from ..progress import SILENT, Clock, Progress
 from ..recipe.budget import Budget, TimedSection
 from ..recipe.sections import ComparisonSection, DeploySection, EvaluationSection, ExportSection
 from ..report.provenance import Request
-from ..report.words import loss_words
 from ..score.criteria import AUTO, COMPENSATED, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..select.cost import CostTable, check_reachable

@@ -21,7 +21,6 @@ from ..forms.measured import LatencyRow, Measurements, budget_rows, measure_both
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import Timed, fastest, ratios, rows_by_shape
 from ..forms.time import time as time_forms
-from ..model.copies import map_weights
 from ..model.text_encoder import TextEncoder
 from ..recipe.budget import Found, Outcome
 from ..recipe.sections import ExportSection
@@ -63,8 +62,7 @@ class Measured:
 def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, folder: Path) -> Measured:
     """Export the slim model into the folder of a run, and judge and time it there beside the dense one.
 
-    Their weights are mapped from files, so that exports and runtimes have their memory. Both are counted, and timed on
-    every runtime that the recipe names. All forms of both, in fewer bits and joined in a
+    Both are counted, and timed on every runtime that the recipe names. All forms of both, in fewer bits and joined in a
     compound, are then judged and timed beside each other.
     """
     if job.deploy is not None:
@@ -72,14 +70,13 @@ def measure(job: Job, forms: Forms, choice: Choice, slim: Slim, saved: Saved, fo
         export = job.export.model_copy(update={"quantize": "int8" if in_int8 else None})
         job = replace(job, exporter=replace(job.exporter, options=export))
         forms.exporter = job.exporter
-    map_weights(job.dense, forms.folder / "dense.safetensors")
+    dense = "dense" if job.trimming is None else "whole"
+    forms.add(dense, job.dense)
+    forms.map(dense)
     exports = _export(job, forms, slim, folder)
-    map_weights(slim.model, forms.folder / "slim.safetensors")
     assert job.source is not None
     with job.clock("measure"):
         stored = Both(job.source.bytes, saved.bytes)
-        dense = "dense" if job.trimming is None else "whole"
-        forms.add(dense, job.dense)
         how: dict[str, Any] = {"modules": job.modules, "batches": job.shapes, "stored": stored}
         sizes = measure_both(forms, job.measure, dense=dense, **how)
         judge = job.judge(job.rows.evaluation, index=None)
@@ -124,6 +121,7 @@ def _export(job: Job, forms: Forms, slim: Slim, folder: Path) -> dict[ExportSect
             place = folder / f"{options.format}-{options.quantize}"
             found[options] = forms.exporter.quantize(found[plain], place, options)
     forms.add("slim", slim.model, found)
+    forms.map("slim")
     return found
 
 

@@ -15,10 +15,10 @@ from ..evaluate.interval import FAILURES, confidence_of_each
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
+from ..evaluate.promise import asked_words, found_words, stays_words
 from ..evaluate.ranking import keeps_predictions
 from ..progress import OutOfTime
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
-from ..report.words import asked_words, found_words, stays_words
 from ..score.criteria import Scores
 from ..select.cost import CostTable, Goal
 from ..tasks.given import first_rows

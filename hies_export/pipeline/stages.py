@@ -24,6 +24,7 @@ from ..data.batches import Batch, batches_fingerprint, size_of
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Quality, Tried
 from ..evaluate.predict import Predictor, predict
+from ..evaluate.promise import asked_words, found_words
 from ..forms.deployment import DeployWay, SizeTried
 from ..forms.form import Compound
 from ..forms.measure.counts import Both
@@ -32,7 +33,7 @@ from ..model.internals import dtypes_in
 from ..model.modes import threads_for
 from ..model.tokens import count_tokens
 from ..recipe.budget import Outcome, TimedSection
-from ..report.words import asked_words, found_words, vocabulary_words
+from ..report.words import vocabulary_words
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, Scores, needs_of, score_units, uses_alpha
 from ..select.cost import Goal

@@ -18,9 +18,9 @@ from hies_export.evaluate.interval import ratio_ends
 from hies_export.evaluate.judge import Judge, Judgement, Quality, clearly_better
 from hies_export.evaluate.metrics import register_metric
 from hies_export.evaluate.predict import predict
+from hies_export.evaluate.promise import asked_words, stays_words
 from hies_export.pipeline.recipe import PruneSection
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
-from hies_export.report.words import asked_words, stays_words
 
 
 def batches(labels: Tensor | None, count: int) -> list[dict[str, Tensor]]:

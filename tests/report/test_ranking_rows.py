@@ -7,13 +7,14 @@ import pytest
 import yaml
 from support.reports import SERVED, make_report
 
+from hies_export.evaluate.promise import asked_words
 from hies_export.pipeline.stages import judging
 from hies_export.recipe.budget import Budget, Found, KeepBudget, Outcome
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html
 from hies_export.report.report import Report
 from hies_export.report.tables import comparison_table
-from hies_export.report.words import asked_words, budget_text, lead_text
+from hies_export.report.words import budget_text, lead_text
 
 NDCG = {
     "slim_index": {"ndcg": 0.88, "own_ndcg": 0.95, "top1": 0.91, "top10": 0.9, "cosine": 0.97},

@@ -1,0 +1,51 @@
+"""Say in words what a budget asks, and what a model has of it, for reports and for errors before there is one."""
+
+from __future__ import annotations
+
+from ..recipe.budget import KeepBudget, Outcome
+from .interval import CONFIDENCE
+from .metrics import counted_by, title_of
+
+_COSTS = {"flops": "FLOPs", "parameters": "parameters", "latency": "time"}
+
+
+def asked_words(outcome: Outcome) -> str:
+    """Return what is asked: "99 % of the predictions", "a loss of at most 0.01 of F1", "at most 0.8 of the FLOPs"."""
+    budget, keep = outcome.budget, outcome.budget.keep
+    if keep is None:
+        return f"at most {budget.ratio:g} of the {_COSTS[budget.kind]}"
+    index = {None: "", "dense": " with your index as it is", "slim": " with everything re-embedded"}
+    kept = _counted(outcome) or f"{title_of(str(keep.metric))}{index[keep.index]}"
+    return f"at most {budget.by:g} of {kept}" if budget.share is None else f"{100 * budget.share:g} % of {kept}"
+
+
+def loss_words(asked: KeepBudget) -> str:
+    """Return how much worse a metric may get: "a loss of at most 0.01 of F1"."""
+    return f"a loss of at most {asked.by:g} of {asked.metric}"
+
+
+def stays_words(outcome: Outcome) -> str:
+    """Return the words after a percentage: "of the sentences stay", or "of nDCG@10 stays"."""
+    counted = _counted(outcome)
+    return f"of {counted} stay" if counted else f"of {title_of(str(outcome.budget.metric))} stays"
+
+
+def _counted(outcome: Outcome) -> str | None:
+    """Return what is counted, such as "the sentences"; None if the promise is about the value of a metric."""
+    metric = outcome.budget.metric
+    counted = f"{outcome.word}s" if metric is None else counted_by(metric)
+    return None if counted is None or outcome.budget.by is not None else f"the {counted}"
+
+
+def found_words(outcome: Outcome) -> str:
+    """Return what the slim model has of what was asked."""
+    budget, found = outcome.budget, outcome.found
+    assert found is not None
+    if budget.keep is None:
+        return f"{found.value:.3f}"
+    sure = f"with {100 * CONFIDENCE:g} % confidence"
+    if outcome.confidence is not None and outcome.confidence > CONFIDENCE:
+        sure += ", corrected for all cuts tried"
+    if budget.share is None:
+        return f"a loss of {found.value:.4g} (at most {found.bound:.4g} {sure})"
+    return f"{100 * found.value:.2f} % (at least {100 * found.decides:.2f} % {sure})"
