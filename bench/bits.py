@@ -31,8 +31,7 @@ from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.form import Form
 from hies_export.forms.formats import Given
-from hies_export.forms.measure.counts import count_both_flops, count_parameters
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.openvino.export import export_openvino, quantize_openvino
@@ -41,6 +40,7 @@ from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.run import run
 from hies_export.recipe.sections import ExportSection
+from hies_export.units.counts import count_both_flops, count_parameters
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPED = {

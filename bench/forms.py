@@ -10,11 +10,11 @@ import numpy as np
 
 from hies_export.data.batches import Batch
 from hies_export.forms.form import Form
-from hies_export.forms.measure.counts import Shape
 from hies_export.forms.runtimes.base import register_runtime
 from hies_export.forms.runtimes.openvino import OpenVinoRuntime
 from hies_export.forms.runtimes.ort import onnx_file
 from hies_export.forms.time import Timed, time
+from hies_export.units.counts import Shape
 
 SHAPES = ((1, 128), (8, 128))
 

@@ -28,7 +28,7 @@ from hies_export.forms.form import Form
 from hies_export.forms.formats import Export
 from hies_export.forms.gguf.parity import as_stored
 from hies_export.forms.gguf.tensors import rounded
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.bits import SMALLEST

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from hies_export.forms.judge import FormTime, deciding_step, relative_times
-from hies_export.forms.measure.counts import si
 from hies_export.report.comparison import Bench, read_report
 from hies_export.report.figures import draw_frontier
 from hies_export.report.frontier import Measured, frontier_figure
 from hies_export.report.words import form_name, form_step
+from hies_export.units.counts import si
 
 REPORT, *PEERS, OUT = sys.argv[1:]
 OURS = ("dense", "slim")

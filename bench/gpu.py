@@ -49,14 +49,14 @@ from hies_export.checkpoint.folders import replace_file
 from hies_export.errors import HiesError, root_cause
 from hies_export.forms.form import Form, Forms
 from hies_export.forms.formats import Exporter, Given, best_for
-from hies_export.forms.measure.counts import count_both_flops
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.forms.measured import latency_rows
 from hies_export.forms.runtimes.base import Runtime, check_runtime
 from hies_export.forms.runtimes.pytorch import peak_memory_bytes
 from hies_export.forms.time import compare_latency
 from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.report.comparison import Bench, print_bench, render_bench
+from hies_export.units.counts import count_both_flops
 
 SHARES = (0.0, 0.3, 0.5)
 # Work that began in time may go on for so long.

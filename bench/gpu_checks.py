@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from hies_export import CRITERIA, export_onnx, load_runtime, prune
 from hies_export.calibrate.statistics import collect_statistics
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.model.attention import AttentionCall
 from hies_export.model.copies import convert
 from hies_export.model.internals import graphs_skipped

@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from hies_export import PrunableModule, PruningPlan, find_attention
-from hies_export.forms.cost.bundles import cut_bundles
 from hies_export.kinds import KINDS
 from hies_export.model.tokens import synthetic_batch
+from hies_export.slim.bundles import cut_bundles
 from hies_export.slim.cut import prune_units
 from hies_export.units.find import find_modules
 from hies_export.units.heads import tower_of

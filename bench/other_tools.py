@@ -25,7 +25,7 @@ from forms import SHAPES, bytes_of, print_base, time_beside, time_cell, times_of
 from hies_export.cli.arguments import read_overrides
 from hies_export.evaluate.judge import Judge
 from hies_export.forms.form import Form
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.base import load_runtime

@@ -45,12 +45,12 @@ from hies_export import PruningRecipe
 from hies_export.data.batches import CHOICE_KEYS, by_length
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
-from hies_export.forms.measure.counts import flops_by_module
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.kinds import ATTENTION, MLP
 from hies_export.pipeline.stages import cut_beside
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import Predictions, TextGeneration
+from hies_export.units.counts import flops_by_module
 from hies_export.units.units import PrunableModule
 from hies_lab.baselines.names import SLICED
 from hies_lab.baselines.slicing import Bases, collect_bases, sliced

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .forms.cascade.cascade import Cascade
-    from .forms.cost.bundles import flops_table, parameters_table
     from .forms.gguf.export import export_gguf
-    from .forms.measure.counts import count_flops, count_parameters
     from .forms.onnx.export import export_onnx
     from .forms.onnx.generator import OnnxGenerator, generate_text
     from .forms.onnx.quantize import quantize_onnx
@@ -63,10 +61,12 @@ if TYPE_CHECKING:
     from .select.constraints import Constraints
     from .select.plan import PruningPlan
     from .select.select import select_units
+    from .slim.bundles import flops_table, parameters_table
     from .slim.check import compare_cut, masked_units
     from .slim.cut import prune_units
     from .slim.refit import Compensation, compensate
     from .tasks.registry import register_task
+    from .units.counts import count_flops, count_parameters
     from .units.find import find_modules
     from .units.heads import find_attention
     from .units.units import Kept, PrunableModule, Selection
@@ -112,20 +112,20 @@ _HOMES = {
     "compare_cut": "slim.check",
     "compare_latency": "forms.time",
     "compensate": "slim.refit",
-    "count_flops": "forms.measure.counts",
-    "count_parameters": "forms.measure.counts",
+    "count_flops": "units.counts",
+    "count_parameters": "units.counts",
     "criterion": "score.criteria",
     "deploy": "pipeline.run",
     "export_gguf": "forms.gguf.export",
     "export_onnx": "forms.onnx.export",
     "find_attention": "units.heads",
     "find_modules": "units.find",
-    "flops_table": "forms.cost.bundles",
+    "flops_table": "slim.bundles",
     "generate_text": "forms.onnx.generator",
     "load": "checkpoint.load",
     "load_runtime": "forms.runtimes.base",
     "masked_units": "slim.check",
-    "parameters_table": "forms.cost.bundles",
+    "parameters_table": "slim.bundles",
     "prune": "pipeline.prune",
     "prune_units": "slim.cut",
     "push_to_hub": "pipeline.push",

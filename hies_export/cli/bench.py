@@ -65,7 +65,7 @@ def run(options: Options) -> dict[str, Any]:
         from ..pipeline.recipe import PruningRecipe
 
         rows = PruningRecipe.from_yaml(options.rows)
-    from ..forms.measure.machine import machine_facts  # after the refusals, because it takes seconds
+    from ..forms.machine import machine_facts  # after the refusals, because it takes seconds
     from ..pipeline.bench import bench
     from ..report.comparison import Bench, print_bench
 

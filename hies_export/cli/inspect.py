@@ -53,8 +53,8 @@ def _inspect_model(options: Options) -> dict[str, Any]:
     from ..checkpoint.classes import refuse_quantised
     from ..checkpoint.load import load
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
-    from ..forms.measure.counts import count_parameters
     from ..slim.config import is_slim
+    from ..units.counts import count_parameters
     from .terminal import print_json
 
     embeds = is_sentence_transformer(options.model)
@@ -85,9 +85,9 @@ def _inspect_model(options: Options) -> dict[str, Any]:
 
 def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
     from ..errors import UnsupportedModelError
-    from ..forms.measure.shapes import check_runs
     from ..model.tokens import sample_batch
     from ..units.find import FINDERS, find_modules
+    from ..units.shapes import check_runs
 
     batch = sample_batch(model, sequence=8)
     check_runs(model, batch, "random inputs")
@@ -129,10 +129,10 @@ def _print_units(
 
 
 def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], options: Options) -> list[dict[str, Any]]:
-    from ..forms.measure.counts import flops_per_layer
-    from ..forms.measure.shapes import image_shape_at, model_shapes
     from ..model.tokens import synthetic_batch
     from ..report.tables import PlainTable, layer_table
+    from ..units.counts import flops_per_layer
+    from ..units.shapes import image_shape_at, model_shapes
 
     image = image_shape_at(options.model, model)
     size, sequence = model_shapes(model, (), image=image)[0]

@@ -12,9 +12,11 @@ In the order of reading:
   set.
 - `judge.py`: `judge`, and what it returns with the times as the `forms` of report.json; the files of a run.
 - `deployment.py`: the dense model in all forms, and cuts of several sizes, each in a compound.
+- `latency.py`: predict the time of a cut. It is not linear in the units: uniform cuts of each kind are timed, and what
+  they save is divided among the modules of that kind in proportion to FLOPs. Timed cuts stay in the user's cache folder.
 - `measured.py`: count both models of a run, and time them; the times as the `latency` of report.json.
+- `machine.py`: processor, GPU and library versions, to be read beside the times.
 
 Its folders, the lowest first: `runtimes/` run and time a loaded model; `onnx/` and `gguf/` write exports, `openvino/`
-one made of the first; `measure/` counts; `cascade/` joins a slim and a dense classifier; `cost/` predicts what a cut
-saves.
+one made of the first; `cascade/` joins a slim and a dense classifier.
 """

@@ -14,8 +14,8 @@ from ..data.batches import Batch
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
+from ..units.counts import Count, Share
 from .form import Compound, Form, Forms
-from .measure.counts import Count, Share
 from .onnx.quantize import check_quantizable
 from .runtimes.base import RUNTIMES, check_runtime, is_for
 from .time import Timed, ratios

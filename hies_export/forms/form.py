@@ -24,8 +24,8 @@ from ..model.copies import convert, map_weights
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of
+from ..units.counts import Both
 from .formats import Export, Exporter, read_by
-from .measure.counts import Both
 from .runtimes.base import RUNTIMES, Runtime, load_runtime
 
 

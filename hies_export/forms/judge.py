@@ -11,9 +11,9 @@ from pydantic import FiniteFloat
 from ..errors import one_of
 from ..evaluate.judge import Judge
 from ..progress import SILENT, Progress
+from ..units.counts import Count, Ratio, Record, Share, Size
 from .form import COMPOUNDS, Form, Forms
 from .formats import Export, runtime_of
-from .measure.counts import Count, Ratio, Record, Share, Size
 from .runtimes.base import RUNTIMES
 from .runtimes.ort import ONNX_FILE
 from .time import Phase, Timed

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..recipe.budget import LatencyBudget
 from ..recipe.sections import ExportSection
+from ..units import counts
+from ..units.counts import Both, FlopCount, FlopsByLayer, Ratio, Record, Shape, Size, StoredBytes
 from ..units.units import PrunableModule
 from .form import Compound, Forms
 from .formats import runtime_of
-from .measure import counts
-from .measure.counts import Both, FlopCount, FlopsByLayer, Ratio, Record, Shape, Size, StoredBytes
 from .time import WIDEST_CONTROL, Phase, Timed, time
 
 # The form that forms of a quantised model are compared with.

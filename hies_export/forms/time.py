@@ -23,9 +23,9 @@ from ..data.batches import Batch
 from ..errors import NonFiniteError, RecipeError
 from ..model.copies import LARGE_BYTES
 from ..progress import SILENT, Progress
+from ..units.counts import Shape
 from .form import Form
-from .measure.counts import Shape
-from .measure.machine import gpu_facts
+from .machine import gpu_facts
 from .runtimes.base import RUNTIMES, Runtime
 
 # What is timed: a forward pass (for models that generate: a prompt or one token), or a data set's rows in batches.

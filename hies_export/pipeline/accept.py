@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch, in_rows
 from ..errors import RequestError, listed, quoted, refusing
-from ..forms.measure.shapes import check_runs
 from ..model.modes import evaluating, output_alone
 from ..model.tokens import finds_end_by_padding, first_samples, is_token
 from ..tasks import Task
 from ..tasks.labels import ClassNames
+from ..units.shapes import check_runs
 
 logger = logging.getLogger(__name__)
 

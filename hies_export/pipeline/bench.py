@@ -18,8 +18,6 @@ from ..data.processors import load_processor
 from ..errors import RequestError, refusing
 from ..forms.form import Form, Forms
 from ..forms.formats import FORMATS, Exporter, Given, best_for, export_options, require_exporters, runtime_of
-from ..forms.measure.counts import FlopCount, Shape, count_both_flops
-from ..forms.measure.shapes import check_shapes, image_shape_at, model_shapes
 from ..forms.measured import LatencyRow, latency_rows
 from ..forms.onnx.multimodal import is_vision_language
 from ..forms.runtimes.base import RUNTIMES, check_dtypes, check_runtime
@@ -31,6 +29,8 @@ from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import TASKS
+from ..units.counts import FlopCount, Shape, count_both_flops
+from ..units.shapes import check_shapes, image_shape_at, model_shapes
 from .load_job import rows_in_order
 from .recipe import PruningRecipe
 

@@ -9,7 +9,7 @@ from typing import Any
 from .. import processes
 from ..calibrate.statistics import Statistics
 from ..errors import PlanError
-from ..forms.cost.latency import latency_table
+from ..forms.latency import latency_table
 from ..kinds import ATTENTION, MLP
 from ..recipe.budget import Budget, Found, Outcome
 from ..score.criteria import AUTO, Scores

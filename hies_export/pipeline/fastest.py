@@ -19,7 +19,6 @@ from ..data.batches import samples_of
 from ..errors import HiesError, PlanError
 from ..evaluate.judge import Judge
 from ..evaluate.promise import asked_words
-from ..forms.cost.bundles import cut_bundles
 from ..forms.deployment import DeployWay, Joined, Way, find_ways, join_sizes, try_dense
 from ..forms.form import COMPOUNDS, Compound, Form, Forms
 from ..forms.runtimes.base import RUNTIMES
@@ -30,6 +29,7 @@ from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..score.criteria import Scores
 from ..select.constraints import bundle_count
 from ..select.cost import Goal
+from ..slim.bundles import cut_bundles
 from .choose import choose, choose_within, sizes_of
 from .draw import Looks, all_looks
 from .held_out import Key

@@ -31,12 +31,9 @@ from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.promise import loss_words
 from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
-from ..forms.cost.bundles import flops_table, parameters_table
-from ..forms.cost.latency import TimedOn
 from ..forms.form import Compound, predictor
 from ..forms.formats import Exporter, Given
-from ..forms.measure.counts import Shape, count_flops, count_parameters
-from ..forms.measure.shapes import RowLength, check_shapes, check_sizes, model_shapes, row_length
+from ..forms.latency import TimedOn
 from ..forms.measured import MeasureOptions
 from ..forms.onnx.quantize import check_quantizable
 from ..forms.runtimes.base import RUNTIMES, check_dtypes, check_one_graph, check_runtime
@@ -50,12 +47,15 @@ from ..report.provenance import Request
 from ..score.criteria import AUTO, COMPENSATED, CRITERIA
 from ..select.constraints import check_budget, check_constraints
 from ..select.cost import CostTable, check_reachable
+from ..slim.bundles import flops_table, parameters_table
 from ..slim.refit import check_biases
 from ..tasks import Predictions, Task, task_of
 from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled, usual_columns
 from ..tasks.registry import refuse_unknown
+from ..units.counts import Shape, count_flops, count_parameters
 from ..units.find import find_modules
 from ..units.heads import tower_of
+from ..units.shapes import RowLength, check_shapes, check_sizes, model_shapes, row_length
 from ..units.units import PrunableModule, Selection
 from ..vocabulary.recut import in_new_numbers
 from .accept import check_model, warn_of_one_class

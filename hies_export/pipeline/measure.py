@@ -16,7 +16,6 @@ from ..forms.form import Form, Forms
 from ..forms.formats import Export, add_graphs, link_files, runtime_of
 from ..forms.judge import ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
 from ..forms.judge import judge as judge_forms
-from ..forms.measure.counts import Both, Shape
 from ..forms.measured import LatencyRow, Measurements, budget_rows, measure_both
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import Timed, fastest, ratios, rows_by_shape
@@ -24,6 +23,7 @@ from ..forms.time import time as time_forms
 from ..model.text_encoder import TextEncoder
 from ..recipe.budget import Found, Outcome
 from ..recipe.sections import ExportSection
+from ..units.counts import Both, Shape
 from .fastest import answers_of, looks_of, quick_times
 from .job import Job
 from .stages import Choice, Saved, Slim

@@ -21,7 +21,6 @@ from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..forms.cascade.cascade import Cascade
 from ..forms.formats import FORMATS, Export, Given, export_options, export_served
-from ..forms.measure.counts import Both, FlopCount, count_both_flops, count_parameters, si
 from ..forms.onnx.quantize import Quantize
 from ..forms.runtimes.base import Provider
 from ..model.internals import uncompiled, without_compiler
@@ -38,6 +37,7 @@ from ..score.criteria import Scores
 from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit
 from ..tasks.given import batches_of
+from ..units.counts import Both, FlopCount, count_both_flops, count_parameters, si
 from .choose import choose
 from .job import Job, job_in_memory
 from .price import Priced, size_of_job

@@ -11,7 +11,7 @@ from ..data.batches import has_references, samples_of
 from ..data.rows import DataFacts
 from ..evaluate.metrics import METRICS
 from ..forms.formats import Export
-from ..forms.measure.machine import machine_facts
+from ..forms.machine import machine_facts
 from ..kinds import ATTENTION
 from ..report.card import render_card
 from ..report.html import render_html, render_markdown

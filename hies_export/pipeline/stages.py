@@ -27,7 +27,6 @@ from ..evaluate.predict import Predictor, predict
 from ..evaluate.promise import asked_words, found_words
 from ..forms.deployment import DeployWay, SizeTried
 from ..forms.form import Compound
-from ..forms.measure.counts import Both
 from ..model.copies import round_each, same_weights, share_weights
 from ..model.internals import dtypes_in
 from ..model.modes import threads_for
@@ -44,6 +43,7 @@ from ..slim.check import compare_cut, masked_units
 from ..slim.cut import prune_units
 from ..slim.refit import Compensation, LayerFit, compensate, refit
 from ..tasks import Predictions
+from ..units.counts import Both
 from ..units.units import PrunableModule, Selection
 from .job import Job
 

@@ -16,14 +16,14 @@ from ..files import Rule, check, read_json
 from ..forms.cascade.export import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
 from ..forms.judge import ExportedFile, Judged
-from ..forms.measure.counts import Both, Count, FlopCount, FlopsByLayer, Record, Size, StoredBytes
-from ..forms.measure.shapes import RowLength
 from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP
 from ..recipe.budget import Outcome
 from ..select.plan import PruningPlan, dump_json
 from ..slim.config import Family
 from ..slim.refit import LayerFit
+from ..units.counts import Both, Count, FlopCount, FlopsByLayer, Record, Size, StoredBytes
+from ..units.shapes import RowLength
 from ..units.units import Selection
 from ..vocabulary.trim import VocabularyFacts
 

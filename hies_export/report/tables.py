@@ -13,10 +13,10 @@ from rich.text import Text
 from ..evaluate.judge import AlphaPoint, Tried
 from ..evaluate.metrics import METRICS, title_of
 from ..forms.judge import FormTime, Judged
-from ..forms.measure.counts import Both, LayerFlops, si
 from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..select.plan import PruningPlan
+from ..units.counts import Both, LayerFlops, si
 from . import words
 from .report import CUT, KEPT, FirstMetric, NeuronCount, Report, head_map, neuron_counts
 from .words import FIRST_HIT, agreement, form_kept, form_name, form_step, is_own, keeps_metric, named_units

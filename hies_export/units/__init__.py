@@ -11,5 +11,7 @@ own_heads.py  heads of models whose attention is code of their own, from the lay
 neurons.py    `find_mlp`: the two linear layers of feed-forward blocks, and their neurons
 probe.py      a weightless copy of the model, and which feature reaches which head
 reads.py      one run of the copy: inputs of every linear layer, and which feature reaches which column
+counts.py     parameters, FLOPs (total and by layer) and bytes of the key/value cache of a model
+shapes.py     the shapes to count and time a model at, and whether it runs there
 rehearse.py   kept units -> kept rows and columns; runs with fewer units, to find the attributes that must change
 """

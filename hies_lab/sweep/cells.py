@@ -22,7 +22,6 @@ from hies_export.errors import RecipeError
 from hies_export.evaluate.judge import Judge, Quality
 from hies_export.evaluate.metrics import higher_is_better
 from hies_export.evaluate.predict import predict
-from hies_export.forms.measure.counts import count_flops
 from hies_export.kinds import KINDS
 from hies_export.model.copies import share_weights
 from hies_export.pipeline import stages
@@ -40,6 +39,7 @@ from hies_export.select.cost import Goal, check_reachable, lowest_ratio
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, LayerFit, compensate
 from hies_export.tasks import Predictions
+from hies_export.units.counts import count_flops
 from hies_export.units.units import Selection
 
 from ..baselines import channels, flap, kwon, slicing

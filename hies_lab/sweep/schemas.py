@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, model_validator
 
 from hies_export.files import Rule, Schema
-from hies_export.forms.measure.counts import Count
+from hies_export.units.counts import Count
 
 RERUN = "run it again"
 SWEEP = Rule("sweep.json must be as a sweep of this version wrote it", RERUN, shown=True)

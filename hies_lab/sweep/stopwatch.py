@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from hies_export.data.batches import Batch, image_shape
-from hies_export.forms.cost.bundles import cut_bundles
 from hies_export.forms.form import Forms
 from hies_export.forms.formats import require_exporters
-from hies_export.forms.measure.counts import Shape
-from hies_export.forms.measure.shapes import model_shapes
 from hies_export.forms.runtimes.base import RUNTIMES, check_one_graph, check_runtime
 from hies_export.forms.time import time
 from hies_export.model.tokens import longest_sequence, synthetic_batch
 from hies_export.pipeline.job import Job
 from hies_export.progress import Progress
+from hies_export.slim.bundles import cut_bundles
 from hies_export.tasks import Task
+from hies_export.units.counts import Shape
+from hies_export.units.shapes import model_shapes
 
 from .journal import Journal
 

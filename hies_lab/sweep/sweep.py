@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hies_export.data.batches import samples_of
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.progress import SILENT, Progress
 from hies_export.report.provenance import digests_of

@@ -15,11 +15,9 @@ from hies_export.cli.main import main
 from hies_export.errors import RecipeError
 from hies_export.evaluate.interval import FAILURES
 from hies_export.evaluate.metrics import quality_loss
-from hies_export.forms.cost.bundles import cut_bundles, flops_table
-from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.form import Form
 from hies_export.forms.formats import Exporter, Given
-from hies_export.forms.measure.counts import count_flops
+from hies_export.forms.latency import TimedCut, TimedOn, latency_table
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.search import largest
 from hies_export.recipe.sections import ExportSection
@@ -27,6 +25,8 @@ from hies_export.score.criteria import Scores
 from hies_export.select.constraints import bundle_count
 from hies_export.select.cost import CostTable
 from hies_export.select.select import select_units
+from hies_export.slim.bundles import cut_bundles, flops_table
+from hies_export.units.counts import count_flops
 
 
 def test_flops_are_what_the_counter_says_of_the_cut() -> None:
@@ -138,7 +138,7 @@ def test_a_timed_table_is_kept_unless_it_is_noisy(
         assert ([form.runtime for form in forms], [*batches]) == (["torch", "torch"], [(2, 12)])
         return next(timed)
 
-    monkeypatch.setattr("hies_export.forms.cost.latency.time", compare)
+    monkeypatch.setattr("hies_export.forms.latency.time", compare)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     sites = find_attention(model, batch)
     where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=6)
@@ -157,8 +157,8 @@ def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine that calls nothing noisy keeps every table.
-    monkeypatch.setattr("hies_export.forms.cost.latency.is_noisy", lambda low, high: False)
-    monkeypatch.setattr("hies_export.forms.cost.latency.WIDEST_INTERVAL", 1e9)
+    monkeypatch.setattr("hies_export.forms.latency.is_noisy", lambda low, high: False)
+    monkeypatch.setattr("hies_export.forms.latency.WIDEST_INTERVAL", 1e9)
     model = bert(num_hidden_layers=1)
     sites = find_attention(model, text_batch(2, 12, padding=False, labels=False))
 
@@ -184,7 +184,7 @@ def test_times_are_used_where_they_cannot_be_cached(
 ) -> None:
     ratios = [0.6, 0.7, 0.8, 0.9]
     cuts = [TimedCut(kept / 6, ratio, ratio, ratio, 1.0, 1.0) for kept, ratio in enumerate(ratios, start=1)]
-    monkeypatch.setattr("hies_export.forms.cost.latency._time_cuts", lambda *_, **__: cuts)
+    monkeypatch.setattr("hies_export.forms.latency._time_cuts", lambda *_, **__: cuts)
     (file := tmp_path / "cache").write_text("no folder")
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
     where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)))
@@ -253,7 +253,7 @@ def test_a_run_by_time_says_predicted_and_measured(project: Path, monkeypatch: p
     cuts = [
         TimedCut(k, r, ratio_low=r, ratio_high=r, control_low=1, control_high=1) for k, r in ((0.5, 0.8), (1 / 6, 0.7))
     ]
-    monkeypatch.setattr("hies_export.forms.cost.latency._read", lambda file, key: cuts)
+    monkeypatch.setattr("hies_export.forms.latency._read", lambda file, key: cuts)
     latency = {"ratio": 0.85, "runtime": "torch", "batch": 3, "sequence": 20}
     assert run(project, {"latency": latency}) == 0
     report, outcome = report_of(project / "out")

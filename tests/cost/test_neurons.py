@@ -12,15 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hies_export.forms.cost import bundles
-from hies_export.forms.cost.bundles import cut_bundles, flops_table, parameters_table
-from hies_export.forms.cost.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.formats import Exporter, Given
-from hies_export.forms.measure.counts import count_flops
+from hies_export.forms.latency import TimedCut, TimedOn, latency_table
 from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.model.copies import share_weights
 from hies_export.recipe.sections import ExportSection
 from hies_export.select.constraints import bundle_count
+from hies_export.slim import bundles
+from hies_export.slim.bundles import cut_bundles, flops_table, parameters_table
+from hies_export.units.counts import count_flops
 from hies_export.units.units import PrunableModule
 
 
@@ -116,7 +116,7 @@ def test_a_forward_that_reads_values_is_counted_on_values() -> None:
 def timed_table(
     monkeypatch: pytest.MonkeyPatch, cuts: list[TimedCut], case: Case, *, step: int, unit: str = "group"
 ) -> Any:
-    monkeypatch.setattr("hies_export.forms.cost.latency._read", lambda file, key: cuts)
+    monkeypatch.setattr("hies_export.forms.latency._read", lambda file, key: cuts)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", step)
     model, modules, batch = case
     return latency_table(
@@ -160,7 +160,7 @@ def test_widths_between_steps_save_nothing_more(monkeypatch: pytest.MonkeyPatch)
 def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut touches one kind, at widths that are multiples of the step; the cache gives the same table again."""
     control, found = SimpleNamespace(low=1.0, high=1.0), SimpleNamespace(ratio=0.9, low=0.9, high=0.9)
-    monkeypatch.setattr("hies_export.forms.cost.latency.time", lambda *_, **__: (control, found))
+    monkeypatch.setattr("hies_export.forms.latency.time", lambda *_, **__: (control, found))
     widths: list[tuple[set[int], set[int]]] = []
     original = cut_bundles
 
@@ -172,11 +172,11 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
         )
         return slim
 
-    monkeypatch.setattr("hies_export.forms.cost.latency.cut_bundles", spy)
+    monkeypatch.setattr("hies_export.forms.latency.cut_bundles", spy)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", 24)
     model, modules, batch = bert_case()
     flops = flops_table(model, modules, batch=batch, unit="group")
-    monkeypatch.setattr("hies_export.forms.cost.latency.flops_table", lambda *_, **__: flops)
+    monkeypatch.setattr("hies_export.forms.latency.flops_table", lambda *_, **__: flops)
     where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=1)
     table = latency_table(model, modules, where, cache=tmp_path)
     assert widths == [({4}, {64}), ({3}, {64}), ({2}, {64}), ({1}, {64}), ({6}, {48}), ({6}, {24})]

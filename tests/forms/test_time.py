@@ -15,7 +15,6 @@ import torch
 from hies_export.errors import NonFiniteError, RecipeError
 from hies_export.forms import time as clocks
 from hies_export.forms.form import Form
-from hies_export.forms.measure.counts import FlopCount
 from hies_export.forms.measured import latency_rows, realised_share
 from hies_export.forms.runtimes import base as runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime
@@ -32,6 +31,7 @@ from hies_export.forms.time import (
     rows_by_shape,
     time,
 )
+from hies_export.units.counts import FlopCount
 
 BATCH = {"input_ids": np.zeros((4, 128))}
 

@@ -30,7 +30,7 @@ from hies_export import export_gguf, load_runtime
 from hies_export.errors import DataError, ExportError, MissingRuntimeError, ParityError
 from hies_export.forms.gguf import parity
 from hies_export.forms.gguf.vocabulary import _SPLITS
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.forms.runtimes import llamacpp
 from hies_export.forms.runtimes.llamacpp import LlamaCppRuntime, is_installed
 

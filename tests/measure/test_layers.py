@@ -6,8 +6,8 @@ import pytest
 from support.neurons import bert_case, block, llama_case
 from torch import nn
 
-from hies_export.forms.cost.bundles import cut_bundles
-from hies_export.forms.measure.counts import LayerFlops, count_flops, flops_per_layer
+from hies_export.slim.bundles import cut_bundles
+from hies_export.units.counts import LayerFlops, count_flops, flops_per_layer
 from hies_export.units.units import PrunableModule
 
 
@@ -72,7 +72,7 @@ def test_layers_with_numbers_inside_and_layers_inside_layers(monkeypatch: pytest
     found = {"": 1000, "a.0": 300, "a.0.attention": 100, "a.0.attention.o": 40, "a.0.mlp.0": 60, "a.0.mlp.2": 50}
     found |= {"b.0": 500, "b.0.layer.0": 200, "b.0.layer.0.attention": 70, "b.0.layer.0.attention.o": 30}
     found |= {"b.0.ff.0": 110, "b.0.ff.wo": 90}
-    monkeypatch.setattr("hies_export.forms.measure.counts.flops_by_module", lambda model, batch: found)
+    monkeypatch.setattr("hies_export.units.counts.flops_by_module", lambda model, batch: found)
     assert flops_per_layer(model, {}, [*attention, *blocks]) == [
         LayerFlops("a.0", projections=40, products=100, other=300 - 40 - 100 - 110, feed_forward=110),
         LayerFlops("b.0.layer.0", projections=30, products=70, other=100),

@@ -16,11 +16,12 @@ from transformers import (
 )
 
 from hies_export.errors import RecipeError
-from hies_export.forms.measure import counts, machine
-from hies_export.forms.measure.counts import count_flops, count_parameters
-from hies_export.forms.measure.machine import gpu_facts, machine_facts
+from hies_export.forms import machine
+from hies_export.forms.machine import gpu_facts, machine_facts
 from hies_export.model.copies import parameter_bytes
 from hies_export.model.tokens import sequence_length, synthetic_batch
+from hies_export.units import counts
+from hies_export.units.counts import count_flops, count_parameters
 
 
 def tiny_bert(cls=BertForSequenceClassification):

@@ -10,7 +10,7 @@ from support.models import bert, image_batch, llava, text_batch, vit
 
 from hies_export import collect_statistics, count_flops, find_modules, score_compensated
 from hies_export.evaluate.predict import predict
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.model import modes as threads
 
 

@@ -6,7 +6,6 @@ import transformers
 from support.models import SIX_HEADS, bert, causal_lm, llama, llava
 
 from hies_export import RecipeError, RequestError, find_modules
-from hies_export.forms.measure.shapes import model_shapes
 from hies_export.model.tokens import (
     SHORT,
     longest_sequence,
@@ -15,6 +14,7 @@ from hies_export.model.tokens import (
     short_samples,
     synthetic_batch,
 )
+from hies_export.units.shapes import model_shapes
 
 SMALL = SIX_HEADS | {"vocab_size": 50, "max_position_embeddings": 20}
 # All of them begin to number positions behind the padding token's, at another place each.

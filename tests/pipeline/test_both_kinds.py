@@ -23,8 +23,6 @@ from hies_export.calibrate.moments import MomentStore
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.errors import PlanError, RecipeError
 from hies_export.evaluate.predict import predict
-from hies_export.forms.cost.bundles import flops_table, parameters_table
-from hies_export.forms.measure.counts import count_flops
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import draw as draws_module
 from hies_export.pipeline import stages as stages_module
@@ -39,8 +37,10 @@ from hies_export.score.criteria import Scores, score_units
 from hies_export.select.cost import CostTable
 from hies_export.select.plan import PruningPlan
 from hies_export.select.select import select_units
+from hies_export.slim.bundles import flops_table, parameters_table
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import Compensation, refit
+from hies_export.units.counts import count_flops
 from hies_export.units.units import Selection
 
 BUDGET = 0.45

@@ -28,7 +28,6 @@ from hies_export.cli.deploy import minutes
 from hies_export.data.batches import samples_of
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
-from hies_export.forms.cost.bundles import flops_table
 from hies_export.forms.deployment import DeployWay, try_dense
 from hies_export.forms.form import Form, Forms
 from hies_export.pipeline import choose as choosing
@@ -44,6 +43,7 @@ from hies_export.pipeline.stages import Choice, calibrate
 from hies_export.recipe.budget import Found
 from hies_export.recipe.sections import DeploySection
 from hies_export.report.report import Report
+from hies_export.slim.bundles import flops_table
 from hies_export.tasks import COLUMNS
 
 

@@ -21,7 +21,6 @@ from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
-from hies_export.forms.cost.bundles import flops_table
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import search
 from hies_export.pipeline.choose import choose
@@ -33,6 +32,7 @@ from hies_export.pipeline.stages import calibrate, confirm, cut
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
 from hies_export.score.criteria import score_units
 from hies_export.select.select import select_units
+from hies_export.slim.bundles import flops_table
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import refit
 from hies_export.units.units import Selection

@@ -10,9 +10,9 @@ import torch
 from support.models import bert, image_batch, save_project, vit
 from support.reports import SERVED, make_report, terminal
 
-from hies_export.forms.measure.shapes import row_length
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
+from hies_export.units.shapes import row_length
 
 
 def masked(*lengths: int) -> dict[str, torch.Tensor]:

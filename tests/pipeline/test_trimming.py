@@ -19,8 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 import hies_export
 from hies_export import PruningPlan, PruningRecipe, count_flops, count_parameters
 from hies_export.errors import HiesError, PlanError, RecipeError, RequestError
-from hies_export.forms.cost.latency import TimedCut, TimedOn
 from hies_export.forms.deployment import DeployWay
+from hies_export.forms.latency import TimedCut, TimedOn
 from hies_export.pipeline import fastest
 from hies_export.recipe.budget import Found
 from hies_export.report.report import Report
@@ -138,7 +138,7 @@ def test_a_budget_of_time_is_held_against_the_model_without_the_tokens(
 ) -> None:
     known = {"ratio_low": 0.8, "ratio_high": 0.8, "control_low": 1, "control_high": 1}
     cuts = [TimedCut(kept, 0.8, **known) for kept in (0.5, 0.2)]
-    monkeypatch.setattr("hies_export.forms.cost.latency._read", lambda file, key: cuts)
+    monkeypatch.setattr("hies_export.forms.latency._read", lambda file, key: cuts)
     compared = []
 
     def timed(where: TimedOn, forms: Any, *_: Any) -> Any:

@@ -10,7 +10,6 @@ from support.reports import DATA, make_report, terminal
 from support.reports import TRIED as TRIED_ROW
 
 from hies_export import Kept, PruningPlan, Report
-from hies_export.forms.measure.counts import LayerFlops
 from hies_export.report.card import render_card
 from hies_export.report.drawing import Bar, neuron_bars
 from hies_export.report.figures import draw_report
@@ -18,6 +17,7 @@ from hies_export.report.html import render_html, render_markdown
 from hies_export.report.report import CUT, KEPT, NeuronCount, UnitCounts, plan_counts
 from hies_export.report.tables import BAR_WIDTH, bar, comparison_table, layer_table, plan_maps, tried_table
 from hies_export.report.words import method_text, removed_text, title
+from hies_export.units.counts import LayerFlops
 from hies_export.vocabulary.tokenizer import CutBeside
 from hies_export.vocabulary.trim import VocabularyFacts
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from support.reports import CASCADE, DATA, SERVED, TRIED, latency_row, make_report, outcome, terminal
 
-from hies_export.forms.measure.counts import si
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html, render_markdown, unbroken
 from hies_export.report.report import FirstMetric, Report
 from hies_export.report.tables import forms_table, report_parts
 from hies_export.report.words import alpha_text, asked_row, lead_text, method_text, tried_text
+from hies_export.units.counts import si
 
 TIMED = {"ratio": 0.85, "runtime": "torch", "batch": 1, "sequence": 128}
 LATENCY = outcome({"latency": TIMED}, 0.83, predicted=0.84, noisy=False)

@@ -11,7 +11,7 @@ from support.models import bert, causal_lm, save_project, text_batch
 from support.runs import hies
 
 from hies_export import DataError, ExportError, RecipeError, RequestError, bench, export_onnx
-from hies_export.forms.measure.machine import machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.forms.runtimes.base import check_dtypes, load_runtime
 from hies_export.model.tokens import positions_of
 

@@ -23,7 +23,7 @@ from hies_export.checkpoint.load import load_version4
 from hies_export.checkpoint.save import REFIT, digest_tensors, read_refit
 from hies_export.cli.arguments import read_recipe
 from hies_export.data.processors import load_processor
-from hies_export.forms.cost.latency import TimedCut, _read
+from hies_export.forms.latency import TimedCut, _read
 from hies_export.forms.onnx.generator import _special_tokens
 from hies_export.report.card import render_card
 from hies_export.report.comparison import print_bench, read_report, render_bench

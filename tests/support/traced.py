@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hies_export.forms.measure import counts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.traces import Traces
+from hies_export.units import counts
 
 # What a cut changes in a config, and what says nothing of the graph.
 NOT_OF_THE_GRAPH = {

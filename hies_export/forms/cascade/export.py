@@ -20,10 +20,10 @@ from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import logits_by
 from ...tasks.classification import Classification
 from ...tasks.registry import task_by_class, task_of
+from ...units.counts import Both, Count, Record, Share, Size, si
 from ..deployment import SizeTried
 from ..form import COMPOUNDS, Compound
 from ..formats import Export, export_options
-from ..measure.counts import Both, Count, Record, Share, Size, si
 from ..onnx.export import copy_beside, save_program
 from ..runtimes.base import load_runtime
 from ..runtimes.bits import quantize_graph

@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...model.copies import share_weights
-from ...model.linear import features_of
-from ...select.constraints import bundle_count
-from ...select.cost import CostTable
-from ...slim.cut import prune_units
-from ...units.rehearse import feature_cuts, parameter_cuts
-from ...units.units import Kept, PrunableModule, Units
-from ..measure.counts import count_parameters, flops_by_module, innermost
+from ..model.copies import share_weights
+from ..model.linear import features_of
+from ..select.constraints import bundle_count
+from ..select.cost import CostTable
+from ..units.counts import count_parameters, flops_by_module, innermost
+from ..units.rehearse import feature_cuts, parameter_cuts
+from ..units.units import Kept, PrunableModule, Units
+from .cut import prune_units
 
 # Bundles that modules lose in turn, in the cut that checks the counts.
 UNEVEN = (1, 3, 0, 2, 5)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...data.processors import image_shape_of, load_processor
-from ...errors import DataError, RequestError, quoted, root_cause
-from ...model.tokens import longest_sequence, sequence_length, synthetic_batch
-from ...tasks import TASKS
+from ..data.processors import image_shape_of, load_processor
+from ..errors import DataError, RequestError, quoted, root_cause
+from ..model.tokens import longest_sequence, sequence_length, synthetic_batch
+from ..tasks import TASKS
 from .counts import Shape, count_flops
 
 # More tokens than any machine runs at once; a larger batch would fill the memory before a model sees it.

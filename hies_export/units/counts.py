@@ -12,12 +12,12 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from ...kinds import ATTENTION
-from ...model.copies import share_weights
-from ...model.internals import keys_and_values
-from ...model.modes import frozen, output_alone
-from ...model.tokens import forward_inputs
-from ...units.units import PrunableModule
+from ..kinds import ATTENTION
+from ..model.copies import share_weights
+from ..model.internals import keys_and_values
+from ..model.modes import frozen, output_alone
+from ..model.tokens import forward_inputs
+from .units import PrunableModule
 
 T = TypeVar("T", int, float)
 Shape = tuple[int, int]  # (batch, sequence)

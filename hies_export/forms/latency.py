@@ -16,19 +16,19 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedModel
 
-from ...checkpoint.folders import replace_file, user_cache
-from ...data.batches import Batch
-from ...kinds import ATTENTION
-from ...progress import SILENT, Progress
-from ...select.constraints import bundle_count
-from ...select.cost import CostTable
-from ...units.units import PrunableModule, Units
-from ..form import Form, Forms
-from ..formats import Exporter, read_by
-from ..measure.machine import machine_facts
-from ..runtimes.base import GPU_WIDTH_STEP, RUNTIMES
-from ..time import Timed, is_noisy, shape_of, time
-from .bundles import cut_bundles, flops_table
+from ..checkpoint.folders import replace_file, user_cache
+from ..data.batches import Batch
+from ..kinds import ATTENTION
+from ..progress import SILENT, Progress
+from ..select.constraints import bundle_count
+from ..select.cost import CostTable
+from ..slim.bundles import cut_bundles, flops_table
+from ..units.units import PrunableModule, Units
+from .form import Form, Forms
+from .formats import Exporter, read_by
+from .machine import machine_facts
+from .runtimes.base import GPU_WIDTH_STEP, RUNTIMES
+from .time import Timed, is_noisy, shape_of, time
 
 # Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
 LEVELS = (0.75, 0.5, 0.25, 0.0)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ...model.modes import threads_of_small_work
-from ...version import __version__
-from ..runtimes.llamacpp import installed_version as node_llama_cpp_version
+from ..model.modes import threads_of_small_work
+from ..version import __version__
+from .runtimes.llamacpp import installed_version as node_llama_cpp_version
 
 
 def machine_facts() -> dict[str, Any]:
