@@ -120,11 +120,11 @@ def _check_theory(recipe: PruningRecipe, options: Options) -> dict[str, Any]:
 
     if ATTENTION not in recipe.options.modules:
         raise RecipeError([f"--theory is about heads, but prune.modules of {options.recipe} has no attention; add it"])
-    job = load_job(recipe, progress=options.progress)
-    attention = [module for module in job.scored if module.kind == ATTENTION]
+    pruning, _ = load_job(recipe, progress=options.progress)
+    attention = [module for module in pruning.scored if module.kind == ATTENTION]
     options.progress.stage("theory")
     alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha
-    found = theory(job.model, job.rows.score, attention, alpha=alpha)
+    found = theory(pruning.model, pruning.rows.score, attention, alpha=alpha)
     for part in theory_tables(found):
         options.console.print(part, soft_wrap=isinstance(part, str))
     return {"model": recipe.model, **json.loads(dump_json(asdict(found)))}

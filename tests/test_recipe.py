@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 import yaml
+from support.loading import load_pruning
 from support.models import save_project, write_rows
 from support.runs import held_out_and_evaluated
 
 from hies_export.errors import RecipeError, RequestError
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
@@ -165,14 +165,14 @@ def test_rows_of_one_class_and_units_that_are_the_same_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_project(tmp_path, train=20, validation=4, calibration={"samples": 6}, prune={"budget": {"heads": 0.5}})
-    load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
+    load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
     assert "calibration rows" not in caplog.text
     assert "unit: query" not in caplog.text
     write_rows(tmp_path / "train.jsonl", 20, label=lambda i: 1)
-    load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"prune.unit": "query"}))
+    load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"prune.unit": "query"}))
     assert "all 6 calibration rows are of class 1, so heads are scored by that class alone" in caplog.text
     write_rows(tmp_path / "validation.jsonl", 4, label=lambda i: 0)
-    load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
+    load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
     assert "all 4 evaluated rows are of class 0, so both models are judged by that class alone; give" in caplog.text
     assert "query is the same as unit: group here, because every head of this model has its own keys and" in caplog.text
 
@@ -185,7 +185,7 @@ def test_held_out_rows_of_the_evaluated_split_are_not_evaluated(tmp_path: Path) 
     def rows(**changes: Any) -> list[list[tuple[int, ...]]]:
         """Return the token ids of the held-out and the evaluated rows."""
         changes = {name.replace("__", "."): value for name, value in changes.items()}
-        found = load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", changes))
+        found = load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", changes))
         return held_out_and_evaluated(found)
 
     (every,) = [rows(held_out=None)[1]]
@@ -205,7 +205,7 @@ def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCa
     asked = {"calibration": {"samples": 1000}, "evaluation": {"samples": 2000, "split": "validation[:50%]"}}
     held_out = {"split": "validation[50%:]", "samples": 3}
     save_project(tmp_path, train=20, validation=8, prune=prune, held_out=held_out, **asked)
-    prepared = load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
+    prepared = load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
     assert sum(len(batch["labels"]) for batch in prepared.rows.score) == 20
     said = [
         "calibration.samples is 1,000, but the split 'train' has only 20: all are used",
@@ -214,13 +214,13 @@ def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCa
     # The default of the compensation is as many as there are, up to 512.
     assert caplog.messages == said
     more = {"prune.compensation.samples": 21, "held_out.samples": 30}
-    load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", more))
+    load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", more))
     assert sorted(set(caplog.messages) - set(said)) == [
         "held_out.samples is 30, but the split 'validation[50%:]' has only 4: all are used",
         "prune.compensation.samples is 21, but the split 'train' has only 20: all are used",
     ]
     caplog.clear()
     shared = {"evaluation.split": "validation", "held_out": {"split": "validation", "samples": 3}}
-    load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", shared))
+    load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", shared))
     said = "evaluation.samples is 2,000, but the split 'validation' has only 5 beside the 3 held out: all are used"
     assert said in caplog.messages

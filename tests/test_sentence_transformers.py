@@ -144,7 +144,7 @@ def test_prune_gives_back_a_sentence_transformer(tmp_path: Path) -> None:
     assert given[0].model.config.to_dict() == config
     # Pruning read the texts with the prompt.
     expected = given.tokenizer("w3 " + texts[0])["input_ids"]
-    assert any(row.tolist()[: len(expected)] == expected for row in result.job.rows.score[0]["input_ids"])
+    assert any(row.tolist()[: len(expected)] == expected for row in result.pruning.rows.score[0]["input_ids"])
     result.save_pretrained(tmp_path / "slim")
     again = st.SentenceTransformer(str(tmp_path / "slim"), device="cpu", trust_remote_code=True)
     np.testing.assert_allclose(again.encode(TEXTS), slim.encode(TEXTS), atol=1e-6)

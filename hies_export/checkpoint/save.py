@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import logging
 from collections import defaultdict
@@ -37,6 +36,7 @@ from ..model.internals import (
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import longest_sequence, short_samples, shortest_limit
+from ..select.fingerprint import digest_tensors
 from ..select.plan import PruningPlan
 from ..slim.check import first_output
 from ..slim.config import is_slim
@@ -350,15 +350,6 @@ Measurements of the refitted model do not hold for this one.
 `hies-export apply PLAN MODEL -o DIR --refit FILE` cuts and uses the refitted layers, which a compensated run writes
 beside its plan as `refit.safetensors`. `prune(model, batches, plan=PLAN, compensation=...)` in Python refits them anew.
 """
-
-
-def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, in the order of their names."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return total.hexdigest()
 
 
 def refit_beside(plan: PruningPlan, file: Path) -> Path | None:

@@ -12,22 +12,23 @@ def run(options: Options) -> None:
     recipe = read_recipe(options)
     refuse_output(options, recipe)
     from ..pipeline.choose import choose  # after the refusals, because it takes seconds
+    from ..pipeline.delivery import save
     from ..pipeline.load_job import load_job
-    from ..pipeline.stages import calibrate, cut, save
+    from ..pipeline.stages import calibrate, cut
     from ..slim.config import families
     from .terminal import plan_text, print_plan
 
-    job = load_job(recipe, progress=options.progress)
-    slim = cut(job, choose(job, calibrate(job)))
-    saved = save(job, slim, recipe.output, overwrite=options.overwrite)
+    pruning, delivery = load_job(recipe, progress=options.progress)
+    slim = cut(pruning, choose(pruning, calibrate(pruning)))
+    saved = save(pruning, delivery, slim, recipe.output, overwrite=options.overwrite)
     print_plan(slim.plan, options.console)
-    assert job.source is not None
+    assert delivery.source is not None
     options.console.print(
-        f"\nwritten to {recipe.output}: {plan_text(slim.plan)}, {job.source.bytes / 1e6:.1f} MB before, "
+        f"\nwritten to {recipe.output}: {plan_text(slim.plan)}, {delivery.source.bytes / 1e6:.1f} MB before, "
         f"{saved.bytes / 1e6:.1f} MB after; cut against masked {slim.cut_max_abs:.2g}, reloaded against saved "
         f"{saved.reload_max_abs:.2g}",
         soft_wrap=True,
     )
-    note = families(job.model.config, slim.model.config).note
+    note = families(pruning.model.config, slim.model.config).note
     if note:
         options.console.print(note)

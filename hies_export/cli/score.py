@@ -14,16 +14,17 @@ def run(options: Options) -> None:
     refuse_output(options, recipe)
     from ..pipeline.choose import choose  # after the refusals, because it takes seconds
     from ..pipeline.load_job import load_job
+    from ..pipeline.reporting import write_choice
     from ..pipeline.run import output_folder
     from ..pipeline.stages import calibrate
     from .terminal import plan_text, print_plan
 
     with output_folder(recipe.output, overwrite=options.overwrite) as folder:
-        job = load_job(recipe, progress=options.progress)
-        choice = choose(job, calibrate(job))
+        pruning, _ = load_job(recipe, progress=options.progress)
+        choice = choose(pruning, calibrate(pruning))
         if processes.is_first():
             (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-            choice.write(folder)
+            write_choice(choice, folder)
     print_plan(choice.plan, options.console)
     options.console.print(
         f"\n{plan_text(choice.plan)} by this plan; written to {recipe.output}: scores.json, plan.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from scipy import stats
@@ -156,3 +157,32 @@ def queries_needed(share: float, confidence: float = CONFIDENCE) -> int:
     while (count - stats.t.ppf(tail, count)) / (count + 1) < share:
         count += 1
     return count
+
+
+# Least rows for the loss of a metric. On fewer, the bootstrap's interval is far too narrow: in a simulation, accuracy's
+# misses the true loss in 18 % of the draws of 50 rows, 6 % of 100, 3 % of 200, 1.5 % of 400, where 0.8 % is meant.
+LEAST_FOR_LOSS = 200
+
+
+@dataclass(frozen=True)
+class Looks:
+    """How often a false promise may be looked at on the held-out rows; the more often, the more rows it takes.
+
+    A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try several `compounds`
+    in one of them. It also looks at the dense model in `bits` forms in fewer bits than float32, and at the slim
+    model in those in which the dense one keeps the promise. So at most one of the two is false in each: where the dense
+    one is false, the slim one is not looked at, unless by chance.
+    """
+
+    forms: int = 1
+    compounds: int = 0
+    bits: int = 0
+
+    @property
+    def confidence(self) -> float:
+        """Confidence of each interval, so that all together have that of a promise."""
+        return confidence_of_each(FAILURES * self.forms + self.compounds + self.bits)
+
+    def rows(self, share: float, metric: str | None) -> int:
+        """Return how many rows confirm a share of predictions, or queries one of a metric, if none loses any."""
+        return (rows_needed if metric is None else queries_needed)(share, self.confidence)

@@ -47,38 +47,39 @@ class _Head(Schema):
     process: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Journal:
     """Module -> its chain, and module -> its refit, of what a run has found so far; None where nothing is kept."""
 
     chains: MutableMapping[str, Chain] | None = None
     fits: MutableMapping[str, _Refit] | None = None
 
-    @contextmanager
-    def beside(self, output: Path, fingerprint: str, progress: Progress) -> Iterator[None]:
-        """Keep what is found in a folder beside the output until the block ends, however it ends.
 
-        What a killed run with the same fingerprint has left there is known from the start; that of another is removed.
+@contextmanager
+def journal(output: Path, fingerprint: str, progress: Progress) -> Iterator[Journal]:
+    """Keep what is found in a folder beside the output until the block ends, however it ends.
 
-        Raises:
-            OutputExistsError: Something else is in the folder's place.
-        """
-        folder = output.with_name(f"{output.name}.resume")
-        # A run that is still going on keeps its own; this one then does without.
-        if (found := processes.on_main(lambda: _opened(folder, fingerprint))) is None:
-            yield
-            return
-        note, files = found
-        try:
-            self.chains = _Kept(folder / _RANKED, files, _stored_chain, _chain)
-            self.fits = _Kept(folder / _REFITTED, files, _stored_refit, _refit)
-            if note:
-                progress.stage(note)
-            yield
-        finally:
-            self.chains = self.fits = None
-            if processes.is_first():
-                shutil.rmtree(folder, ignore_errors=True)
+    What a killed run with the same fingerprint has left there is known from the start; that of another is removed.
+
+    Raises:
+        OutputExistsError: Something else is in the folder's place.
+    """
+    folder = output.with_name(f"{output.name}.resume")
+    # A run that is still going on keeps its own; this one then does without.
+    if (found := processes.on_main(lambda: _opened(folder, fingerprint))) is None:
+        yield Journal()
+        return
+    note, files = found
+    try:
+        if note:
+            progress.stage(note)
+        yield Journal(
+            _Kept(folder / _RANKED, files, _stored_chain, _chain),
+            _Kept(folder / _REFITTED, files, _stored_refit, _refit),
+        )
+    finally:
+        if processes.is_first():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Kept(MutableMapping[str, T], Generic[T]):

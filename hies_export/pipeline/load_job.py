@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..calibrate.walk import device_of_blocks
 from ..checkpoint.classes import load_config, refuse_quantised
-from ..checkpoint.load import Source, device_to_prune_on, load_dense, source_of, task_class
+from ..checkpoint.load import device_to_prune_on, load_dense, source_of, task_class
 from ..checkpoint.sentence import EMBEDDER, RERANKER, Unwrapped, kind_in, load_sentence
 from ..data.batches import Batch, check_one_size, is_of_documents
 from ..data.processors import load_processor, settle_padding, tokenizer_of
@@ -36,19 +36,20 @@ from ..forms.time import ROWS
 from ..kinds import MLP
 from ..model.text_encoder import TextEncoder
 from ..progress import SILENT, Progress
-from ..recipe.sections import VocabularySection
+from ..recipe.sections import ExportSection, VocabularySection
 from ..report.provenance import Request
 from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
 from ..vocabulary.kept import check_request
-from .draw import Drawn, Draws, Promise, Splits, draw, evaluated, hold_out
-from .job import Job, Rows, check_apart, check_job, make_job, promised_metric
+from .delivery import Delivery, check_delivery, exporter_of
+from .draw import Drawn, Draws, Promise, Splits, all_looks, draw, evaluated, hold_out
+from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning, promised_metric
 from .recipe import PruningRecipe
 from .trimming import Reading, Texts, beside_whole, read_tokens, texts_in, texts_of, trim
 
 logger = logging.getLogger(__name__)
 
 
-def load_job(recipe: PruningRecipe, *, progress: Progress = SILENT) -> Job:
+def load_job(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[Pruning, Delivery]:
     """Load model and rows, and check that the recipe can be run."""
     began = time.monotonic()
     progress.stage("read the data")
@@ -80,44 +81,49 @@ def load_job(recipe: PruningRecipe, *, progress: Progress = SILENT) -> Job:
     reading = Reading(task, processor, whole, trimming)
     batches = read_drawn(recipe, reading, drawn)
     evaluation, in_dense = reading.to_judge(rows, splits.evaluation.batch_size)
-    batches = replace(
-        batches,
-        evaluation=evaluation,
-        evaluation_of=taken_from(rows),
-        in_order=_in_order(reading, rows),
-        splits=splits,
-        in_dense={**batches.in_dense, "evaluation": in_dense},
-    )
+    batches = replace(batches, evaluation=evaluation, in_dense={**batches.in_dense, "evaluation": in_dense})
     trimming = trimming and trimming.on(in_dense, evaluation)
     progress.stage("find the units that may go")
-    job = make_job(
+    source = source_of(model, found.encoder, config, asked=recipe.save_dtype or recipe.dtype, **found.hub)
+    delivery = Delivery(
+        exporter=exporter_of(recipe.export, batches, processor),
+        given=found.given or Unwrapped(model),
+        measure=MeasureOptions(_ways(recipe, names), recipe.measure.repeats, recipe.measure.min_seconds),
+        compound=_compound(recipe, model, batches),
+        deploy=recipe.deploy,
+        source=source,
+        asked=requested(recipe, splits),
+        reading=reading,
+        splits=splits,
+        in_order=_in_order(reading, rows),
+        evaluation_of=taken_from(rows),
+        began=began,
+    )
+    pruning = make_pruning(
         model,
         batches,
         options,
         task=task,
         shapes=recipe.measure.shapes,
-        deploy=recipe.deploy,
+        fast=recipe.deploy is not None,
         processor=processor,
         metrics=metrics,
-        export=recipe.export,
-        measure=MeasureOptions(_ways(recipe, names), recipe.measure.repeats, recipe.measure.min_seconds),
-        evaluation=splits.evaluation,
-        compound=_compound(recipe, model, batches),
-        given=found.given or Unwrapped(model),
-        source=_source(recipe, found, model, config),
-        asked=requested(recipe, splits),
+        serve=delivery.serve,
+        time_cuts=delivery.time_cuts,
+        dtype=source.dtype,
         trimming=trimming,
-        reading=reading,
+        promises=delivery.compound is not None,
         seed=recipe.calibration.seed,
-        began=began,
         progress=progress,
     )
-    job = check_job(_aligned(job))
+    pruning = _aligned(pruning, recipe.export)
+    check_pruning(pruning, all_looks(type(task), recipe.deploy, classifies=False)[-1])
+    check_delivery(pruning, delivery)
     if task.images and not task.text:
         check_one_size([*batches.score, *batches.held_out, *batches.refit, *batches.evaluation])
-    if not check_apart(job):
+    if not check_apart(pruning):
         _warn_of_one_source(recipe, splits)
-    return job
+    return pruning, delivery
 
 
 def _load(recipe: PruningRecipe, found: _Checkpoint, task: Task, processor: Any, progress: Progress) -> PreTrainedModel:
@@ -143,21 +149,17 @@ def _texts(recipe: PruningRecipe, asked: VocabularySection, task: Task) -> Texts
     return texts
 
 
-def _source(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel, config: Any) -> Source:
-    return source_of(model, found.encoder, config, asked=recipe.save_dtype or recipe.dtype, **found.hub)
-
-
-def _aligned(job: Job) -> Job:
-    """Return a job that keeps the widths that a GPU multiplies fast in half precision, unless it says which."""
-    model, export, half = job.model, job.export, (torch.float16, torch.bfloat16)
+def _aligned(pruning: Pruning, export: ExportSection) -> Pruning:
+    """Return a pruning that keeps the widths that a GPU multiplies fast in half precision, unless it says which."""
+    model, half = pruning.model, (torch.float16, torch.bfloat16)
     on_gpu = device_of_blocks(model).type == "cuda" and model.dtype in half
     for_gpu = export.provider != "cpu" and export.dtype == "float16"
-    widths = [module.units for module in job.modules if module.kind == MLP]
-    asked = job.options.multiple_of
+    widths = [module.units for module in pruning.modules if module.kind == MLP]
+    asked = pruning.options.multiple_of
     if asked.neurons is not None or not (on_gpu or for_gpu) or any(width % GPU_HALF_STEP for width in widths):
-        return job
+        return pruning
     aligned = asked.model_copy(update={"neurons": GPU_HALF_STEP})
-    return replace(job, options=job.options.model_copy(update={"multiple_of": aligned}))
+    return replace(pruning, options=pruning.options.model_copy(update={"multiple_of": aligned}))
 
 
 def rows_of(recipe: PruningRecipe, task: Task) -> Callable[..., datasets.Dataset]:

@@ -19,7 +19,7 @@ from ..model.tokens import count_tokens
 from ..progress import Progress
 from ..score.compensated import SHARE_PER_STEP
 from ..score.criteria import COMPENSATED
-from .job import Job
+from .pruning import Pruning
 
 T = TypeVar("T")
 
@@ -129,12 +129,12 @@ class Size:
         return {"process": BASE, "weights": float(self.weights), **most}
 
 
-def size_of_job(job: Job) -> Size | None:
-    """Return the size of a job that ranks a language model by `compensated` and cuts it once; None for all others."""
-    budget, rows, how, journal = job.budget, job.rows, job.options.compensation, job.journal
-    if not job.cuts_once or job.options.criterion != COMPENSATED or how is None or not job.task.generative:
+def size_of_pruning(pruning: Pruning) -> Size | None:
+    """Return the size of a pruning that ranks a language model by `compensated` and cuts once; None for others."""
+    budget, rows, how = pruning.budget, pruning.rows, pruning.options.compensation
+    if not pruning.cuts_once or pruning.options.criterion != COMPENSATED or how is None or not pruning.task.generative:
         return None
-    model, batch = job.model, job.rows.score[0]
+    model, batch = pruning.model, pruning.rows.score[0]
 
     def module(consumer: str, kind: str) -> Module:
         outputs, inputs = features_of(model.get_submodule(consumer))
@@ -143,7 +143,7 @@ def size_of_job(job: Job) -> Size | None:
     def tokens(batches: Sequence[Batch]) -> int:
         return sum(count_tokens(model, batch) for batch in batches)
 
-    blocks = {name: inside for name, inside in blocks_of(model, job.scored, batch).items() if inside}
+    blocks = {name: inside for name, inside in blocks_of(model, pruning.scored, batch).items() if inside}
     modules = tuple(tuple(module(m.consumer, m.kind) for m in inside) for inside in blocks.values())
     head = model.get_output_embeddings()
     size = Size(
@@ -159,8 +159,8 @@ def size_of_job(job: Job) -> Size | None:
         weights=sum(p.numel() * p.element_size() for p in model.parameters()),
         itemsize=next(model.parameters()).element_size(),
         sequential=bool(how.sequential),
-        ranked=len(journal.chains or ()) / len(job.scored),
-        done=len(journal.fits or ()) / len(job.scored),
+        ranked=len(pruning.chains or ()) / len(pruning.scored),
+        done=len(pruning.fits or ()) / len(pruning.scored),
     )
     if (share := budget.flops or budget.parameters) is None:
         return replace(size, left=1 - (budget.heads or 0))

@@ -5,24 +5,20 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..checkpoint.sentence import unwrap
+from ..checkpoint.sentence import Unwrapped, unwrap
 from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
-from ..forms.cascade.cascade import Cascade
-from ..forms.formats import FORMATS, Export, Given, export_options, export_served
-from ..forms.onnx.quantize import Quantize
-from ..forms.runtimes.base import Provider
 from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder
@@ -30,20 +26,25 @@ from ..progress import SILENT, Progress, without_reports
 from ..recipe.budget import Budget, Outcome
 from ..recipe.gone import refusing_gone
 from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
-from ..report.report import plan_counts
-from ..report.tables import PlainTable, Table, change, map_text, plan_maps, quality_rows, unit_rows
-from ..report.words import named_units
 from ..score.criteria import Scores
 from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit
 from ..tasks.given import batches_of
 from ..units.counts import Both, FlopCount, count_both_flops, count_parameters, si
 from .choose import choose
-from .job import Job, job_in_memory
-from .price import Priced, size_of_job
-from .push import push_folder
+from .in_memory import delivery_of, take
+from .price import Priced, size_of_pruning
+from .pruning import Pruning
 from .recipe import Allocation, PruneSection, sentences, whole
-from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, save, try_metrics
+from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, try_metrics
+
+if TYPE_CHECKING:  # what delivers a slim model is imported when it is first asked for
+    from ..forms.cascade.cascade import Cascade
+    from ..forms.formats import Export
+    from ..forms.onnx.quantize import Quantize
+    from ..forms.runtimes.base import Provider
+    from ..report.tables import Table
+    from .delivery import Delivery
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ class PruneResult:
     Its text is a table of what was cut, of both models' sizes, and of the agreement on the held-out batches.
 
     Attributes:
-        job: The dense model, its modules, and the batches.
+        pruning: The dense model, its modules, and the batches.
+        given: What the model was taken from, such as a SentenceTransformer.
         choice: The plan, and what it was chosen from; of a given plan, only the plan.
         slim: The slim model, its plan and its checks.
         parameters: Number of parameters of both models.
@@ -67,7 +69,8 @@ class PruneResult:
         held_out: Metrics of both models and the share of equal predictions on the held-out batches; None without.
     """
 
-    job: Job
+    pruning: Pruning
+    given: Unwrapped
     choice: Choice
     slim: Slim
     parameters: Both[int]
@@ -77,7 +80,12 @@ class PruneResult:
     @cached_property
     def model(self) -> Any:
         """The slim model, in evaluation mode, of the class that was given: mostly an ordinary `PreTrainedModel`."""
-        return self.job.given.wrap(self.slim.model, self.job.processor)
+        return self.given.wrap(self.slim.model, self.pruning.processor)
+
+    @cached_property
+    def delivery(self) -> Delivery:
+        """How the slim model is saved and exported."""
+        return delivery_of(self.pruning.rows, self.pruning.processor, self.given)
 
     @property
     def plan(self) -> PruningPlan:
@@ -125,14 +133,18 @@ class PruneResult:
             RequestError: There is no Hub token, or it may not write to the repository; the folder is written.
             PushError: The push did not finish; the folder is written.
         """
-        if processor is None and self.job.processor is None:
+        if processor is None and self.pruning.processor is None:
             logger.warning(
                 "%s has no tokenizer or image processor, as prune was given none; pass processor= to save_pretrained",
                 folder,
             )
+        from .delivery import save
+
         with without_reports():
-            save(self.job, self.slim, folder, processor=processor, overwrite=overwrite)
+            save(self.pruning, self.delivery, self.slim, folder, processor=processor, overwrite=overwrite)
         if push_to_hub:
+            from .push import push_folder
+
             push_folder(folder, repo_id or Path(folder).resolve().name, private=private)
 
     def export_onnx(
@@ -167,10 +179,12 @@ class PruneResult:
             ParityError: ONNX Runtime and torch disagree; nothing is kept.
             RequestError: The model has no such form here.
         """
-        options, processor = export_options("onnx", provider, dtype, quantize), processor or self.job.processor
+        from ..forms.formats import FORMATS, export_options, export_served
+
+        options, processor = export_options("onnx", provider, dtype, quantize), processor or self.pruning.processor
         if isinstance(self.slim.model, TextEncoder):
             return export_served(self.slim.model, folder, options, processor=processor, overwrite=overwrite)
-        given = Given(_two_rows(self.job.sample), processor, self.job.exporter.given.rows)
+        given = replace(self.delivery.exporter.given, sample=_two_rows(self.pruning.sample), processor=processor)
         return FORMATS["onnx"].write(self.slim.model, Path(folder), options, given, overwrite=overwrite)
 
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
@@ -194,17 +208,21 @@ class PruneResult:
             >>> cascade.promise.bound <= 0.4, cascade.logits(batches[0]).shape
             (True, torch.Size([4, 3]))
         """
-        job = self.job
-        if job.trimming is not None:
+        pruning = self.pruning
+        if pruning.trimming is not None:
             raise RequestError(
                 "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary= took some "
                 "away; prune without it"
             )
-        read: dict[str, Any] = {"task": job.task, "processor": job.processor, "columns": columns}
-        batches = batches_of(job.model, rows, what="rows", **read)
-        return Cascade.choose(self.slim.model, job.model, batches, disagreement=disagreement, processor=job.processor)
+        from ..forms.cascade.cascade import Cascade
+
+        dense, how = pruning.model, {"processor": pruning.processor}
+        batches = batches_of(dense, rows, what="rows", task=pruning.task, columns=columns, **how)
+        return Cascade.choose(self.slim.model, dense, batches, disagreement=disagreement, **how)
 
     def __str__(self) -> str:
+        from ..report.tables import PlainTable, map_text, plan_maps
+
         console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
         for units in plan_maps(self.plan):
             console.print(map_text(units, console.width))
@@ -214,15 +232,19 @@ class PruneResult:
         return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
 
     def _table(self) -> Table:
+        from ..report.report import plan_counts
+        from ..report.tables import Table, change, quality_rows, unit_rows
+        from ..report.words import named_units
+
         heads, neurons = plan_counts(self.plan)
         batch, sequence = self.flops.shape
         rows = unit_rows(named_units(heads, neurons))
-        if self.job.trimming is not None:
-            rows += unit_rows([("tokens of the vocabulary", self.job.trimming.facts)])
+        if self.pruning.trimming is not None:
+            rows += unit_rows([("tokens of the vocabulary", self.pruning.trimming.facts)])
         for name, size in (("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)):
             rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
         if (found := self.held_out) is not None:
-            samples, labelled = samples_of(self.job.rows.held_out), has_references(self.job.rows.held_out[0])
+            samples, labelled = samples_of(self.pruning.rows.held_out), has_references(self.pruning.rows.held_out[0])
             same = f"same prediction, {samples:,} held-out {'row' if samples == 1 else 'rows'}", found.stability
             rows += quality_rows(found.metrics, found.ranking, labelled=labelled, same=same)
         return Table(("", "dense", "slim", "change"), rows)
@@ -349,15 +371,15 @@ def prune(
     priced = Priced(progress)
     how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed, "progress": priced}
     with evaluating(given.model), uncompiled(given.model):
-        job = job_in_memory(given, asked, batches, **rows, **how)
-        try_metrics(job)
+        pruning = take(given, asked, batches, **rows, **how)
+        try_metrics(pruning)
         if plan is None:
-            priced.expect(size_of_job(job))
-        choice = choose(job, calibrate(job)) if plan is None else Choice(plan)
-        slim = cut(job, choice)
-        sizes = _sizes(job, slim.model)
-        held_out = compare(job, slim.model) if job.rows.held_out else None
-        return PruneResult(job, choice.done(slim), slim, *sizes, held_out)
+            priced.expect(size_of_pruning(pruning))
+        choice = choose(pruning, calibrate(pruning)) if plan is None else Choice(plan)
+        slim = cut(pruning, choice)
+        sizes = _sizes(pruning, slim.model)
+        held_out = compare(pruning, slim.model) if pruning.rows.held_out else None
+        return PruneResult(pruning, given, choice.done(slim), slim, *sizes, held_out)
 
 
 def _asked(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any) -> PruneSection:
@@ -389,10 +411,10 @@ def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySect
         raise RecipeError([f"{where}{problem}" for problem in problems]) from None
 
 
-def _sizes(job: Job, slim: PreTrainedModel) -> tuple[Both[int], FlopCount]:
-    shape, batch = next(iter(job.shapes.items()))
-    flops = count_both_flops(job.dense, slim, {shape: batch})[shape]
-    return Both(count_parameters(job.dense), count_parameters(slim)), flops
+def _sizes(pruning: Pruning, slim: PreTrainedModel) -> tuple[Both[int], FlopCount]:
+    shape, batch = next(iter(pruning.shapes.items()))
+    flops = count_both_flops(pruning.dense, slim, {shape: batch})[shape]
+    return Both(count_parameters(pruning.dense), count_parameters(slim)), flops
 
 
 def _two_rows(batch: Batch) -> Batch:

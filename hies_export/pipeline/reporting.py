@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..calibrate.statistics import DEFAULT_NEEDS
 from ..checkpoint.beside import read_card
 from ..data.batches import has_references, samples_of
 from ..data.rows import DataFacts
@@ -18,36 +19,38 @@ from ..report.html import render_html, render_markdown
 from ..report.provenance import RunRecord
 from ..report.report import Details, FirstMetric, Report, head_map, neuron_counts, plan_counts
 from ..report.words import FIRST_HIT
+from ..select.plan import dump_json
 from ..slim.config import families, is_slim
-from .job import Job
+from .delivery import Delivery, Saved
 from .measure import Measured
-from .stages import Choice, Evaluation, Saved, Slim
+from .pruning import Pruning
+from .stages import Choice, Evaluation, Slim
 
 
 def build_report(
-    job: Job,
+    pruning: Pruning,
+    delivery: Delivery,
     choice: Choice,
     slim: Slim,
     saved: Saved,
     evaluation: Evaluation,
     measured: Measured,
-    *,
     command: str | None,
     processes: int,
 ) -> Report:
     """Return the report of a run: the only place that knows what all its stages returned."""
-    plan, metric, sizes = choice.plan, job.metrics[0], measured.sizes
+    plan, metric, sizes = choice.plan, pruning.metrics[0], measured.sizes
     heads, neurons = plan_counts(plan)
-    assert job.asked is not None
+    assert delivery.asked is not None
     return Report(
-        model=job.asked.model,
-        task=job.task.name,
+        model=delivery.asked.model,
+        task=pruning.task.name,
         criterion=plan.criterion,
         alpha=plan.alpha,
         seed=plan.seed,
         heads=heads,
         neurons=neurons,
-        vocabulary=None if job.trimming is None else job.trimming.facts,
+        vocabulary=None if pruning.trimming is None else pruning.trimming.facts,
         parameters=sizes.parameters,
         bytes=sizes.bytes,
         flops=sizes.flops,
@@ -57,28 +60,34 @@ def build_report(
         cut_max_abs=slim.cut_max_abs,
         reload_max_abs=saved.reload_max_abs,
         **_export_differences(measured.exported),
-        seconds=job.clock.seconds,
+        seconds=pruning.clock.seconds,
         latency=sizes.latency,
         environment={**machine_facts(), "processes": processes},
         exported=measured.file,
         **measured.compound[0],
         ranking=evaluation.ranking or None,
-        details=_details(job, choice, slim, evaluation, measured, command),
+        details=_details(pruning, delivery, choice, slim, evaluation, measured, command),
     )
 
 
 def _details(
-    job: Job, choice: Choice, slim: Slim, evaluation: Evaluation, measured: Measured, command: str | None
+    pruning: Pruning,
+    delivery: Delivery,
+    choice: Choice,
+    slim: Slim,
+    evaluation: Evaluation,
+    measured: Measured,
+    command: str | None,
 ) -> Details:
-    plan, asked, neurons = choice.plan, job.asked, neuron_counts(choice.plan)
+    plan, asked, neurons = choice.plan, delivery.asked, neuron_counts(choice.plan)
     low, high = evaluation.kept_ends or (None, None)
     assert asked is not None
-    assert job.source is not None
+    assert delivery.source is not None
     return Details(
         base_model=None if Path(asked.model).exists() else asked.model,
         head_map=head_map(plan),
         # The statistics of all neurons would fill megabytes.
-        heads={name: of for name, of in choice.head_numbers().items() if plan.kept[name].kind == ATTENTION},
+        heads={name: of for name, of in head_numbers(choice).items() if plan.kept[name].kind == ATTENTION},
         **({"neurons": neurons} if neurons else {}),
         outcome=measured.outcome,
         metrics=evaluation.metrics,
@@ -86,35 +95,35 @@ def _details(
         compensation=slim.fits,
         alpha_curve=choice.alpha_curve,
         tried=choice.tried,
-        stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(job),
+        stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(pruning, delivery),
         stability_tolerance=evaluation.tolerance,
         kept_low=low,
         kept_high=high,
         custom_code=is_slim(slim.model),
-        family=families(job.model.config, slim.model.config),
+        family=families(pruning.model.config, slim.model.config),
         flops_per_layer=measured.sizes.flops_per_layer,
-        auto_class=job.task.auto_class,
+        auto_class=pruning.task.auto_class,
         **_export_details(measured.exported),
         **({"forms": measured.forms} if measured.forms else {}),
         **({"deployment": measured.deployment} if measured.deployment else {}),
         **measured.compound[1],
-        **({"row_length": job.length} if job.length else {}),
-        data=_data_facts(job, choice),
-        run=asdict(RunRecord.of(asked, command=command, commit=job.source.commit)),
+        **({"row_length": pruning.length} if pruning.length else {}),
+        data=_data_facts(pruning, delivery, choice),
+        run=asdict(RunRecord.of(asked, command=command, commit=delivery.source.commit)),
     )
 
 
-def _data_facts(job: Job, choice: Choice) -> DataFacts:
+def _data_facts(pruning: Pruning, delivery: Delivery, choice: Choice) -> DataFacts:
     assert choice.statistics is not None
-    assert job.rows.splits is not None
-    rows, calibration, splits = job.rows, choice.statistics.calibration, job.rows.splits
+    assert delivery.splits is not None
+    rows, calibration, splits = pruning.rows, choice.statistics.calibration, delivery.splits
     data, split, held_out = splits.data, splits.evaluation.split, splits.held_out
     return DataFacts(
         labels=choice.plan.calibration["labels"],
         calibration_samples=calibration.samples,
         compensation_samples=samples_of(rows.refit),
         evaluation_samples=samples_of(rows.evaluation),
-        evaluation_of=rows.evaluation_of,
+        evaluation_of=delivery.evaluation_of,
         evaluation_rows=splits.evaluation.rows,
         evaluation_split=split,
         evaluation_labelled=has_references(rows.evaluation[0]),
@@ -138,6 +147,38 @@ def _export_details(exported: Export) -> dict[str, Any]:
     return {exported.format: {**names, **exported.facts}}
 
 
+def write_choice(choice: Choice, folder: Path) -> None:
+    """Write scores.json (statistics and scores per unit) and plan.json."""
+    assert choice.statistics is not None
+    assert choice.scores is not None
+    statistics, scores = choice.statistics, choice.scores
+    calibration = statistics.calibration
+    written = {
+        "criterion": scores.criterion,
+        "parameters": scores.parameters,
+        "scores": scores.scores,
+        **{name: statistics.values.get(name, {}) for name in DEFAULT_NEEDS},
+        "samples": calibration.samples,
+        "labels": calibration.labels,
+        "fingerprint": calibration.fingerprint,
+        "alpha_curve": choice.alpha_curve,
+    }
+    (folder / "scores.json").write_text(dump_json(written), encoding="utf-8")
+    (folder / "plan.json").write_text(choice.plan.to_json(), encoding="utf-8")
+
+
+def head_numbers(choice: Choice) -> dict[str, dict[str, list[float]]]:
+    """Return lists of HIS, entropy and score over the heads: module name -> "his", "entropy" or "score" -> list."""
+    assert choice.statistics is not None
+    assert choice.scores is not None
+    values = {**choice.statistics.values, "score": choice.scores.scores}
+    values = {what: values[what] for what in ("his", "entropy", "score") if what in values}
+    return {
+        name: {what: numbers[name].tolist() for what, numbers in values.items() if name in numbers}
+        for name in choice.scores.scores
+    }
+
+
 def write_report(folder: Path, report: Report) -> None:
     """Write report.json, report.html and report.md, and the model card of slim/."""
     origin = read_card(report.model)
@@ -149,9 +190,9 @@ def write_report(folder: Path, report: Report) -> None:
     (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
 
 
-def _prediction_name(job: Job) -> str:
+def _prediction_name(pruning: Pruning, delivery: Delivery) -> str:
     """Return the report's word for one prediction: "choice", "answer", "label set", "next token" or "prediction"."""
-    assert job.rows.splits is not None
-    if METRICS[job.metrics[0]].of == "choices":
+    assert delivery.splits is not None
+    if METRICS[pruning.metrics[0]].of == "choices":
         return "choice"
-    return "answer" if job.rows.splits.data.answer is not None else job.task.word
+    return "answer" if delivery.splits.data.answer is not None else pruning.task.word

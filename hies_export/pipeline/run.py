@@ -13,23 +13,26 @@ from pathlib import Path
 from .. import processes
 from ..calibrate.statistics import Statistics
 from ..checkpoint.folders import new_folder, refuse_existing
-from ..checkpoint.save import REFIT, digest_tensors
+from ..checkpoint.save import REFIT
 from ..data.batches import batches_fingerprint
 from ..forms.form import Forms
 from ..forms.formats import check_exports, export_formats, require_exporters
 from ..progress import SILENT, Progress
 from ..report.report import Report
 from ..score.criteria import COMPENSATED
+from ..select.fingerprint import digest_tensors
 from ..select.plan import library_versions
 from .choose import choose
-from .fastest import find_compound, find_fastest
-from .job import Job
+from .delivery import Delivery, save
+from .fastest import Decision, find_compound, find_fastest
+from .journal import Journal, journal
 from .load_job import load_job, runtimes_of
 from .measure import measure
-from .price import Priced, size_of_job
+from .price import Priced, size_of_pruning
+from .pruning import Pruning
 from .recipe import PruningRecipe
-from .reporting import build_report, write_report
-from .stages import Choice, calibrate, compare, cut, save, try_metrics
+from .reporting import build_report, write_choice, write_report
+from .stages import calibrate, compare, cut, try_metrics
 
 
 def run(
@@ -65,32 +68,34 @@ def run(
         formats = _formats(recipe)
         require_exporters(formats)
         progress = priced = Priced(progress)
-        job = load_job(recipe, progress=progress)
-        _check_exports(job, formats)
-        if note := note_on_device(recipe, job.model.device.type):
+        pruning, delivery = load_job(recipe, progress=progress)
+        _check_exports(pruning, delivery, formats)
+        if note := note_on_device(recipe, pruning.model.device.type):
             progress.stage(note)
         with ExitStack() as stack:
-            stack.enter_context(_journal(job, recipe.output))
+            kept = stack.enter_context(_journal(pruning, delivery, recipe.output))
+            pruning = replace(pruning, chains=kept.chains, fits=kept.fits)
             folder = stack.enter_context(output_folder(recipe.output, overwrite=overwrite))
             scratch = stack.enter_context(_scratch(folder))
-            forms = Forms({"dense": job.model}, job.exporter, scratch, progress)
-            try_metrics(job)
-            priced.expect(size_of_job(job))
-            with job.clock("score"):
-                choice = _decide(job, calibrate(job), forms)
-            with job.clock("cut"):
-                slim = cut(job, choice)
-                choice = choice.done(slim)
-                saved = save(job, slim, folder / "slim", refit_file=folder / REFIT)
+            forms = Forms({"dense": pruning.model}, delivery.exporter, scratch, progress)
+            try_metrics(pruning)
+            priced.expect(size_of_pruning(pruning))
+            with pruning.clock("score"):
+                decision = _decide(pruning, delivery, calibrate(pruning), forms)
+            with pruning.clock("cut"):
+                slim = cut(pruning, decision.choice)
+                decision = replace(decision, choice=decision.choice.done(slim))
+                saved = save(pruning, delivery, slim, folder / "slim", refit_file=folder / REFIT)
             progress.stage("evaluate both models")
             uncompensated = None if slim.refitted is None else slim.plan.kept
-            evaluation, count = compare(job, slim.model, uncompensated=uncompensated), processes.world()
+            evaluation, count = compare(pruning, slim.model, uncompensated=uncompensated), processes.world()
 
             def finish() -> Report:
                 (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-                choice.write(folder)
-                measured = measure(job, forms, choice, slim, saved, folder)
-                report = build_report(job, choice, slim, saved, evaluation, measured, command=command, processes=count)
+                choice, said = decision.choice, (command, count)
+                write_choice(choice, folder)
+                measured = measure(pruning, delivery, forms, decision, slim, saved, folder)
+                report = build_report(pruning, delivery, choice, slim, saved, evaluation, measured, *said)
                 write_report(folder, report)
                 return report
 
@@ -161,39 +166,49 @@ def note_on_device(recipe: PruningRecipe, device: str) -> str:
     return "the export is for a CPU in float32; for this GPU, set export.provider: cuda and export.dtype: float16"
 
 
-def _check_exports(job: Job, formats: Iterable[str]) -> None:
+def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str]) -> None:
     """Refuse a model that has no form in some formats, by the layers that a cut may leave; see `check_exports`."""
-    constraints = job.options.constraints
-    parts = constraints.parts(job.scored)
+    constraints = pruning.options.constraints
+    parts = constraints.parts(pruning.scored)
     check_exports(
         formats,
-        job.model,
-        job.exporter,
+        pruning.model,
+        delivery.exporter,
         uneven=bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts),
     )
 
 
-def _decide(job: Job, statistics: Statistics, forms: Forms) -> Choice:
+def _decide(pruning: Pruning, delivery: Delivery, statistics: Statistics, forms: Forms) -> Decision:
     """Choose the cut: by the fastest form, by the time of its compound, or by the budget."""
-    if job.deploy is not None:
-        return find_fastest(job, statistics, forms)
-    if job.compound is not None and job.compound.shares:
-        return find_compound(job, job.compound, statistics, forms)
-    return replace(choose(job, statistics), compound=job.compound)
+    if delivery.deploy is not None:
+        return find_fastest(pruning, delivery, statistics, forms)
+    if delivery.compound is not None and delivery.compound.shares:
+        return find_compound(pruning, delivery.compound, statistics, forms)
+    return Decision(choose(pruning, statistics), delivery.compound)
 
 
-def _journal(job: Job, output: Path) -> AbstractContextManager[None]:
+def _journal(pruning: Pruning, delivery: Delivery, output: Path) -> AbstractContextManager[Journal]:
     """Keep what is ranked and refitted, beside the output, where only what is written there decides what comes next."""
-    if not job.cuts_once or job.options.criterion != COMPENSATED or (job.compound is not None and job.compound.shares):
-        return nullcontext()
-    return job.journal.beside(output, processes.on_main(lambda: _fingerprint(job)), job.progress)
+    if (
+        not pruning.cuts_once
+        or pruning.options.criterion != COMPENSATED
+        or (delivery.compound is not None and delivery.compound.shares)
+    ):
+        return nullcontext(Journal())
+    return journal(output, processes.on_main(lambda: _fingerprint(pruning)), pruning.progress)
 
 
-def _fingerprint(job: Job) -> str:
+def _fingerprint(pruning: Pruning) -> str:
     """Return a digest of all that orders of removal and refits follow from."""
-    weights = {name: tensor for name, tensor in job.model.state_dict().items() if not tensor.is_meta}
-    rows = [batches_fingerprint(of) for of in (job.rows.score, job.rows.refit)]
-    asked = [job.options.model_dump_json(), job.seed, [*job.shapes], job.model.device.type, library_versions()]
+    weights = {name: tensor for name, tensor in pruning.model.state_dict().items() if not tensor.is_meta}
+    rows = [batches_fingerprint(of) for of in (pruning.rows.score, pruning.rows.refit)]
+    asked = [
+        pruning.options.model_dump_json(),
+        pruning.seed,
+        [*pruning.shapes],
+        pruning.model.device.type,
+        library_versions(),
+    ]
     return hashlib.sha256(json.dumps([digest_tensors(weights), rows, asked]).encode()).hexdigest()
 
 

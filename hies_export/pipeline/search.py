@@ -23,7 +23,7 @@ from ..score.criteria import Scores
 from ..select.cost import CostTable, Goal
 from ..tasks.given import first_rows
 from .held_out import Key, key_of
-from .job import Job
+from .pruning import Pruning
 from .stages import (
     Choice,
     Trial,
@@ -46,16 +46,20 @@ GUESS_WITHIN = 0.04
 
 
 def search(
-    job: Job, statistics: Statistics, scored: Sequence[Scores], sizes: Sequence[Goal], table: CostTable | None = None
+    pruning: Pruning,
+    statistics: Statistics,
+    scored: Sequence[Scores],
+    sizes: Sequence[Goal],
+    table: CostTable | None = None,
 ) -> Choice:
     """Return the largest cut that keeps the promise of the budget, which is `keep`.
 
     Raises:
         PlanError: No cut keeps it.
     """
-    promise = promise_of(job)
-    guessed = guess(job, statistics, promise, scored, sizes)
-    return search_near(job, statistics, promise, guessed, sizes, served=job.budget.timed, table=table)
+    promise = promise_of(pruning)
+    guessed = guess(pruning, statistics, promise, scored, sizes)
+    return search_near(pruning, statistics, promise, guessed, sizes, served=pruning.budget.timed, table=table)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Guess:
 
 
 def guess(
-    job: Job,
+    pruning: Pruning,
     statistics: Statistics,
     promise: Outcome,
     scored: Sequence[Scores],
@@ -79,27 +83,27 @@ def guess(
 
     Without such rows, the guess is the smallest size, by the first scores.
     """
-    weights, rows = token_weights_of(job), _rows_to_guess_on(job, promise)
+    weights, rows = token_weights_of(pruning), _rows_to_guess_on(pruning, promise)
     smallest = Guess(scored[0], weights[0], 1)
     if rows is None:
         return smallest
-    job.progress.stage("guess how much to remove, on rows that are not held out")
-    by_own, keep = job.kind(rows) in ("texts", "groups"), promise.budget.keep
-    if keeps_predictions(job.kind(rows)):
+    pruning.progress.stage("guess how much to remove, on rows that are not held out")
+    by_own, keep = pruning.kind(rows) in ("texts", "groups"), promise.budget.keep
+    if keeps_predictions(pruning.kind(rows)):
         rows = first_rows(rows, GUESS_ROWS)
-    judge = job.judge(rows, **judging(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
+    judge = pruning.judge(rows, **judging(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
     if by_own and keep is not None and keep.metric != "own_ndcg@10" and keep.predictions is not None:
         asked = keep.model_copy(update={"predictions": 1 - OWN_LOSS * (1 - keep.predictions)})
         promise = replace(promise, budget=Budget(keep=asked))
-    cuts = Cuts(job, statistics, promise, judge, sizes, guess=True)
-    best = cuts.largest(job.progress.track(scored, "guess how much to remove"), weights)
+    cuts = Cuts(pruning, statistics, promise, judge, sizes, guess=True)
+    best = cuts.largest(pruning.progress.track(scored, "guess how much to remove"), weights)
     if best is None:
         return replace(smallest, rows=cuts.rows)
     return Guess(best.trial.scores, best.trial.token_weights, best.size, cuts.rows)
 
 
 def search_near(
-    job: Job,
+    pruning: Pruning,
     statistics: Statistics,
     promise: Outcome,
     guessed: Guess,
@@ -114,7 +118,7 @@ def search_near(
     """Return the largest cut that keeps the promise, near a guess; held-out rows decide nothing but its size.
 
     Args:
-        job, statistics, promise, guessed: What is cut, the promise on the held-out rows, and where to begin.
+        pruning, statistics, promise, guessed: What is cut, the promise on the held-out rows, and where to begin.
         sizes: What cuts of each size remove; each at least as much as the one before.
         served: What serves the models, and predicts; torch by default.
         judge: The judge on the held-out rows, if it is known.
@@ -126,9 +130,9 @@ def search_near(
         PlanError: No such cut keeps the promise.
     """
     where = "" if served is None else f", on {served.runtime}"
-    job.progress.stage(f"judge cuts near that size on held-out rows{where}")
-    judge = judge or job.judge(job.rows.held_out, **judging(promise))
-    cuts = Cuts(job, statistics, promise, judge, sizes, served=served, known=known)
+    pruning.progress.stage(f"judge cuts near that size on held-out rows{where}")
+    judge = judge or pruning.judge(pruning.rows.held_out, **judging(promise))
+    cuts = Cuts(pruning, statistics, promise, judge, sizes, served=served, known=known)
     found = cuts.near(guessed, at_least)
     if found is None:
         raise PlanError(
@@ -138,67 +142,69 @@ def search_near(
         )
     outcome = replace(
         promise,
-        budget=budget_where(job, promise.budget, served),
+        budget=budget_where(pruning, promise.budget, served),
         found=found.found,
         judged=(*guessed.rows, *cuts.rows),
-        predicted=None if table is None else table.left(found.trial.selection, job.scored, unit=job.options.unit),
+        predicted=None
+        if table is None
+        else table.left(found.trial.selection, pruning.scored, unit=pruning.options.unit),
     )
-    return choice_of(job, statistics, found.trial, outcome=outcome, served=served)
+    return choice_of(pruning, statistics, found.trial, outcome=outcome, served=served)
 
 
-def nothing(job: Job, statistics: Statistics, scores: Scores, promise: Outcome | None = None) -> Choice:
+def nothing(pruning: Pruning, statistics: Statistics, scores: Scores, promise: Outcome | None = None) -> Choice:
     """Return the choice that removes nothing, because no cut keeps a promise, or none is asked for."""
-    whole = {module.name: module.kept(range(module.units)) for module in job.modules}
-    return choice_of(job, statistics, Trial(scores, whole), outcome=promise)
+    whole = {module.name: module.kept(range(module.units)) for module in pruning.modules}
+    return choice_of(pruning, statistics, Trial(scores, whole), outcome=promise)
 
 
-def promise_of(job: Job, confidence: float | None = None) -> Outcome:
+def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
     """Return what is promised on the held-out rows, with what the budget leaves open: of rankings, a metric's share.
 
     `confidence` is that of each interval; by default, one search of `FAILURES` failing cuts is all that looks at them.
     """
-    rows, budget = job.rows.held_out, job.budget
+    rows, budget = pruning.rows.held_out, pruning.budget
     if budget.keep is None:
         return Outcome(budget, samples=samples_of(rows))
-    searched, index = job.kind(rows) in ("queries", "texts"), budget.keep.index
+    searched, index = pruning.kind(rows) in ("queries", "texts"), budget.keep.index
     if index is not None and not searched:
         raise RequestError(
             "keep.index says which vectors of documents queries search, and only embeddings of queries and "
             "documents, or of texts alone, have these; leave it out"
         )
-    left_open = {"metric": job.promised_metric, "index": index or ("dense" if searched else None)}
+    left_open = {"metric": pruning.promised_metric, "index": index or ("dense" if searched else None)}
     return Outcome(
         Budget(keep=budget.keep.model_copy(update=left_open)),
         samples=samples_of(rows),
         confidence=confidence_of_each(FAILURES) if confidence is None else confidence,
         # What a language model predicts may be answers or choices.
-        word="prediction" if job.task.generative else job.task.word,
+        word="prediction" if pruning.task.generative else pruning.task.word,
     )
 
 
-def budget_where(job: Job, budget: Budget, served: TimedSection | None = None) -> Budget:
+def budget_where(pruning: Pruning, budget: Budget, served: TimedSection | None = None) -> Budget:
     """Return a budget with where it is timed, by default as it says itself; the same if nothing is timed."""
     timed = served or budget.timed
     if timed is None:
         return budget
-    batch, sequence = job.shape_of(timed)
+    batch, sequence = pruning.shape_of(timed)
     where = {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
     return budget.model_copy(update={budget.kind: getattr(budget, budget.kind).model_copy(update=where)})
 
 
-def _rows_to_guess_on(job: Job, promise: Outcome) -> list[Batch] | None:
+def _rows_to_guess_on(pruning: Pruning, promise: Outcome) -> list[Batch] | None:
     """Return rows that nothing is promised on: those refitted on or, for a metric, those scored on, with labels.
 
     Rankings are guessed from unlabelled texts, or candidates, which are ranked as the dense model does. None for a
     metric of choices, which none of these rows have, and for candidates of which too few are of one query.
     """
-    rows, metric = job.rows, promise.budget.metric
+    rows, metric = pruning.rows, promise.budget.metric
     unlabelled = rows.refit or rows.score
-    if keeps_predictions(job.kind(rows.held_out)):
+    if keeps_predictions(pruning.kind(rows.held_out)):
         if metric is None or METRICS[metric].own:
             return unlabelled
         return None if METRICS[metric].of == "choices" else rows.score
-    kind, count = job.kind(unlabelled), sum(map(size_of, unlabelled))
+    kind, count = pruning.kind(unlabelled), sum(map(size_of, unlabelled))
     return unlabelled if kind in ("texts", "queries") or count >= 2 * samples_of(unlabelled) else None
 
 
@@ -217,7 +223,7 @@ class Cuts:
     """The cuts of a search: judged on some rows, each once, as they are served.
 
     Args:
-        job, statistics, promise: What is cut, and what it is held against.
+        pruning, statistics, promise: What is cut, and what it is held against.
         judge: The judge on the rows.
         sizes: What cuts of each size remove.
         served: What serves the models, and predicts; torch by default.
@@ -227,7 +233,7 @@ class Cuts:
 
     def __init__(
         self,
-        job: Job,
+        pruning: Pruning,
         statistics: Statistics,
         promise: Outcome,
         judge: Judge,
@@ -237,10 +243,10 @@ class Cuts:
         guess: bool = False,
         known: dict[tuple[float, Key], TriedCut] | None = None,
     ):
-        self._job, self._statistics, self._promise = job, statistics, promise
+        self._pruning, self._statistics, self._promise = pruning, statistics, promise
         self._judge, self._sizes, self._served = judge, sizes, served
         self._guess = guess
-        self._by: Predictor = predict if served is None else job.predictor(served)
+        self._by: Predictor = predict if served is None else pruning.serve(served)
         self._known = {} if known is None else known
 
     def largest(self, scored: Iterable[Scores], weights: Sequence[float]) -> TriedCut | None:
@@ -276,7 +282,7 @@ class Cuts:
         return self._at(scores, weights, size) if size > at_least else None
 
     def _trial(self, scores: Scores, weights: float, size: int) -> Trial:
-        return Trial(scores, select(self._job, scores, self._sizes[size - 1]), weights)
+        return Trial(scores, select(self._pruning, scores, self._sizes[size - 1]), weights)
 
     def _holds(self, scores: Scores, weights: float, size: int) -> bool:
         trial = self._trial(scores, weights, size)
@@ -288,9 +294,9 @@ class Cuts:
         return self._known[key].met
 
     def _predict(self, trial: Trial) -> Any:
-        job = self._job
-        refit = refit_of(job, self._statistics, trial.token_weights)
-        return predict_pruned(job.model, trial.selection, job.modules, self._judge.batches, refit=refit, by=self._by)
+        model, modules, batches = self._pruning.model, self._pruning.modules, self._judge.batches
+        refit = refit_of(self._pruning, self._statistics, trial.token_weights)
+        return predict_pruned(model, trial.selection, modules, batches, refit=refit, by=self._by)
 
     def _at(self, scores: Scores, weights: float, size: int) -> TriedCut:
         trial = self._trial(scores, weights, size)
@@ -306,13 +312,13 @@ class Cuts:
         else:
             shown = f"{100 * found.value:.2f} % {stays_words(self._promise)}"
             shown += "" if found.bound is None else f", at least {100 * found.bound:.2f} %"
-        left = self._job.flops_left(trial.selection)
-        self._job.progress.stage(f"{name}, {left:.2f} of the FLOPs in {where}: {shown}")
+        left = self._pruning.flops_left(trial.selection)
+        self._pruning.progress.stage(f"{name}, {left:.2f} of the FLOPs in {where}: {shown}")
 
     @property
     def _runtime(self) -> str | None:
         if self._guess:
-            return "torch" if self._job.deploy or self._job.budget.timed else None
+            return "torch" if self._pruning.fast or self._pruning.budget.timed else None
         return None if self._served is None else self._served.runtime
 
     @property

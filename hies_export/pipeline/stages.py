@@ -1,4 +1,4 @@
-"""The stages of a job, one function each: calibrate, score, select, cut, compare, save."""
+"""The stages of a pruning, one function each: calibrate, score, select, cut, compare."""
 
 from __future__ import annotations
 
@@ -6,38 +6,29 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import processes
 from ..calibrate.moments import MomentStore
 from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics, without_statistics
-from ..checkpoint.load import Source
-from ..checkpoint.save import digest_tensors, save_slim
-from ..checkpoint.weights import weight_bytes
 from ..data.batches import Batch, batches_fingerprint, size_of
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Quality, Tried
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.promise import asked_words, found_words
-from ..forms.deployment import DeployWay, SizeTried
-from ..forms.form import Compound
 from ..model.copies import round_each, same_weights, share_weights
 from ..model.internals import dtypes_in
 from ..model.modes import threads_for
 from ..model.tokens import count_tokens
 from ..recipe.budget import Outcome, TimedSection
-from ..report.words import vocabulary_words
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, Scores, needs_of, score_units, uses_alpha
 from ..select.cost import Goal
-from ..select.fingerprint import fingerprint
-from ..select.plan import PruningPlan, dump_json, library_versions
+from ..select.fingerprint import digest_tensors, fingerprint
+from ..select.plan import PruningPlan, library_versions
 from ..select.select import select_units
 from ..slim.check import compare_cut, masked_units
 from ..slim.cut import prune_units
@@ -45,7 +36,7 @@ from ..slim.refit import Compensation, LayerFit, compensate, refit
 from ..tasks import Predictions
 from ..units.counts import Both
 from ..units.units import PrunableModule, Selection
-from .job import Job
+from .pruning import Pruning
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +77,6 @@ class Choice:
         tried: What `criterion: auto` judged.
         token_weights: How refits weigh tokens.
         served: What serves the model that was judged; None for torch.
-        compound, sizes: How it is joined with the dense model, and the sizes of compounds that were tried.
-        ways: The forms that `deploy` tried, and the results.
-        dense_seconds: How long it took to try the dense model in them; the slim one takes about as long.
     """
 
     plan: PruningPlan
@@ -99,10 +87,6 @@ class Choice:
     tried: tuple[Tried, ...] = ()
     token_weights: float = 1.0
     served: TimedSection | None = None
-    compound: Compound | None = None
-    sizes: tuple[SizeTried, ...] = ()
-    ways: tuple[DeployWay, ...] = ()
-    dense_seconds: float = 0.0
 
     @property
     def trial(self) -> Trial:
@@ -110,83 +94,54 @@ class Choice:
         assert self.scores is not None
         return Trial(self.scores, self.plan.kept, self.token_weights)
 
-    def write(self, folder: Path) -> None:
-        """Write scores.json (statistics and scores per unit) and plan.json."""
-        assert self.statistics is not None
-        assert self.scores is not None
-        statistics, scores = self.statistics, self.scores
-        calibration = statistics.calibration
-        written = {
-            "criterion": scores.criterion,
-            "parameters": scores.parameters,
-            "scores": scores.scores,
-            **{name: statistics.values.get(name, {}) for name in DEFAULT_NEEDS},
-            "samples": calibration.samples,
-            "labels": calibration.labels,
-            "fingerprint": calibration.fingerprint,
-            "alpha_curve": self.alpha_curve,
-        }
-        (folder / "scores.json").write_text(dump_json(written), encoding="utf-8")
-        (folder / "plan.json").write_text(self.plan.to_json(), encoding="utf-8")
-
-    def head_numbers(self) -> dict[str, dict[str, list[float]]]:
-        """Return lists of HIS, entropy and score over the heads: module name -> "his", "entropy" or "score" -> list."""
-        assert self.statistics is not None
-        assert self.scores is not None
-        values = {**self.statistics.values, "score": self.scores.scores}
-        values = {what: values[what] for what in ("his", "entropy", "score") if what in values}
-        return {
-            name: {what: numbers[name].tolist() for what, numbers in values.items() if name in numbers}
-            for name in self.scores.scores
-        }
-
     def done(self, slim: Slim) -> Choice:
         """Return the choice as it was carried out, without moments and gradients, which may be gigabytes."""
         statistics = self.statistics and replace(self.statistics, moments=None, gradients=None)
         return replace(self, plan=slim.plan, outcome=slim.outcome, statistics=statistics)
 
 
-def calibrate(job: Job) -> Statistics:
+def calibrate(pruning: Pruning) -> Statistics:
     """Collect the statistics that the criteria read, with the moments that refits need.
 
     A deployment, which has to be quick, does without those that only a report shows.
     """
-    if job.deploy is not None and job.options.criterion == COMPENSATED:
-        return replace(without_statistics(job.model, job.rows.score), moments=moments_of(job))
-    job.progress.stage("score units: calibration rows forward and backward")
-    tried = AUTO_CRITERIA if job.options.criterion == AUTO else (job.options.criterion,)
+    if pruning.fast and pruning.options.criterion == COMPENSATED:
+        return replace(without_statistics(pruning.model, pruning.rows.score), moments=moments_of(pruning))
+    pruning.progress.stage("score units: calibration rows forward and backward")
+    criterion = pruning.options.criterion
+    tried = AUTO_CRITERIA if criterion == AUTO else (criterion,)
     found = collect_statistics(
-        job.model,
-        job.rows.score,
-        job.scored,
+        pruning.model,
+        pruning.rows.score,
+        pruning.scored,
         needs=(*DEFAULT_NEEDS, *needs_of(*tried)),
         # A language model's loss is what greedy removal keeps small, too.
-        keep=job.options.criterion in (COMPENSATED, AUTO) and job.task.generative and "labels" in job.rows.score[0],
-        progress=job.progress,
+        keep=criterion in (COMPENSATED, AUTO) and pruning.task.generative and "labels" in pruning.rows.score[0],
+        progress=pruning.progress,
     )
-    return replace(found, moments=moments_of(job))
+    return replace(found, moments=moments_of(pruning))
 
 
-def moments_of(job: Job) -> MomentStore | None:
+def moments_of(pruning: Pruning) -> MomentStore | None:
     """Return the moments of the rows to refit on, collected when first read; None without such rows."""
-    if not job.rows.refit:
+    if not pruning.rows.refit:
         return None
-    how = job.options.compensation
-    once = how is not None and how.sequential and not job.budget.searched and job.options.criterion != AUTO
-    weighted = min(token_weights_of(job)) < 1
-    return MomentStore(job.model, job.scored, job.rows.refit, weighted=weighted, keep=not once)
+    how = pruning.options.compensation
+    once = how is not None and how.sequential and not pruning.budget.searched and pruning.options.criterion != AUTO
+    weighted = min(token_weights_of(pruning)) < 1
+    return MomentStore(pruning.model, pruning.scored, pruning.rows.refit, weighted=weighted, keep=not once)
 
 
-def score(job: Job, statistics: Statistics, criterion: str | None = None) -> list[Scores]:
+def score(pruning: Pruning, statistics: Statistics, criterion: str | None = None) -> list[Scores]:
     """Return the scores to choose from: one per alpha under `alpha: auto`, more for the criterion `auto`."""
-    options, criterion = job.options, criterion or job.options.criterion
+    options, criterion = pruning.options, criterion or pruning.options.criterion
 
     def by(name: str, alpha: float) -> Scores:
-        how: dict[str, Any] = {"criterion": name, "alpha": alpha, "normalize": options.normalize, "seed": job.seed}
-        return score_units(statistics, job.scored, **how)
+        how: dict[str, Any] = {"criterion": name, "alpha": alpha, "normalize": options.normalize, "seed": pruning.seed}
+        return score_units(statistics, pruning.scored, **how)
 
     if criterion == COMPENSATED:
-        return [score_by_removal(job, statistics)]
+        return [score_by_removal(pruning, statistics)]
     if criterion == AUTO:
         simple = [
             by(name, alpha)
@@ -194,7 +149,7 @@ def score(job: Job, statistics: Statistics, criterion: str | None = None) -> lis
             if name != "hies" or ("attention" in options.modules and "entropy" in statistics.values)
             for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
         ]
-        removal = score_by_removal(job, statistics)
+        removal = score_by_removal(pruning, statistics)
         # The first is taken unless another is clearly better. It assumes a refit.
         return [removal, *simple] if options.compensation else [*simple, removal]
     if not isinstance(options.alpha, str):
@@ -202,30 +157,30 @@ def score(job: Job, statistics: Statistics, criterion: str | None = None) -> lis
     return [by(criterion, alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
 
 
-def score_by_removal(job: Job, statistics: Statistics) -> Scores:
+def score_by_removal(pruning: Pruning, statistics: Statistics) -> Scores:
     """Return the scores of greedy removal."""
-    job.progress.stage("rank units by greedy removal")
+    pruning.progress.stage("rank units by greedy removal")
     return score_compensated(
-        job.model,
-        effect_batches(job),
-        job.scored,
+        pruning.model,
+        effect_batches(pruning),
+        pruning.scored,
         moments=statistics.moments,
         gradients=statistics.gradients,
-        per_sample=not job.task.generative,
-        known=job.journal.chains,
-        progress=job.progress,
+        per_sample=not pruning.task.generative,
+        known=pruning.chains,
+        progress=pruning.progress,
     )
 
 
-def effect_batches(job: Job) -> list[Batch]:
+def effect_batches(pruning: Pruning) -> list[Batch]:
     """Return the batches whose gradients greedy removal takes.
 
     These are the calibration rows. If they have fewer than `EFFECT_TOKENS` tokens, rows to refit on are added until
     that number is reached. Both are drawn in the same order. Where labels say what is predicted, as those of a language
     model do, only calibration rows are used.
     """
-    scored, more = job.rows.score, job.rows.refit
-    if job.task.places_by_labels or sum(map(size_of, more)) <= sum(map(size_of, scored)):
+    scored, more = pruning.rows.score, pruning.rows.refit
+    if pruning.task.places_by_labels or sum(map(size_of, more)) <= sum(map(size_of, scored)):
         return scored
     enough: list[Batch] = []
     samples = tokens = 0
@@ -233,46 +188,46 @@ def effect_batches(job: Job) -> list[Batch]:
         if samples >= sum(map(size_of, scored)) and tokens >= EFFECT_TOKENS:
             break
         enough.append(batch)
-        samples, tokens = samples + size_of(batch), tokens + count_tokens(job.model, batch)
+        samples, tokens = samples + size_of(batch), tokens + count_tokens(pruning.model, batch)
     return enough
 
 
-def select(job: Job, scores: Scores, goal: Goal) -> Selection:
+def select(pruning: Pruning, scores: Scores, goal: Goal) -> Selection:
     """Return the units that stay."""
-    return select_units(scores, job.modules, constraints=job.options.constraints, **vars(goal))
+    return select_units(scores, pruning.modules, constraints=pruning.options.constraints, **vars(goal))
 
 
-def token_weights_of(job: Job) -> tuple[float, ...]:
+def token_weights_of(pruning: Pruning) -> tuple[float, ...]:
     """Return the weights of tokens that refits try: one, or several in a deployment and under `criterion: auto`."""
-    how = job.options.compensation
+    how = pruning.options.compensation
     if how is None or how.method != "least_squares" or how.sequential:
         return (1.0,)
     if how.token_weights is not None:
         return (how.token_weights,)
-    return TOKEN_WEIGHTS if job.deploy or job.options.criterion == AUTO else (1.0,)
+    return TOKEN_WEIGHTS if pruning.fast or pruning.options.criterion == AUTO else (1.0,)
 
 
-def _compensation(job: Job, token_weights: float) -> Compensation:
-    how = job.options.compensation
+def _compensation(pruning: Pruning, token_weights: float) -> Compensation:
+    how = pruning.options.compensation
     assert how is not None
     weights = how.token_weights or token_weights
     return Compensation(how.method, ridge=how.ridge, sequential=bool(how.sequential), token_weights=weights)
 
 
-def refit_of(job: Job, statistics: Statistics, token_weights: float = 1.0) -> Refit | None:
+def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.0) -> Refit | None:
     """Return what refits a cut model from the moments, and rounds it as it will be saved; None without compensation."""
     moments = statistics.moments
-    if job.options.compensation is None or moments is None:
+    if pruning.options.compensation is None or moments is None:
         return None
 
     def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
-        how = replace(_compensation(job, token_weights), sequential=False)
-        with threads_for(job.model, job.rows.refit):
-            fits = refit(slim, selection, job.modules, moments, how)
-        if job.dtype is not None:
-            for name in _changed_by(slim, job.modules, fits):
+        how = replace(_compensation(pruning, token_weights), sequential=False)
+        with threads_for(pruning.model, pruning.rows.refit):
+            fits = refit(slim, selection, pruning.modules, moments, how)
+        if pruning.dtype is not None:
+            for name in _changed_by(slim, pruning.modules, fits):
                 parameter = slim.get_parameter(name)
-                parameter.data = parameter.data.to(job.dtype).to(parameter.dtype)
+                parameter.data = parameter.data.to(pruning.dtype).to(parameter.dtype)
         return fits
 
     return refitted
@@ -288,10 +243,10 @@ def cut_beside(
     return slim
 
 
-def trial_model(job: Job, statistics: Statistics, trial: Trial) -> PreTrainedModel:
+def trial_model(pruning: Pruning, statistics: Statistics, trial: Trial) -> PreTrainedModel:
     """Return the model of a trial: cut, refitted and rounded as it would be saved; other weights are shared."""
-    refit = refit_of(job, statistics, trial.token_weights)
-    return cut_beside(job.model, trial.selection, job.modules, refit)
+    refit = refit_of(pruning, statistics, trial.token_weights)
+    return cut_beside(pruning.model, trial.selection, pruning.modules, refit)
 
 
 def predict_pruned(
@@ -313,32 +268,32 @@ def predict_pruned(
     return by(cut_beside(model, selection, modules, refit), batches)
 
 
-def choice_of(job: Job, statistics: Statistics, trial: Trial, **more: Any) -> Choice:
+def choice_of(pruning: Pruning, statistics: Statistics, trial: Trial, **more: Any) -> Choice:
     """Return a trial as a choice, with its plan."""
     scores, calibration = trial.scores, statistics.calibration
     if scores.criterion == COMPENSATED:
-        rows = effect_batches(job)
+        rows = effect_batches(pruning)
         calibration = replace(
             calibration,
             samples=sum(map(size_of, rows)),
             labels="predictions",
             fingerprint=batches_fingerprint(rows),
         )
-    how = job.options.compensation
+    how = pruning.options.compensation
     plan = PruningPlan(
         kept=trial.selection,
         criterion=scores.criterion,
         alpha=scores.parameters.get("alpha"),
-        seed=job.seed,
+        seed=pruning.seed,
         calibration={
             "samples": calibration.samples,
             "labels": calibration.labels,
             "fingerprint": calibration.fingerprint,
         },
         versions=library_versions(),
-        model=fingerprint(job.model, job.modules),
+        model=fingerprint(pruning.model, pruning.modules),
         compensation={} if how is None else {"method": how.method},
-        vocabulary=() if job.trimming is None else job.trimming.kept.rows,
+        vocabulary=() if pruning.trimming is None else pruning.trimming.kept.rows,
     )
     return Choice(plan, scores, statistics, token_weights=trial.token_weights, **more)
 
@@ -363,19 +318,19 @@ class Slim:
     cut_max_abs: float
 
 
-def cut(job: Job, choice: Choice) -> Slim:
+def cut(pruning: Pruning, choice: Choice) -> Slim:
     """Cut, compare with the masked model, refit, round, and hold the result against the promise once more."""
-    job.progress.stage("cut, and compare with the masked model")
-    model, modules, plan = job.model, job.modules, choice.plan
-    asked = job.options.compensation if plan.removes else None
+    pruning.progress.stage("cut, and compare with the masked model")
+    model, modules, plan = pruning.model, pruning.modules, choice.plan
+    asked = pruning.options.compensation if plan.removes else None
     # A plan that was just chosen is known to be of these weights.
     slim = prune_units(share_weights(model), plan if choice.scores is None else plan.kept, modules, inplace=True)
-    cut_max_abs = compare_cut(model, slim, plan, modules, job.sample)
+    cut_max_abs = compare_cut(model, slim, plan, modules, pruning.sample)
     fits: list[LayerFit] = []
     if asked is not None:
-        job.progress.stage("refit the output projections")
-        fits = _refit(job, choice, slim)
-    dtypes = _round(slim, job.dtype or slim.dtype)
+        pruning.progress.stage("refit the output projections")
+        fits = _refit(pruning, choice, slim)
+    dtypes = _round(slim, pruning.dtype or slim.dtype)
     stored = None
     if asked is None:
         # The plan was made for a compensated model, but only the cut was done.
@@ -384,21 +339,21 @@ def cut(job: Job, choice: Choice) -> Slim:
         names = _changed_by(slim, modules, fits)
         stored = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
         plan = replace(plan, compensation={"method": asked.method, "refit": digest_tensors(stored)})
-    return confirm(job, Slim(slim, plan, choice.outcome, stored, fits, cut_max_abs), choice.served)
+    return confirm(pruning, Slim(slim, plan, choice.outcome, stored, fits, cut_max_abs), choice.served)
 
 
-def _refit(job: Job, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
+def _refit(pruning: Pruning, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
     """Refit a cut model in place, from the moments that choosing collected, if any."""
-    asked = job.options.compensation
+    asked = pruning.options.compensation
     assert asked is not None
     moments = choice.statistics and choice.statistics.moments
     if choice.statistics and moments and moments.kept and not asked.sequential:
-        refit = refit_of(job, choice.statistics, choice.token_weights)
+        refit = refit_of(pruning, choice.statistics, choice.token_weights)
         assert refit is not None
         return refit(slim, choice.plan.kept)
-    how, plan = _compensation(job, choice.token_weights), choice.plan
-    known = job.journal.fits
-    return compensate(job.model, slim, plan, job.modules, job.rows.refit, how, known=known, progress=job.progress)
+    how, plan = _compensation(pruning, choice.token_weights), choice.plan
+    dense, modules, rows = pruning.model, pruning.modules, pruning.rows.refit
+    return compensate(dense, slim, plan, modules, rows, how, known=pruning.fits, progress=pruning.progress)
 
 
 def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
@@ -432,14 +387,14 @@ def _as_stored(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def judging(promise: Outcome) -> dict[str, Any]:
-    """Return the options of the judge that decides about a promise, beside those of the job."""
+    """Return the options of the judge that decides about a promise, beside those of the pruning."""
     budget = promise.budget
     metrics = {} if budget.metric is None else {"metrics": (budget.metric,)}
     index = {} if budget.keep is None or budget.keep.index is None else {"index": budget.keep.index}
     return {**metrics, **index, "confidence": promise.confidence, "as_of": promise.samples}
 
 
-def confirm(job: Job, slim: Slim, served: TimedSection | None) -> Slim:
+def confirm(pruning: Pruning, slim: Slim, served: TimedSection | None) -> Slim:
     """Judge a slim model, as it is served, on the held-out rows that its promise was made on; refuse a broken promise.
 
     Raises DropError. Without a budget that is searched for, the model is returned as it is.
@@ -449,9 +404,10 @@ def confirm(job: Job, slim: Slim, served: TimedSection | None) -> Slim:
         return slim
     if outcome.found is not None and not slim.plan.removes:  # the dense model was judged as it is served
         return slim
-    job.progress.stage("evaluate the slim model on the held-out rows")
-    judge = job.judge(job.rows.held_out, **judging(outcome))
-    found = judge.found(outcome.budget, job.predictor(served)(slim.model, judge.batches))
+    pruning.progress.stage("evaluate the slim model on the held-out rows")
+    judge = pruning.judge(pruning.rows.held_out, **judging(outcome))
+    by = predict if served is None else pruning.serve(served)
+    found = judge.found(outcome.budget, by(slim.model, judge.batches))
     confirmed = replace(outcome, found=found)
     if not confirmed.met:
         what, remedy = "compensated", "compensate on more samples, or not at all"
@@ -476,33 +432,33 @@ class Evaluation:
     tolerance: float | None = None  # largest difference of numbers of a regression that are the same
 
 
-def try_metrics(job: Job) -> None:
+def try_metrics(pruning: Pruning) -> None:
     """Judge the dense model, before the work, by all metrics on the rows that `compare` reads: they may fail there."""
-    if rows := job.rows.evaluation or job.rows.held_out:
-        job.progress.stage("evaluate the dense model")
-        limited = job.options.budget and job.options.budget.metric
-        metrics = dict.fromkeys((*job.metrics, *([limited] if limited else [])))
-        judge = job.judge(rows, index=None, metrics=tuple(metrics), progress=job.progress)
+    if rows := pruning.rows.evaluation or pruning.rows.held_out:
+        pruning.progress.stage("evaluate the dense model")
+        limited = pruning.options.budget and pruning.options.budget.metric
+        metrics = dict.fromkeys((*pruning.metrics, *([limited] if limited else [])))
+        judge = pruning.judge(rows, index=None, metrics=tuple(metrics), progress=pruning.progress)
         judge.of(judge.dense)
 
 
-def compare(job: Job, slim: PreTrainedModel, *, uncompensated: Selection | None = None) -> Evaluation:
+def compare(pruning: Pruning, slim: PreTrainedModel, *, uncompensated: Selection | None = None) -> Evaluation:
     """Compare the slim model with the dense one on the evaluation rows, in memory on the held-out ones.
 
     A selection that is only cut is judged beside them.
     """
-    judge = job.judge(job.rows.evaluation or job.rows.held_out, index=None, progress=job.progress)
+    judge = pruning.judge(pruning.rows.evaluation or pruning.rows.held_out, index=None, progress=pruning.progress)
 
     def predictions_of(model: PreTrainedModel) -> Predictions:
-        return predict(model, judge.batches, progress=job.progress)
+        return predict(model, judge.batches, progress=pruning.progress)
 
-    same = job.trimming is None and same_weights(slim, job.model)
+    same = pruning.trimming is None and same_weights(slim, pruning.model)
     predictions = judge.dense if same else predictions_of(slim)
     dense, pruned, masked = judge.of(judge.dense), judge.of(predictions), None
     if uncompensated is not None:
         # Masked and cut models predict the same: `compare_cut` has checked that.
-        with masked_units(job.model, uncompensated, job.modules):
-            masked = judge.of(predictions_of(job.model))
+        with masked_units(pruning.model, uncompensated, pruning.modules):
+            masked = judge.of(predictions_of(pruning.model))
     metrics = {name: Both(value, pruned.metrics[name]) for name, value in dense.metrics.items()}
     ranking = judge.ranking(predictions)
     # Rankings are compared by their order, whatever the logits.
@@ -511,65 +467,3 @@ def compare(job: Job, slim: PreTrainedModel, *, uncompensated: Selection | None 
     # Without end where so few rows are ranked that the dense model finds nothing in some resamples.
     ends = (low, high) if math.isfinite(high) else None
     return Evaluation(metrics, pruned.stability, ends, masked, ranking, tolerance)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A slim checkpoint: the size of its weights in bytes, and the largest difference after loading it again."""
-
-    bytes: int
-    reload_max_abs: float
-
-
-def save(
-    job: Job,
-    slim: Slim,
-    folder: str | Path,
-    *,
-    processor: Any = None,
-    refit_file: Path | None = None,
-    overwrite: bool = False,
-) -> Saved:
-    """Save a slim model, load it again and compare; of several processes, the first does.
-
-    The licence of the dense model's folder is copied. The refitted layers of a compensated model go to `refit_file`, by
-    default into `folder`.
-    """
-    job.progress.stage("save, load again and compare")
-    source = job.source
-    if job.trimming is not None:
-        logger.warning("%s", vocabulary_words(job.trimming.facts))
-
-    def write() -> Saved:
-        if slim.refitted is not None and refit_file is not None:
-            save_file(slim.refitted, refit_file)
-        max_abs = save_slim(
-            slim.model,
-            folder,
-            plan=slim.plan,
-            batch=job.sample,
-            processor=processor or job.processor,
-            dense=None if source is None else source.folder,
-            dtype=job.dtype,
-            refitted=slim.refitted if refit_file is None else None,
-            wrap=job.given.wrap,
-            overwrite=overwrite,
-        )
-        return Saved(weight_bytes(folder), max_abs)
-
-    saved = processes.on_main(write)
-    if source is not None:
-        _warn_if_larger(saved, source)
-    return saved
-
-
-def _warn_if_larger(saved: Saved, source: Source) -> None:
-    """Warn if a slim checkpoint has more bytes than its source."""
-    if saved.bytes > source.bytes:
-        logger.warning(
-            "the slim checkpoint has %.1f MB, more than the %.1f MB of its source, because it is saved in %s; set "
-            "save_dtype to the dtype of the source",
-            saved.bytes / 1e6,
-            source.bytes / 1e6,
-            str(source.dtype).removeprefix("torch."),
-        )

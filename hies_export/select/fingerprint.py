@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 
@@ -71,3 +72,12 @@ def _distance(made: Sequence[float], here: Sequence[float]) -> float:
 
 
 _ADVICE = "make a plan for this model, or pass plan.kept (to apply_plan: force=True) to cut it all the same"
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors, in the order of their names."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()

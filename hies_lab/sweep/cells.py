@@ -25,10 +25,11 @@ from hies_export.evaluate.predict import predict
 from hies_export.kinds import KINDS
 from hies_export.model.copies import share_weights
 from hies_export.pipeline import stages
+from hies_export.pipeline.delivery import Delivery
 from hies_export.pipeline.draw import Draws, draw
 from hies_export.pipeline.held_out import HeldOut, choose_alpha
-from hies_export.pipeline.job import Job, check_criteria
 from hies_export.pipeline.load_job import load_job, read_drawn, rows_of, splits_of
+from hies_export.pipeline.pruning import Pruning, check_criteria
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.progress import SILENT, Clock, Progress
 from hies_export.recipe.budget import Budget
@@ -50,56 +51,59 @@ from .journal import digest
 
 @dataclass
 class Calibrated:
-    """The job of a seed and a calibration size, and what is computed from its rows, each when it is first read."""
+    """The model with the rows of a seed and a calibration size, and what is computed when it is first read."""
 
-    job: Job
+    pruning: Pruning
     grid: SweepGrid
 
     @cached_property
     def statistics(self) -> Statistics:
         """The averages that the criteria of the grid score by, and the moments that layers are refitted from."""
-        job, grid = self.job, self.grid
+        pruning, grid = self.pruning, self.grid
         needs = (*DEFAULT_NEEDS, *needs_of(*grid.criteria))
-        found = collect_statistics(job.model, job.rows.score, job.scored, needs=needs)
-        how = compensation_of(WEIGHTED if WEIGHTED in grid.compensations else "least_squares", job.options)
-        options, rows = job.options.model_copy(update={"compensation": how}), replace(job.rows, refit=self.refit)
-        return replace(found, moments=stages.moments_of(replace(job, options=options, rows=rows)))
+        found = collect_statistics(pruning.model, pruning.rows.score, pruning.scored, needs=needs)
+        how = compensation_of(WEIGHTED if WEIGHTED in grid.compensations else "least_squares", pruning.options)
+        options, rows = (
+            pruning.options.model_copy(update={"compensation": how}),
+            replace(pruning.rows, refit=self.refit),
+        )
+        return replace(found, moments=stages.moments_of(replace(pruning, options=options, rows=rows)))
 
     @cached_property
     def channel_scores(self) -> dict[str, Tensor]:
         """The first-order Taylor importance of every channel of heads, (groups * unit_width,) by module."""
-        return channels.channel_taylor(self.job.model, self.job.rows.score, self.job.scored)
+        return channels.channel_taylor(self.pruning.model, self.pruning.rows.score, self.pruning.scored)
 
     @cached_property
     def refit(self) -> list[Batch]:
         """The batches to refit on, those with the shortest rows first."""
-        return by_length(self.job.rows.refit, config=self.job.model.config)
+        return by_length(self.pruning.rows.refit, config=self.pruning.model.config)
 
     @cached_property
     def removal(self) -> Scores:
         """The orders of removal of `compensated` for all modules, and their effects; cells of all sizes share them."""
-        return stages.score_by_removal(self.job, self.statistics)
+        return stages.score_by_removal(self.pruning, self.statistics)
 
     @cached_property
     def averages(self) -> dict[str, flap.Averages]:
         """The averages of what consumers read, by module name."""
-        return flap.input_averages(self.job.model, self.refit, self.job.modules)
+        return flap.input_averages(self.pruning.model, self.refit, self.pruning.modules)
 
     @cached_property
     def mask_gradients(self) -> dict[str, Tensor]:
         """The gradients that `kwon` rearranges units by, (samples, units) by module name."""
-        return kwon.mask_gradients(self.job.model, self.job.rows.score, self.job.scored)
+        return kwon.mask_gradients(self.pruning.model, self.pruning.rows.score, self.pruning.scored)
 
     @cached_property
     def bases(self) -> tuple[slicing.Bases, Predictions]:
         """The principal components on the rows to refit on, and the dense model's predictions there."""
-        model = self.job.model
-        return slicing.collect_bases(model, self.refit, self.job.scored), predict(model, self.refit)
+        model = self.pruning.model
+        return slicing.collect_bases(model, self.refit, self.pruning.scored), predict(model, self.refit)
 
     @cached_property
     def judge(self) -> Judge:
         """The judge on the held-out rows."""
-        return self.job.judge(self.job.rows.held_out)
+        return self.pruning.judge(self.pruning.rows.held_out)
 
 
 @dataclass
@@ -107,7 +111,8 @@ class Shared:
     """What the cells of a sweep share in a process.
 
     Attributes:
-        base: The job of the first seed and calibration size.
+        base: The model with the rows of the first seed and calibration size.
+        delivery: How its rows are read, and how models are exported and timed.
         curves: How the alphas did on held-out rows, by the key of a cell.
         judged: Results by the name of what stays; what is equal is evaluated once.
         evaluations: How many models were judged on the evaluation rows.
@@ -115,7 +120,8 @@ class Shared:
 
     recipe: PruningRecipe
     grid: SweepGrid
-    base: Job
+    base: Pruning
+    delivery: Delivery
     curves: dict[str, dict[str, Any]] = field(default_factory=dict)
     judged: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluations: int = 0
@@ -127,9 +133,12 @@ class Shared:
         key = seed, samples or first[1]
         if key not in self._calibrated:
             self._calibrated = {other: kept for other, kept in self._calibrated.items() if other[0] == seed}
-            job = self.base if key == first else redrawn(self.base, _recipe_of(self.recipe, self.grid, *key))
-            self._calibrated[key] = Calibrated(job, self.grid)
+            pruning = self.base if key == first else self._redrawn(key)
+            self._calibrated[key] = Calibrated(pruning, self.grid)
         return self._calibrated[key]
+
+    def _redrawn(self, key: tuple[int, int]) -> Pruning:
+        return redrawn(self.base, self.delivery, _recipe_of(self.recipe, self.grid, *key))
 
     @cached_property
     def judge(self) -> tuple[Judge, Quality]:
@@ -164,12 +173,12 @@ def load_shared(recipe: PruningRecipe, grid: SweepGrid) -> Shared:
     """Load the model, and the rows of the first seed and calibration size; refuse what does not suit the grid."""
     clock = Clock()
     with clock("load"):
-        job = load_job(_recipe_of(recipe, grid, grid.seeds[0], grid.calibration_sizes[0]))
+        pruning, delivery = load_job(_recipe_of(recipe, grid, grid.seeds[0], grid.calibration_sizes[0]))
     # Under sparsities, the ranks of `compensated` are good for query heads too.
-    check_criteria(job, *(name for name in grid.criteria if grid.flops or name != COMPENSATED))
+    check_criteria(pruning, *(name for name in grid.criteria if grid.flops or name != COMPENSATED))
     # What a cell refits with follows from its compensation and these.
-    options = job.options.model_copy(update={"compensation": recipe.options.compensation})
-    return Shared(recipe, grid, replace(job, options=options, clock=clock))
+    options = pruning.options.model_copy(update={"compensation": recipe.options.compensation})
+    return Shared(recipe, grid, replace(pruning, options=options, clock=clock), delivery)
 
 
 def _recipe_of(recipe: PruningRecipe, grid: SweepGrid, seed: int, samples: int) -> PruningRecipe:
@@ -194,16 +203,16 @@ def _recipe_of(recipe: PruningRecipe, grid: SweepGrid, seed: int, samples: int) 
     return recipe.model_copy(update=sections)
 
 
-def redrawn(job: Job, recipe: PruningRecipe) -> Job:
-    """Return a job with the same model and evaluation rows, and other rows drawn as a recipe says."""
-    with job.clock("load"):
-        draws = Draws.of(recipe.options, recipe.calibration)
-        assert job.reading is not None
-        drawn = draw(splits_of(recipe), rows_of(recipe, job.reading.whole), recipe.options, draws)
-        found = read_drawn(recipe, job.reading, drawn)
-    in_dense = {**job.rows.in_dense, **found.in_dense}
-    rows = replace(job.rows, score=found.score, held_out=found.held_out, refit=found.refit, in_dense=in_dense)
-    return replace(job, rows=rows, seed=recipe.calibration.seed)
+def redrawn(pruning: Pruning, delivery: Delivery, recipe: PruningRecipe) -> Pruning:
+    """Return a pruning with the same model and evaluation rows, and other rows drawn as a recipe says."""
+    with pruning.clock("load"):
+        draws, reading = Draws.of(recipe.options, recipe.calibration), delivery.reading
+        assert reading is not None
+        drawn = draw(splits_of(recipe), rows_of(recipe, reading.whole), recipe.options, draws)
+        found = read_drawn(recipe, reading, drawn)
+    in_dense = {**pruning.rows.in_dense, **found.in_dense}
+    rows = replace(pruning.rows, score=found.score, held_out=found.held_out, refit=found.refit, in_dense=in_dense)
+    return replace(pruning, rows=rows, seed=recipe.calibration.seed)
 
 
 def reachable_cells(shared: Shared, progress: Progress = SILENT) -> list[Cell]:
@@ -270,7 +279,7 @@ def _samples(shared: Shared, cell: Cell) -> int:
     if cell.criterion == MARTRA:
         return 0
     if cell.criterion == COMPENSATED:
-        return samples_of(stages.effect_batches(shared.calibrated(cell.seed).job))
+        return samples_of(stages.effect_batches(shared.calibrated(cell.seed).pruning))
     return cell.samples or samples_of(shared.calibrated(cell.seed).refit)
 
 
@@ -285,14 +294,14 @@ def flops_ratio(shared: Shared, selection: Selection) -> float:
     return count_flops(slim, next(iter(base.shapes.values()))) / shared.dense_flops
 
 
-def job_of(shared: Shared, cell: Cell) -> Job:
-    """Return the job of the run that a cell stands for, apart from its criterion and its budget."""
-    job = shared.calibrated(cell.seed, cell.samples).job
-    asked = {"alpha": cell.alpha or 0.0, "compensation": compensation_of(cell.compensation, job.options)}
+def pruning_of(shared: Shared, cell: Cell) -> Pruning:
+    """Return the pruning of the run that a cell stands for, apart from its criterion and its budget."""
+    pruning = shared.calibrated(cell.seed, cell.samples).pruning
+    asked = {"alpha": cell.alpha or 0.0, "compensation": compensation_of(cell.compensation, pruning.options)}
     if cell.criterion in UNIFORM:
         asked["allocation"] = "uniform"
-    scored = tuple(module for module in job.scored if module.kind in MODULES[cell.modules])
-    return replace(job, scored=scored, options=job.options.model_copy(update=asked))
+    scored = tuple(module for module in pruning.scored if module.kind in MODULES[cell.modules])
+    return replace(pruning, scored=scored, options=pruning.options.model_copy(update=asked))
 
 
 def selection_of(shared: Shared, cell: Cell, alpha: float | None) -> Selection:
@@ -301,20 +310,20 @@ def selection_of(shared: Shared, cell: Cell, alpha: float | None) -> Selection:
     if cell.criterion != KWON:
         return selection
     of_seed = shared.calibrated(cell.seed, cell.samples)
-    return kwon.rearranged(selection, job_of(shared, cell).scored, of_seed.mask_gradients)
+    return kwon.rearranged(selection, pruning_of(shared, cell).scored, of_seed.mask_gradients)
 
 
 def _selected(shared: Shared, cell: Cell) -> list[tuple[Scores, Selection]]:
     """Return pairs of scores and the selection by them: one pair, or one for each alpha that a cell tries."""
-    job = job_of(shared, cell)
+    pruning = pruning_of(shared, cell)
     goal = Goal(heads=cell.sparsity)
     if cell.flops is not None:
         goal = Goal(ratio=cell.flops, table=shared.base.flops_table)
-    return [(scores, stages.select(job, scores, goal)) for scores in _scores(shared, cell, job)]
+    return [(scores, stages.select(pruning, scores, goal)) for scores in _scores(shared, cell, pruning)]
 
 
-def _scores(shared: Shared, cell: Cell, job: Job) -> list[Scores]:
-    of_seed, model, modules = shared.calibrated(cell.seed), job.model, job.scored
+def _scores(shared: Shared, cell: Cell, pruning: Pruning) -> list[Scores]:
+    of_seed, model, modules = shared.calibrated(cell.seed), pruning.model, pruning.scored
     if cell.criterion == COMPENSATED:
         names = {module.name for module in modules}
         scores = {name: values for name, values in of_seed.removal.scores.items() if name in names}
@@ -322,13 +331,13 @@ def _scores(shared: Shared, cell: Cell, job: Job) -> list[Scores]:
         return [replace(of_seed.removal, scores=scores, chains=chains)]
     if cell.criterion == FLAP:
         fluctuations = flap.fluctuations(model, modules, of_seed.averages)
-        return [flap.score_flap(fluctuations, modules, unit=job.options.unit)]
+        return [flap.score_flap(fluctuations, modules, unit=pruning.options.unit)]
     if cell.criterion == WANDA:
         return [flap.score_wanda(model, modules, of_seed.averages)]
     if cell.criterion == MARTRA:
         return [flap.score_martra(model, modules)]
     statistics = shared.calibrated(cell.seed, cell.samples).statistics
-    return stages.score(job, statistics, "fisher" if cell.criterion == KWON else cell.criterion)
+    return stages.score(pruning, statistics, "fisher" if cell.criterion == KWON else cell.criterion)
 
 
 def alpha_of(shared: Shared, cell: Cell) -> float | None:
@@ -383,8 +392,8 @@ def _curve(shared: Shared, at: Cell) -> dict[str, Any]:
     """Return all alphas' judgements on the held-out rows at a budget ("curve"), and the best alpha ("chosen")."""
     key = shared.key(at)
     if key not in shared.curves:
-        job, judge = shared.base, shared.calibrated(at.seed, at.samples).judge
-        held_out = HeldOut(judge, job.model, job.modules, refit_for(shared, at))
+        pruning, judge = shared.base, shared.calibrated(at.seed, at.samples).judge
+        held_out = HeldOut(judge, pruning.model, pruning.modules, refit_for(shared, at))
         choice = choose_alpha(_selected(shared, replace(at, alpha="auto")), held_out)
         left_out = ("alpha", *(("flops", "modules") if at.flops is None else ()))
         found = {name: value for name, value in asdict(at).items() if name not in left_out}
@@ -394,21 +403,21 @@ def _curve(shared: Shared, at: Cell) -> dict[str, Any]:
 
 def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
     """Return what refits a model cut for a cell; None if nothing does."""
-    job, of_seed = job_of(shared, cell), shared.calibrated(cell.seed)
-    how = job.options.compensation
+    pruning, of_seed = pruning_of(shared, cell), shared.calibrated(cell.seed)
+    how = pruning.options.compensation
     if how is None:
         return None
 
     def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
-        with job.clock("refit"):
+        with pruning.clock("refit"):
             # The bias needs no moments, which take longer to collect, and models without biases get them only here.
             if how.method == "bias":
-                flap.add_means(slim, job.model, selection, job.modules, of_seed.averages)
+                flap.add_means(slim, pruning.model, selection, pruning.modules, of_seed.averages)
                 return []
             if how.sequential:
                 in_turn = Compensation(ridge=how.ridge, sequential=True)
-                return compensate(job.model, slim, selection, job.modules, of_seed.job.rows.refit, in_turn)
-            refit = stages.refit_of(job, of_seed.statistics)
+                return compensate(pruning.model, slim, selection, pruning.modules, of_seed.pruning.rows.refit, in_turn)
+            refit = stages.refit_of(pruning, of_seed.statistics)
             assert refit is not None
             return refit(slim, selection)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from hies_export.data.batches import Batch, image_shape
 from hies_export.forms.form import Forms
-from hies_export.forms.formats import require_exporters
+from hies_export.forms.formats import Exporter, require_exporters
 from hies_export.forms.runtimes.base import RUNTIMES, check_one_graph, check_runtime
 from hies_export.forms.time import time
 from hies_export.model.tokens import longest_sequence, synthetic_batch
-from hies_export.pipeline.job import Job
+from hies_export.pipeline.pruning import Pruning
 from hies_export.progress import Progress
 from hies_export.slim.bundles import cut_bundles
 from hies_export.tasks import Task
@@ -46,19 +46,20 @@ class LatencyRequest:
             require_exporters({RUNTIMES[self.runtime].format})
         check_one_graph([self.runtime], task)
 
-    def batch(self, job: Job) -> tuple[Shape, Batch]:
+    def batch(self, pruning: Pruning) -> tuple[Shape, Batch]:
         """Return what to time on, and its shape; of images with prompts, what FLOPs are counted on."""
-        if job.task.in_parts:
-            return next(iter(job.shapes.items()))
+        if pruning.task.in_parts:
+            return next(iter(pruning.shapes.items()))
         size, sequence = self.shape
-        image = image_shape(job.rows.score[0])
-        sequence = min(sequence, longest_sequence(job.model.config) or sequence)
-        (shape,) = model_shapes(job.model, [(size, sequence)], image=image)
-        return shape, synthetic_batch(job.model, batch=shape[0], sequence=shape[1], image=image)
+        image = image_shape(pruning.rows.score[0])
+        sequence = min(sequence, longest_sequence(pruning.model.config) or sequence)
+        (shape,) = model_shapes(pruning.model, [(size, sequence)], image=image)
+        return shape, synthetic_batch(pruning.model, batch=shape[0], sequence=shape[1], image=image)
 
 
 def time_cuts(
-    job: Job,
+    pruning: Pruning,
+    exporter: Exporter,
     cuts: Sequence[Mapping[str, int] | None],
     request: LatencyRequest,
     journal: Journal,
@@ -68,7 +69,7 @@ def time_cuts(
 
     A cut is how many bundles each module loses; the fields of None are None. What the journal has is not timed again.
     """
-    (shape, batch), export = request.batch(job), job.export
+    (shape, batch), export = request.batch(pruning), exporter.options
     how = [request.runtime, shape, request.repeats, export.format, export.dtype, export.provider]
     keys = [json.dumps([*how, cut]) for cut in cuts]
     known = journal.latency
@@ -77,9 +78,9 @@ def time_cuts(
         name = f"time {len(waiting)} models on {request.runtime}"
         progress.stage(name)
         with tempfile.TemporaryDirectory(prefix="hies-sweep-") as temporary:
-            forms = Forms({"dense": job.model}, job.exporter, Path(temporary))
+            forms = Forms({"dense": pruning.model}, exporter, Path(temporary))
             for number, (key, cut) in enumerate(progress.track(list(waiting.items()), name)):
-                forms.add(str(number), cut_bundles(job.model, job.modules, cut, unit=job.options.unit))
+                forms.add(str(number), cut_bundles(pruning.model, pruning.modules, cut, unit=pruning.options.unit))
                 both = [forms.form(name, request.runtime) for name in ("dense", str(number))]
                 _, slim = time(both, {shape: [batch]}, repeats=request.repeats)
                 values = slim.ratio, slim.low, slim.high, slim.noisy

@@ -84,7 +84,9 @@ def sweep(
         if latency is not None:
             cuts = [journal.rows[key]["lost"] for key in cells]
             with shared.base.clock("latency"):
-                for row, timed in zip(rows, time_cuts(shared.base, cuts, latency, journal, progress), strict=True):
+                exporter = shared.delivery.exporter
+                times = time_cuts(shared.base, exporter, cuts, latency, journal, progress)
+                for row, timed in zip(rows, times, strict=True):
                     row |= timed
         write_results(folder, rows, details=_details(shared, cells, journal))
         write_page(folder)
@@ -119,9 +121,9 @@ def _evaluate(shared: Shared, cells: Mapping[str, Cell], journal: Journal, progr
 def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dict[str, Any]:
     """Return details.json: selections of the first seed and size, alpha curves, and row facts."""
     base, seed, size = shared.base, shared.grid.seeds[0], shared.grid.calibration_sizes[0]
-    splits = base.rows.splits
+    splits, asked = shared.delivery.splits, shared.delivery.asked
     assert splits is not None
-    assert base.asked is not None
+    assert asked is not None
     plans = {}
     for cell, entry in ((cell, journal.rows[key]) for key, cell in cells.items()):
         # Criteria with a number of samples of their own have 0.
@@ -138,12 +140,12 @@ def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dic
         "plans": list(plans.values()),
         "alpha_curves": [journal.alphas[key] for key in sorted(journal.alphas, key=lambda key: place.get(key, -1))],
         "about": {
-            "model": base.asked.model,
+            "model": asked.model,
             "task": base.task.name,
             "calibration_split": splits.calibration.split,
             "evaluation_split": splits.evaluation.split,
             "evaluation_samples": samples_of(base.rows.evaluation),
-            "evaluation_of": base.rows.evaluation_of,
+            "evaluation_of": shared.delivery.evaluation_of,
             "evaluation_rows": splits.evaluation.rows,
             "shape": list(next(iter(base.shapes))),
             "environment": machine_facts(),

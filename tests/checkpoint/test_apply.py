@@ -18,10 +18,10 @@ from support.tolerance import assert_same_plan
 
 from hies_export import Kept, PruningPlan, apply_plan, find_attention, find_modules, load, prune_units
 from hies_export.checkpoint.beside import complete_settings
-from hies_export.checkpoint.save import REFIT, digest_tensors
+from hies_export.checkpoint.save import REFIT
 from hies_export.errors import OutputExistsError, PlanError, ReloadMismatchError, RequestError
 from hies_export.kinds import ATTENTION, KINDS, MLP
-from hies_export.select.fingerprint import fingerprint
+from hies_export.select.fingerprint import digest_tensors, fingerprint
 
 
 def plan_for(folder: Path) -> PruningPlan:

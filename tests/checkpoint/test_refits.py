@@ -13,7 +13,8 @@ from support.models import bert, text_batch
 from support.runs import hies
 
 from hies_export import PlanError, PruningPlan, load, save_slim
-from hies_export.checkpoint.save import REFIT, digest_tensors, load_refit, read_refit
+from hies_export.checkpoint.save import REFIT, load_refit, read_refit
+from hies_export.select.fingerprint import digest_tensors
 
 
 @pytest.fixture

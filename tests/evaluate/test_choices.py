@@ -171,9 +171,9 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
         )
         return load_job(PruningRecipe.from_yaml(recipe))
 
-    found = prepared(samples=10, batch_size=3)
+    found, delivery = prepared(samples=10, batch_size=3)
     assert found.metrics == TASK.usual_metrics(answers=True, choices=True) == BOTH
-    assert (samples_of(found.rows.evaluation), found.rows.evaluation_of) == (10, 17)
+    assert (samples_of(found.rows.evaluation), delivery.evaluation_of) == (10, 17)
     rows = found.rows
     assert samples_of(rows.held_out) == 13
     assert all("choice" in batch for batch in (*rows.held_out, *found.rows.evaluation))

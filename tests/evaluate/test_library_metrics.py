@@ -11,6 +11,7 @@ import pytest
 import sklearn.metrics
 import torch
 import yaml
+from support.loading import load_pruning
 from support.models import save_project, save_text_model
 from support.reading import classifying, given
 
@@ -19,7 +20,6 @@ from hies_export.evaluate import metrics
 from hies_export.evaluate.judge import compute_metrics, metric_inputs, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.stages import calibrate
 
 SCRIPT = """
@@ -156,7 +156,7 @@ def test_a_recipe_of_three_classes_refuses_the_precision_of_two(tmp_path: Path) 
     name = script(tmp_path, "precise", result)
     recipe = PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"evaluation.metrics": [name]})
     with pytest.raises(RecipeError, match="precise' must give one number for predictions of 3 classes: ValueError: "):
-        load_job(recipe)
+        load_pruning(recipe)
 
 
 def test_a_script_is_relative_to_the_recipe(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_alpha_is_chosen_by_an_error_rate_as_by_the_accuracy(tmp_path: Path) -> 
     chosen = []
     for metric in ("accuracy", errors):
         asked = {"prune.alpha": "auto", "evaluation.metrics": [metric], "measure.runtimes": ["torch"]}
-        job = load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", asked))
+        job = load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", asked))
         chosen.append(choose(job, calibrate(job)))
     by_accuracy, by_errors = chosen
     assert by_errors.plan.alpha == by_accuracy.plan.alpha

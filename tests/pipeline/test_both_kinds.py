@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.loading import load_pruning
 from support.models import llama, save_regressor, save_text_model
 from support.runs import without_tracing
 from support.tolerance import REFITTED, assert_near, assert_same_plan
@@ -27,10 +28,11 @@ from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import draw as draws_module
 from hies_export.pipeline import stages as stages_module
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.job import Job
+from hies_export.pipeline.delivery import Delivery, save
 from hies_export.pipeline.load_job import load_job, splits_of
+from hies_export.pipeline.pruning import Pruning
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.stages import Choice, calibrate, cut, effect_batches, predict_pruned, refit_of, save, select
+from hies_export.pipeline.stages import Choice, calibrate, cut, effect_batches, predict_pruned, refit_of, select
 from hies_export.report.report import Report
 from hies_export.score.compensated import score_compensated
 from hies_export.score.criteria import Scores, score_units
@@ -67,7 +69,7 @@ class Run:
     folder: Path
     recipe: PruningRecipe
     report: Report
-    job: Job
+    pruning: Pruning
     evaluation: list[dict[str, torch.Tensor]]
 
 
@@ -79,11 +81,11 @@ def done(folder: Path) -> Run:
         # As in a data set that has rows enough for all uses.
         patch.setattr(draws_module, "AUTO_SAMPLES", 90)
         report = recipe.run()
-        resolved = load_job(recipe)
+        resolved = load_pruning(recipe)
     return Run(folder / "auto", recipe, report, resolved, resolved.rows.evaluation)
 
 
-def masked_logits(prepared: Job, plan: PruningPlan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def masked_logits(prepared: Pruning, plan: PruningPlan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return logits of the dense model with zeros for the weights that read removed units."""
     model = copy.deepcopy(prepared.model)
     with torch.no_grad():
@@ -111,8 +113,8 @@ def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
         heads, neurons = (counts["kept_per_layer"][number] for counts in (report.heads, report.neurons))
         assert layer.attention.self.query.out_features == layer.attention.output.dense.in_features == 8 * heads
         assert layer.intermediate.dense.out_features == layer.output.dense.in_features == neurons
-    (batch,) = done.job.shapes.values()
-    flops = count_flops(slim, batch) / count_flops(done.job.model, batch)
+    (batch,) = done.pruning.shapes.values()
+    flops = count_flops(slim, batch) / count_flops(done.pruning.model, batch)
     outcome = report.details.outcome
     assert outcome.budget.flops == BUDGET
     assert (outcome.predicted, outcome.found.value) == pytest.approx((flops, flops))
@@ -131,7 +133,7 @@ def test_the_report_and_the_page_know_neurons_by_layer_and_heads_by_number(done:
     assert (done.folder / "report.html").read_text().count('class="stays"') == 3
     assert "| feed-forward neurons |" in (done.folder / "slim" / "README.md").read_text()
     written = json.loads((done.folder / "scores.json").read_text())
-    sizes = {module.name: 6 if module.kind == "attention" else 64 for module in done.job.modules}
+    sizes = {module.name: 6 if module.kind == "attention" else 64 for module in done.pruning.modules}
     assert {name: len(values) for name, values in written["scores"].items()} == sizes
     assert written["his"].keys() == sizes.keys()
     assert all(0 <= value <= 1 for value in itertools.chain(*written["scores"].values()))
@@ -139,9 +141,9 @@ def test_the_report_and_the_page_know_neurons_by_layer_and_heads_by_number(done:
 
 def test_a_cut_of_both_kinds_computes_what_masks_do_and_reloads(done: Run) -> None:
     plan, batch = PruningPlan.from_file(done.folder / "plan.json"), inputs_of(done.evaluation[0])
-    cut = prune_units(done.job.model, plan, done.job.modules)
+    cut = prune_units(done.pruning.model, plan, done.pruning.modules)
     with torch.no_grad():
-        torch.testing.assert_close(cut(**batch).logits, masked_logits(done.job, plan, batch), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(cut(**batch).logits, masked_logits(done.pruning, plan, batch), rtol=1e-4, atol=1e-5)
         ours = hies_export.load(done.folder / "slim")(**batch).logits
         theirs = AutoModelForSequenceClassification.from_pretrained(done.folder / "slim", trust_remote_code=True)
         assert_near(ours, theirs(**batch).logits)
@@ -164,12 +166,12 @@ def test_auto_tries_every_criterion(done: Run) -> None:
     assert len({t.stability for t in tried}) > 2  # candidates that are all alike would prove nothing
 
 
-def flops_of(prepared: Job) -> CostTable:
+def flops_of(prepared: Pruning) -> CostTable:
     (batch,) = prepared.shapes.values()
     return flops_table(prepared.model, prepared.modules, batch=batch)
 
 
-def by_hand(prepared: Job) -> list[tuple[Scores, Selection]]:
+def by_hand(prepared: Pruning) -> list[tuple[Scores, Selection]]:
     """Return what every criterion that takes one round would cut."""
     table = flops_of(prepared)
     statistics = collect_statistics(prepared.model, prepared.rows.score, prepared.modules)
@@ -186,7 +188,7 @@ def by_hand(prepared: Job) -> list[tuple[Scores, Selection]]:
 
 def test_greedy_removal_reads_rows_until_it_has_enough_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(folder, prune__criterion="compensated", prune__compensation={"samples": 60})
-    prepared = load_job(recipe)
+    prepared = load_pruning(recipe)
 
     def rows(enough: int) -> list[dict[str, torch.Tensor]]:
         monkeypatch.setattr(stages_module, "EFFECT_TOKENS", enough)
@@ -210,14 +212,14 @@ def agreement(dense: Any, other: Any) -> float:
     return float((moved <= TOLERANCE).mean())
 
 
-def pearson(prepared: Job, logits: Any) -> float:
+def pearson(prepared: Pruning, logits: Any) -> float:
     """Return the correlation with the labels of the held-out rows."""
     labels = torch.cat([batch["labels"] for batch in prepared.rows.held_out])
     return float(np.corrcoef(np.asarray(logits).ravel(), labels.numpy())[0, 1])
 
 
 def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> None:
-    prepared, tried = done.job, done.report.details.tried
+    prepared, tried = done.pruning, done.report.details.tried
     store = MomentStore(prepared.model, prepared.modules, prepared.rows.refit, weighted=True)
     dense = predict(prepared.model, prepared.rows.held_out).values
 
@@ -247,7 +249,7 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     def rows(batches: list[dict[str, torch.Tensor]]) -> int:
         return sum(len(batch["input_ids"]) for batch in batches)
 
-    prepared = done.job
+    prepared = done.pruning
     by_use = (prepared.rows.score, prepared.rows.refit, prepared.rows.held_out)
     assert [rows(batches) for batches in by_use] == [20, 60, 90]
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
@@ -262,14 +264,14 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     assert [*found.compensation] == [*drawn.select(range(60))]
 
 
-def chosen_by(recipe: PruningRecipe) -> tuple[Job, Choice]:
-    prepared = load_job(recipe)
-    return prepared, choose(prepared, calibrate(prepared))
+def chosen_by(recipe: PruningRecipe) -> tuple[Pruning, Delivery, Choice]:
+    pruning, delivery = load_job(recipe)
+    return pruning, delivery, choose(pruning, calibrate(pruning))
 
 
 def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     recipe = recipe_of(folder, prune__budget={"parameters": 0.7}, prune__multiple_of={"heads": 2, "neurons": 16})
-    prepared, choice = chosen_by(recipe)
+    prepared, _, choice = chosen_by(recipe)
     slim = prune_units(prepared.model, choice.plan, prepared.modules)
     dense, left = (sum(p.numel() for p in model.parameters()) for model in (prepared.model, slim))
     assert left / dense <= 0.7
@@ -295,7 +297,7 @@ def test_a_budget_of_parameters_covers_both_kinds(folder: Path) -> None:
     ],
 )
 def test_widths_suit_the_half_precision_of_a_gpu(folder: Path, fields: dict[str, Any], neurons: int) -> None:
-    resolved = load_job(recipe_of(folder, **fields))
+    resolved = load_pruning(recipe_of(folder, **fields))
     assert resolved.options.constraints.neurons_multiple_of == neurons
     choice = choose(resolved, calibrate(resolved))
     assert {len(kept.units) % neurons for kept in choice.plan.of_kind("mlp").values()} == {0}
@@ -304,12 +306,12 @@ def test_widths_suit_the_half_precision_of_a_gpu(folder: Path, fields: dict[str,
 
 def test_neurons_alone(folder: Path) -> None:
     recipe = recipe_of(folder, prune__modules=["mlp"], prune__criterion="l2", prune__budget={"flops": 0.8})
-    prepared, choice = chosen_by(recipe)
+    prepared, delivery, choice = chosen_by(recipe)
     assert {module.kind for module in prepared.modules} == {"mlp"}
     assert (choice.plan.heads, choice.plan.neurons) == (0, 192)
     slim = cut(prepared, choice)
     assert slim.cut_max_abs < 1e-4
-    assert save(prepared, slim, folder / "neurons").reload_max_abs < 1e-5
+    assert save(prepared, delivery, slim, folder / "neurons").reload_max_abs < 1e-5
     assert choice.statistics["entropy"] == {}
     for layer in slim.model.bert.encoder.layer:
         assert layer.attention.self.query.out_features == 48
@@ -324,9 +326,9 @@ def test_little_free_memory_changes_nothing(folder: Path, tmp_path: Path, monkey
         compensation = {"samples": 60, "token_weights": 0.3}
         options = {"prune__criterion": "compensated", "prune__compensation": compensation}
         recipe = recipe_of(folder, **options)
-        prepared, choice = chosen_by(recipe)
+        prepared, delivery, choice = chosen_by(recipe)
         slim = cut(prepared, choice)
-        save(prepared, slim, tmp_path / str(number))
+        save(prepared, delivery, slim, tmp_path / str(number))
         written.append((choice.plan, load_file(tmp_path / str(number) / "model.safetensors")))
         assert bool(choice.statistics.moments.kept) == (number == 0)
     (plan, weights), (other_plan, other_weights) = written
@@ -366,7 +368,7 @@ def test_bad_input_is_refused_before_anything_is_computed(
         llama(num_labels=1, vocab_size=15).save_pretrained(tmp_path)
         fields |= {"model": str(tmp_path), "data__text": "sentence"}
     with pytest.raises(RecipeError, match=message):
-        load_job(recipe_of(folder, **fields))
+        load_pruning(recipe_of(folder, **fields))
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ def test_a_budget_below_what_is_left_says_the_least_before_scoring(
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_all_that_may_go_is_among_the_cuts_of_keep(folder: Path, allocation: str) -> None:
-    prepared = load_job(recipe_of(folder))
+    prepared = load_pruning(recipe_of(folder))
     effects = {m.name: torch.rand(m.units, dtype=torch.float64) for m in prepared.modules}
     scores = Scores("fisher", {}, effects, effects)
     for min_heads, neurons in ((1, 4), (3, 1)):
@@ -418,7 +420,8 @@ def test_all_that_may_go_is_among_the_cuts_of_keep(folder: Path, allocation: str
 def test_auto_of_one_kind_without_compensation_judges_masked_models(
     folder: Path, options: dict[str, Any], criteria: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    prepared, choice = chosen_by(recipe_of(folder, prune__criterion="auto", prune__compensation=None, **options))
+    recipe = recipe_of(folder, prune__criterion="auto", prune__compensation=None, **options)
+    prepared, _, choice = chosen_by(recipe)
     assert "auto ranks units by the errors that least squares leaves, but prune.compensation is not set" in caplog.text
     assert [tried.criterion for tried in choice.tried] == criteria
     assert {tried.token_weights for tried in choice.tried} == {1.0}

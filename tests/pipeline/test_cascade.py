@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from support.loading import load_pruning
 from support.models import save_project, save_regressor, save_stories, save_text_model
 from support.runs import deploy_on, hies
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -65,7 +66,7 @@ def test_a_run_judges_its_files_on_the_evaluated_rows(folder: Path) -> None:
     summary = json.loads((folder / "report.json").read_text())
     found, file = summary["cascade"], folder / "onnx-cascade" / "model.onnx"
     alone, in_8_bits = summary["exported"], folder / "onnx-int8" / "model_quantized.onnx"
-    evaluated = load_job(PruningRecipe.from_yaml(folder.parent / "recipe.yaml"))
+    evaluated = load_pruning(PruningRecipe.from_yaml(folder.parent / "recipe.yaml"))
     dense = AutoModelForSequenceClassification.from_pretrained(folder.parent / "model")
     session, of_slim = (
         onnxruntime.InferenceSession(one, providers=["CPUExecutionProvider"]) for one in (file, in_8_bits)
@@ -131,9 +132,9 @@ def test_it_stands_beside_both_models_in_every_rendering(folder: Path, capsys: p
 def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections = {"prune": {"criterion": "fisher", "compensation": None}, "cascade": {"disagreement": 0.3}}
     recipe = make_project(tmp_path, **sections)
-    resolved = load_job(PruningRecipe.from_yaml(recipe))
-    assert resolved.compound is not None
-    assert resolved.compound.shares == (0.75, 0.55, 0.35)
+    resolved, delivery = load_job(PruningRecipe.from_yaml(recipe))
+    assert delivery.compound is not None
+    assert delivery.compound.shares == (0.75, 0.55, 0.35)
     timed: list[float] = []
 
     def remembered(*args: Any, **named: Any) -> Any:
@@ -143,16 +144,16 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
         return found
 
     monkeypatch.setattr(fastest, "time_forms", remembered)
-    forms = Forms({"dense": resolved.model}, resolved.exporter, tmp_path)
-    tried = find_compound(resolved, resolved.compound, calibrate(resolved), forms)
+    forms = Forms({"dense": resolved.model}, delivery.exporter, tmp_path)
+    tried = find_compound(resolved, delivery.compound, calibrate(resolved), forms)
     assert [size.time for size in tried.sizes] == timed[1:]
     best = min(tried.sizes, key=lambda size: size.time)
-    heads, neurons = (tried.plan.of_kind(kind) for kind in ("attention", "mlp"))
+    heads, neurons = (tried.choice.plan.of_kind(kind) for kind in ("attention", "mlp"))
     kept = sum(len(kept.units) for part in (heads, neurons) for kept in part.values())
     again = [size.flops for size in tried.sizes]
     assert again == sorted(again, reverse=True)
-    assert all(flops <= share + 1e-9 for flops, share in zip(again, resolved.compound.shares, strict=True))
-    assert tried.outcome.predicted == pytest.approx(best.flops)
+    assert all(flops <= share + 1e-9 for flops, share in zip(again, delivery.compound.shares, strict=True))
+    assert tried.choice.outcome.predicted == pytest.approx(best.flops)
     assert kept < sum(kept.total for part in (heads, neurons) for kept in part.values())
 
 
@@ -278,7 +279,7 @@ def test_in_bfloat16_on_openvino(tmp_path: Path) -> None:
     served = load_runtime("openvino", tmp_path / "out" / "onnx-cascade", dtype="bfloat16")
     dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     same = []
-    for batch in load_job(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).evaluation:
+    for batch in load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).rows.evaluation:
         with torch.no_grad():
             wanted = dense(**{name: value for name, value in batch.items() if name != "labels"}).logits
         same += (served.prediction(batch).argmax(-1) == wanted.argmax(-1)).tolist()

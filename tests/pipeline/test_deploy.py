@@ -11,6 +11,7 @@ import datasets
 import pytest
 from scipy.stats import binomtest
 from support.hub import Hub
+from support.loading import load_pruning
 from support.models import save_regressor, save_text_model
 from support.references import same_in_onnxruntime
 from support.runs import deploy_on, hies
@@ -26,20 +27,21 @@ from hies_export import (
 )
 from hies_export.cli.deploy import minutes
 from hies_export.data.batches import samples_of
+from hies_export.evaluate.interval import Looks
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.forms.deployment import DeployWay, try_dense
 from hies_export.forms.form import Form, Forms
 from hies_export.pipeline import choose as choosing
+from hies_export.pipeline import delivery as delivery_file
 from hies_export.pipeline import fastest, measure, stages
-from hies_export.pipeline import job as jobs
-from hies_export.pipeline.draw import Looks
-from hies_export.pipeline.fastest import find_fastest
-from hies_export.pipeline.job import Rows
+from hies_export.pipeline import pruning as pruning_file
+from hies_export.pipeline.fastest import Decision, find_fastest
 from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.propose import propose_recipe
+from hies_export.pipeline.pruning import Rows
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.stages import Choice, calibrate
+from hies_export.pipeline.stages import calibrate
 from hies_export.recipe.budget import Found
 from hies_export.recipe.sections import DeploySection
 from hies_export.report.report import Report
@@ -85,7 +87,7 @@ def test_the_form_to_deploy_is_the_fastest_that_keeps_the_promise(
     times = {0: 1.0, 1: slim.times[found.step].ratio}
     keeping = [number for number, form in enumerate((dense, slim)) if form.at_least >= 0.25]
     assert found.form == min(keeping, key=lambda number: times[number])
-    rows = load_job(recipe_of(folder, tmp_path / "out").to_deploy(keep=0.25)).rows.held_out
+    rows = load_pruning(recipe_of(folder, tmp_path / "out").to_deploy(keep=0.25)).rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
     low = binomtest(sum(same), len(same)).proportion_ci(Looks(2, bits=1).confidence, method="exact").low
     assert slim.kept == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
@@ -118,7 +120,7 @@ def test_a_promise_of_a_runtime_is_judged_on_its_files(
         choosing, "latency_table", lambda m, sites, where, **_: flops_table(m, sites, batch=where.batch, unit="group")
     )
     recipe.run()
-    rows = load_job(recipe).rows.held_out
+    rows = load_pruning(recipe).rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / "onnx" / "model.onnx", rows, tolerance=0.02)
     outcome = json.loads((tmp_path / "out" / "report.json").read_text())["details"]["outcome"]
     assert outcome["found"]["value"] == pytest.approx(sum(same) / len(same), abs=1.5 / len(same))
@@ -130,7 +132,7 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
 ) -> None:
     deploy_on(monkeypatch)
     predicted = []
-    for module in (jobs, stages):
+    for module in (pruning_file, stages):
         monkeypatch.setattr(
             module, "predict", lambda model, rows, **how: predicted.append(rows) or predict(model, rows, **how)
         )
@@ -148,7 +150,7 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     assert (found.form, [form.model for form in report.details.forms]) == (0, ["dense"])
     assert found.ways[0].search == "the time is over before: trace a cut"
     assert (report.neurons.removed, report.heads.removed, report.stability) == (0, 0, 1.0)
-    rows = load_job(recipe_of(folder, tmp_path / "out")).rows.held_out
+    rows = load_pruning(recipe_of(folder, tmp_path / "out")).rows.held_out
     same = same_in_onnxruntime(folder / "model", tmp_path / "out" / found.file, rows, tolerance=0.02)
     assert all(same)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
@@ -156,10 +158,11 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     assert [samples_of(batches) for batches in predicted] == [report.details.data.evaluation_samples, samples_of(rows)]
 
 
-def searched(recipe: PruningRecipe, *, keep: float) -> Choice:
+def searched(recipe: PruningRecipe, *, keep: float) -> Decision:
     """Return what a search answers, without the run that follows."""
-    job = load_job(recipe.to_deploy(keep=keep))
-    return find_fastest(job, calibrate(job), Forms({"dense": job.model}, job.exporter, recipe.output))
+    pruning, delivery = load_job(recipe.to_deploy(keep=keep))
+    forms = Forms({"dense": pruning.model}, delivery.exporter, recipe.output)
+    return find_fastest(pruning, delivery, calibrate(pruning), forms)
 
 
 def test_a_runtime_that_fails_in_the_search_leaves_the_others(
@@ -173,11 +176,11 @@ def test_a_runtime_that_fails_in_the_search_leaves_the_others(
 
     monkeypatch.setattr(choosing, "SIZES", 6)
     deploy_on(monkeypatch)
-    monkeypatch.setattr(jobs, "predictor", predictor)
+    monkeypatch.setattr(delivery_file, "predictor", predictor)
     answer = searched(recipe_of(folder, tmp_path / "out"), keep=0.4)
     (way,) = answer.ways
     assert way.search == "ONNX Runtime must run the graph in float32, and stopped"
-    assert (answer.plan.removed, way.problem) == (0, None)
+    assert (answer.choice.plan.removed, way.problem) == (0, None)
 
 
 def test_a_form_that_cannot_become_the_fastest_is_searched_no_further(
@@ -198,7 +201,7 @@ def test_a_form_that_cannot_become_the_fastest_is_searched_no_further(
     fast, slow = answer.ways
     assert fast.search is None
     assert str(slow.search).startswith("no cut that keeps the promise here is faster than what was found")
-    assert answer.served.runtime == "onnxruntime-cpu"
+    assert answer.choice.served.runtime == "onnxruntime-cpu"
     assert {row["runtime"] for row in fast.judged} == {"torch", "onnxruntime-cpu"}
 
 
@@ -293,7 +296,7 @@ def test_of_few_rows_most_are_left_for_the_promise(
     apart = [{**row, "text": " ".join("ab"[int(bit)] for bit in f"{n:08b}")} for n, row in enumerate(given)]
     file.write_text("".join(json.dumps(row) + "\n" for row in apart))
     recipe = propose_recipe(str(folder / "model"), files={"train": file}, output=tmp_path)
-    found = load_job(recipe.to_deploy(keep=0.3)).rows
+    found = load_pruning(recipe.to_deploy(keep=0.3)).rows
     assert (samples_of(found.score), samples_of(found.held_out)) == (scored, held_out)
 
 

@@ -299,7 +299,7 @@ def test_a_last_quarter_of_candidates_has_whole_queries_and_grades(tmp_path: Pat
         budget={"heads": 0.25},
         processor=AutoTokenizer.from_pretrained(tmp_path / "model"),
     )
-    held_out = result.job.rows.held_out
+    held_out = result.pruning.rows.held_out
     assert (samples_of(held_out), sum(map(size_of, held_out))) == (3, 15)
     assert result.held_out is not None
     assert "ndcg@10" in result.held_out.metrics
@@ -318,7 +318,7 @@ def test_a_last_quarter_of_searches_has_whole_queries(columns: Row | None) -> No
         processor=word_tokenizer(WORDS, model_max_length=64),
         embedding={"pooling": "mean"},
     )
-    held_out = result.job.rows.held_out
+    held_out = result.pruning.rows.held_out
     found = torch.cat([batch["relevant"][batch["query"] >= 0] for batch in held_out])
     assert (found >= 0).sum(1).tolist() == [4, 4]
     assert sum(int((batch["document"] >= 0).sum()) for batch in held_out) == 2 * 4 + 2

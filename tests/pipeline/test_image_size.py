@@ -7,13 +7,13 @@ import numpy as np
 import onnx
 import PIL.Image
 import pytest
+from support.loading import load_pruning
 from support.models import shake, write_recipe
 from support.runs import hies
 from transformers import Dinov2Config, Dinov2ForImageClassification
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from hies_export import DataError, RequestError
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.report.report import Report
 
@@ -65,7 +65,7 @@ def test_runs_count_time_and_export_images_of_the_rows_size(folder: Path, tmp_pa
     assert tuple(report.flops.shape) == (2, TOKENS)
     assert {(row.batch, row.sequence) for row in report.latency} == {(2, TOKENS)}
     # The graph is traced with these, and the next test sees that it then has their size.
-    job = load_job(recipe)
+    job = load_pruning(recipe)
     assert job.exporter.given.sample["pixel_values"].shape[1:] == job.sample["pixel_values"].shape[1:] == (3, 28, 42)
 
 
@@ -98,7 +98,7 @@ def test_all_images_must_become_one_size(folder: Path, tmp_path: Path) -> None:
     Dinov2ForImageClassification.from_pretrained(folder / "model").save_pretrained(model)
     BitImageProcessorPil(size={"shortest_edge": 28}, do_center_crop=False).save_pretrained(model)
     asked = recipe.with_overrides({"model": str(model)})
-    assert {batch["pixel_values"].shape[1:] for batch in load_job(asked).rows.evaluation} == {(3, 28, 33)}
+    assert {batch["pixel_values"].shape[1:] for batch in load_pruning(asked).rows.evaluation} == {(3, 28, 33)}
     files = {"train": folder / "train", "validation": tmp_path / "validation"}
     with pytest.raises((DataError, RequestError), match="make all images of one size, got 3 x 28 x 33 and 3 x 28 x 50"):
-        load_job(asked.with_overrides({"data.files": files, "data.label": None}))
+        load_pruning(asked.with_overrides({"data.files": files, "data.label": None}))

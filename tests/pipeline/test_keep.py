@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from scipy.stats import binomtest, pearsonr
+from support.loading import load_pruning
 from support.models import save_regressor
 from support.runs import hies, without_tracing
 
@@ -25,8 +26,7 @@ from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import search
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.draw import Draws, Splits, draw
-from hies_export.pipeline.job import Job, Rows
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.pruning import Pruning, Rows
 from hies_export.pipeline.recipe import PruneSection, PruningRecipe
 from hies_export.pipeline.stages import calibrate, confirm, cut
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
@@ -54,10 +54,10 @@ def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
 @pytest.mark.parametrize("asked", [{"predictions": 0.8}, {"metric": "pearson", "by": 0.1}], ids=list)
 def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SIZES", 12)
-    monkeypatch.setattr("hies_export.pipeline.job.LEAST_FOR_LOSS", 20)
+    monkeypatch.setattr("hies_export.pipeline.pruning.LEAST_FOR_LOSS", 20)
     monkeypatch.setattr(Judge, "lost", partialmethod(Judge.lost, resamples=200))
     recipe = recipe_of(folder, prune__budget={"keep": asked}, prune__compensation={"samples": 60})
-    prepared = load_job(recipe)
+    prepared = load_pruning(recipe)
     choice = choose(prepared, calibrate(prepared))
     (batch,), rows = prepared.shapes.values(), prepared.rows.held_out
     table = flops_table(prepared.model, prepared.scored, batch=batch, unit="group")
@@ -127,7 +127,7 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
     monkeypatch.setattr(choosing, "latency_table", table_of_time)
     keep = {"predictions": 0.8, "runtime": "torch", "batch": 3, "sequence": 9}
     recipe = recipe_of(folder, prune__budget={"keep": keep}, prune__compensation={"samples": 60})
-    prepared = load_job(recipe)
+    prepared = load_pruning(recipe)
     choice = choose(prepared, calibrate(prepared))
     assert choice.plan.removed_neurons
     assert not choice.plan.removed
@@ -176,7 +176,7 @@ def test_promises_that_cannot_be_told_or_made_are_refused(folder: Path, capsys: 
 
 
 def _model_and_rows(folder: Path) -> tuple[Any, Any]:
-    prepared = load_job(recipe_of(folder))
+    prepared = load_pruning(recipe_of(folder))
     return prepared.model, prepared.rows.held_out
 
 
@@ -202,9 +202,9 @@ def queries(count: int) -> list[dict[str, torch.Tensor]]:
 def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, ...]) -> Outcome:
     """Return the promise for held-out rows of sentences."""
     options = PruneSection(budget=Budget(keep=asked_of(asked)))
-    job: Any = {"model": None, "processor": None, "modules": (), "scored": (), "shapes": {}, "exporter": None}
-    job["given"] = None
-    return search.promise_of(Job(task=task, rows=Rows([], rows), options=options, metrics=metrics, **job), 0.98)
+    fields: Any = {"model": None, "processor": None, "modules": (), "scored": (), "shapes": {}}
+    fields |= {"serve": None, "time_cuts": None, "task": task, "rows": Rows([], rows), "metrics": metrics}
+    return search.promise_of(Pruning(options=options, **fields), 0.98)
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import binom
+from support.loading import load_pruning
 from support.models import save_project, save_regressor, save_stories
 from support.runs import held_out_and_evaluated
 
 from hies_export.data.batches import samples_of
 from hies_export.errors import RequestError
-from hies_export.evaluate.interval import FAILURES, confidence_of_each, lower_share, queries_needed, rows_needed
-from hies_export.pipeline.draw import Looks, Promise, all_looks
+from hies_export.evaluate.interval import FAILURES, Looks, confidence_of_each, lower_share, queries_needed, rows_needed
+from hies_export.pipeline.draw import Promise, all_looks
 from hies_export.pipeline.fastest import looks_of
-from hies_export.pipeline.job import Job
 from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.pruning import Pruning
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.recipe.sections import DeploySection
 from hies_export.tasks import TASKS
@@ -36,7 +37,7 @@ def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
     return PruningRecipe.from_yaml(folder / "recipe.yaml", {k.replace("__", "."): v for k, v in fields.items()})
 
 
-def counts(found: Job) -> tuple[int, int]:
+def counts(found: Pruning) -> tuple[int, int]:
     return samples_of(found.rows.held_out), samples_of(found.rows.evaluation)
 
 
@@ -92,22 +93,21 @@ def test_run_and_deploy_promise_on_the_same_rows(
             prune={"budget": {"keep": 0.8}, "criterion": "his", "compensation": None},
         )
     recipe = recipe_of(folder, prune__budget={"keep": keep}, calibration__samples=20)
-    run, deploy = load_job(recipe), load_job(recipe.to_deploy(keep=keep))
+    (run, written), (deploy, delivery) = load_job(recipe), load_job(recipe.to_deploy(keep=keep))
     assert held_out_and_evaluated(run) == held_out_and_evaluated(deploy)
-    assert run.rows.splits.held_out == deploy.rows.splits.held_out
-    assert run.rows.splits.held_out.split == "validation"  # type: ignore[union-attr]
+    assert written.splits.held_out == delivery.splits.held_out
+    assert written.splits.held_out.split == "validation"  # type: ignore[union-attr]
     # Together they are the evaluated split.
-    every = held_out_and_evaluated(load_job(recipe_of(folder, prune__budget={"heads": 0.5})))[1]
+    every = held_out_and_evaluated(load_pruning(recipe_of(folder, prune__budget={"heads": 0.5})))[1]
     assert sorted([*held_out_and_evaluated(run)[0], *held_out_and_evaluated(run)[1]]) == every
-    looks = looks_of(deploy)
+    looks = looks_of(deploy, delivery)
     assert (looks.forms, looks.compounds > 0) == (forms, classes and forms == 2)
     assert counts(run) == ((29, 11) if classes else (30, 10))
     # What was decided stands in the recipe that the report records, and another seed divides in the same way.
-    again = recipe_of(folder, **{name: run.asked.fields[name] for name in ("held_out", "evaluation")})
-    assert held_out_and_evaluated(load_job(again)) == held_out_and_evaluated(run)
-    assert held_out_and_evaluated(load_job(recipe.with_overrides({"calibration.seed": 3}))) == held_out_and_evaluated(
-        run
-    )
+    again = recipe_of(folder, **{name: written.asked.fields[name] for name in ("held_out", "evaluation")})
+    assert held_out_and_evaluated(load_pruning(again)) == held_out_and_evaluated(run)
+    other = load_pruning(recipe.with_overrides({"calibration.seed": 3}))
+    assert held_out_and_evaluated(other) == held_out_and_evaluated(run)
 
 
 @pytest.mark.parametrize("looks", [Looks(bits=6), Looks(2, bits=6)])
@@ -130,18 +130,19 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_rows_that_a_recipe_names_are_the_ones(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     named = recipe_of(folder, held_out={"split": "train[50%:]", "samples": 30})
     for recipe in (named, named.to_deploy(keep=0.8)):
-        assert counts(load_job(recipe)) == (30, 40)
+        assert counts(load_pruning(recipe)) == (30, 40)
     asked = recipe_of(folder, evaluation__samples=17)
     for recipe in (asked, asked.to_deploy(keep=0.8, runtimes=FLOAT32)):
-        assert counts(load_job(recipe)) == (23, 17)
-    everything = load_job(recipe_of(folder, evaluation__samples=40))
+        assert counts(load_pruning(recipe)) == (23, 17)
+    everything, delivery = load_job(recipe_of(folder, evaluation__samples=40))
     assert counts(everything) == (28, 12)
-    assert everything.asked.fields["evaluation"]["samples"] == 12
-    assert counts(load_job(recipe_of(folder, prune__budget={"keep": {"predictions": 0.8, "samples": 24}}))) == (24, 16)
-    assert not warned(caplog)
-    assert counts(load_job(recipe_of(folder, prune__budget={"keep": {"predictions": 0.8, "samples": 90}}))) == (28, 12)
+    assert delivery.asked.fields["evaluation"]["samples"] == 12
+    for samples, expected in ((24, (24, 16)), (90, (28, 12))):
+        assert not warned(caplog)
+        keep = {"keep": {"predictions": 0.8, "samples": samples}}
+        assert counts(load_pruning(recipe_of(folder, prune__budget=keep))) == expected
     assert "90 samples for the promise are asked for, but the split 'validation' has 40: 28 are held out" in caplog.text
-    assert counts(load_job(recipe_of(folder, evaluation__samples=30))) == (28, 12)
+    assert counts(load_pruning(recipe_of(folder, evaluation__samples=30))) == (28, 12)
     assert "evaluation.samples is 30, but the split 'validation' has only 12 beside the 28 held out" in caplog.text
 
 
@@ -149,9 +150,9 @@ def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFi
     few = recipe_of(folder, prune__budget={"keep": 0.93}, calibration__samples=20)
     assert rows_needed(0.93, Looks().confidence) == 66
     for recipe in (few, few.to_deploy(keep=0.93, runtimes=FLOAT32)):
-        found = load_job(recipe)
+        found, delivery = load_job(recipe)
         assert counts(found) == (130, 40)
-        assert found.rows.splits.held_out is None
+        assert delivery.splits.held_out is None
         expected = (
             "the split 'validation' has 40 rows, too few to promise 93 % on some and to judge it on the others, which "
             "takes 88: 93 % is promised on further rows of 'train', and if the model was trained on these, it keeps "
@@ -162,35 +163,35 @@ def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFi
     for runtimes, rows in ((FLOAT32, 477), ([], 586)):
         said = f"keep: 0.99 can be promised with 95 % confidence from {rows} held-out rows"
         with pytest.raises(RequestError, match=said):
-            load_job(few.to_deploy(keep=0.99, runtimes=runtimes))
+            load_pruning(few.to_deploy(keep=0.99, runtimes=runtimes))
     assert FEW in caplog.text
     caplog.clear()
-    load_job(recipe_of(folder, evaluation__rows="first", evaluation__samples=10))
+    load_pruning(recipe_of(folder, evaluation__rows="first", evaluation__samples=10))
     assert "evaluation.rows: first leaves no rows of 'validation' to draw: 80 % is promised on further" in caplog.text
     caplog.clear()
     sliced = {"calibration__split": "train[:70%]", "evaluation__split": "train[70%:]"}
-    assert counts(load_job(recipe_of(folder, **sliced))) == (85, 45)
+    assert counts(load_pruning(recipe_of(folder, **sliced))) == (85, 45)
     assert not warned(caplog)
-    load_job(recipe_of(folder, evaluation__split="train[70%:]"))
+    load_pruning(recipe_of(folder, evaluation__split="train[70%:]"))
     assert "'train' and evaluation.split 'train[70%:]' are of the same rows, so that some may" in caplog.text
 
 
 def test_a_loss_of_a_metric_is_promised_on_rows_of_the_evaluated_split(folder: Path, tmp_path: Path) -> None:
     loss = {"keep": {"metric": "pearson", "by": 0.1}}
     with pytest.raises(RequestError, match="keep: a loss of at most 0.1 of pearson can be .* from 200 held-out rows"):
-        load_job(recipe_of(folder, prune__budget=loss))
+        load_pruning(recipe_of(folder, prune__budget=loss))
     save_project(tmp_path, train=20, validation=300, prune={"budget": {"keep": {"metric": "accuracy", "by": 0.1}}})
-    assert counts(load_job(recipe_of(tmp_path, calibration__samples=5))) == (200, 100)
+    assert counts(load_pruning(recipe_of(tmp_path, calibration__samples=5))) == (200, 100)
 
 
 def test_a_cascade_and_a_choice_have_a_part_each(tmp_path: Path) -> None:
     sections = {"calibration": {"samples": 20}, "cascade": {"disagreement": 0.3}}
     save_project(tmp_path, train=60, validation=40, prune={"budget": {"heads": 0.5}, "alpha": 0.5}, **sections)
-    assert load_job(recipe_of(tmp_path)).rows.splits.held_out.samples == 26  # type: ignore[union-attr]
-    rows = load_job(recipe_of(tmp_path, prune__alpha="auto")).rows
+    assert load_job(recipe_of(tmp_path))[1].splits.held_out.samples == 26  # type: ignore[union-attr]
+    rows = load_pruning(recipe_of(tmp_path, prune__alpha="auto")).rows
     assert (samples_of(rows.held_out), samples_of(rows.promise)) == (13, 13)
     with pytest.raises(RequestError, match="cascade needs samples beyond the 60 to score on, .*, or leave it out"):
-        load_job(recipe_of(tmp_path, calibration__samples=60, evaluation__rows="first", evaluation__samples=10))
+        load_pruning(recipe_of(tmp_path, calibration__samples=60, evaluation__rows="first", evaluation__samples=10))
 
 
 def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
@@ -199,8 +200,8 @@ def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:
     files = {"files": {"train": "text.txt", "validation": "validation.txt"}, "text": "text", "max_length": 24}
     asked = {"data": {**files, "files": {split: tmp_path / name for split, name in files["files"].items()}}}
     run = PruningRecipe.from_yaml(recipe, asked)
-    every = samples_of(load_job(run.with_overrides({"prune.budget": {"heads": 0.5}})).rows.evaluation)
-    found = load_job(run)
+    every = samples_of(load_pruning(run.with_overrides({"prune.budget": {"heads": 0.5}})).rows.evaluation)
+    found = load_pruning(run)
     # A block has many predictions: no more are held out than the ten that promise 50 % if they all agree.
     assert counts(found) == (10, every - 10)
-    assert held_out_and_evaluated(found) == held_out_and_evaluated(load_job(run.to_deploy(keep=0.5)))
+    assert held_out_and_evaluated(found) == held_out_and_evaluated(load_pruning(run.to_deploy(keep=0.5)))

@@ -17,6 +17,7 @@ import torch
 from support.checkpoints import llava_batch
 from support.generative import padded, with_images
 from support.hub import Hub
+from support.loading import load_pruning
 from support.models import (
     WORDS,
     bert,
@@ -41,7 +42,6 @@ from hies_export import HiesError, PruningPlan, PruningRecipe, prune
 from hies_export.evaluate.metrics import METRICS, register_metric
 from hies_export.pipeline import prune as prune_file
 from hies_export.pipeline import stages
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruneSection
 
 BOTH = ["attention", "mlp"]
@@ -115,7 +115,7 @@ def test_a_model_is_pruned_saved_loaded_and_exported(name: str, tmp_path: Path, 
     assert type(result.model).__name__ == type(model).__name__
     assert result.flops.ratio <= 0.7
     result.save_pretrained(tmp_path / "slim")
-    sample = result.job.sample
+    sample = result.pruning.sample
     inputs = {key: value for key, value in sample.items() if key != "labels"}
     with torch.no_grad():
         expected = result.model(**inputs).logits
@@ -160,7 +160,7 @@ def test_a_run_and_a_call_choose_the_same(section: dict[str, Any], tmp_path: Pat
     with without_tracing():
         recipe.run()
     run = json.loads((tmp_path / "out" / "plan.json").read_text())
-    rows = load_job(recipe).rows
+    rows = load_pruning(recipe).rows
     model = BertForSequenceClassification.from_pretrained(tmp_path / "model")
     refit_on = rows.refit or None
     result = prune(
@@ -177,7 +177,7 @@ def test_a_run_and_a_call_choose_the_same(section: dict[str, Any], tmp_path: Pat
 def test_drawn_batches_are_held_out_unless_others_are_given(unharmed: Any) -> None:
     model, batches = unharmed(bert()), texts()
     own = prune(model, batches, budget={"heads": 0.5})
-    lengths = {batch["input_ids"].shape[1] for batch in own.job.rows.held_out}
+    lengths = {batch["input_ids"].shape[1] for batch in own.pruning.rows.held_out}
     assert len(lengths) == 2
     assert lengths != {16, 17}  # the last ones
     scored, apart = ([batch for batch in batches if (batch["input_ids"].shape[1] in lengths) == held_out]
@@ -188,7 +188,7 @@ def test_drawn_batches_are_held_out_unless_others_are_given(unharmed: Any) -> No
     assert own.held_out is not None
     alone = prune(model, scored, held_out=[], budget={"heads": 0.5})
     assert (alone.plan, alone.held_out) == (own.plan, None)
-    (one,) = prune(model, [text_batch(8, 12)], budget={"heads": 0.5}).job.rows.held_out
+    (one,) = prune(model, [text_batch(8, 12)], budget={"heads": 0.5}).pruning.rows.held_out
     assert "same prediction, 1 held-out row  " in str(prune(model, [text_batch(4, 12)], budget={"heads": 0.5}))
     assert len(one["labels"]) == 2  # of a single batch, a quarter of its rows
 
@@ -199,7 +199,7 @@ def test_of_rows_that_are_sorted_by_their_label_all_classes_are_held_out(tmp_pat
     rows = datasets.Dataset.from_dict(
         {"text": [WORDS[n % 7] for n in range(80)], "label": [n // 20 for n in range(80)]}
     )
-    found = prune(model, rows, processor=tokenizer, budget={"heads": 0.5}).job.rows
+    found = prune(model, rows, processor=tokenizer, budget={"heads": 0.5}).pruning.rows
     assert [set(torch.cat([batch["labels"] for batch in part]).tolist()) for part in (found.score, found.held_out)] == [
         {0, 1, 2, 3}
     ] * 2
@@ -262,10 +262,10 @@ def test_a_model_of_images_and_text(unharmed: Any) -> None:
     result = prune(model, batches, modules=BOTH, criterion="fisher", budget={"flops": 0.8}, compensation=REFIT)
     assert set(result.model(**llava_batch())) >= {"logits"}
     assert all("vision" not in name for name, kept in result.plan.kept.items() if kept.removed)
-    moments, collected = stages.moments_of(result.job), list[str]()
+    moments, collected = stages.moments_of(result.pruning), list[str]()
     assert moments is not None
     moments.each(lambda modules, _: collected.extend(module.name for module in modules))
-    assert sorted(collected) == sorted(module.name for module in result.job.scored)
+    assert sorted(collected) == sorted(module.name for module in result.pruning.scored)
     assert all("vision" not in name for name in collected)
 
 
@@ -293,10 +293,10 @@ def test_layers_of_a_model_that_generates_are_refitted_one_after_the_other(
     model, rows = unharmed(make(num_hidden_layers=2)), batches()
     given, said = {**REFIT, **how}, {**REFIT, **how, "sequential": sequential}
     result, named = (prune(model, rows, compensation=one, **options) for one in (given, said))
-    assert result.job.options.compensation.sequential is sequential
+    assert result.pruning.options.compensation.sequential is sequential
     assert result.fits == named.fits
     assert_near(result.model.state_dict(), named.model.state_dict())
-    last = result.job.modules[-1].consumer
+    last = result.pruning.modules[-1].consumer
     for other in () if "method" in how or "token_weights" in how else ({"sequential": not sequential},):
         different = prune(model, rows, compensation={**REFIT, **other}, **options)
         weights = [found.model.get_parameter(f"{last}.weight") for found in (result, different)]
@@ -309,7 +309,9 @@ def test_a_slim_model_shares_what_was_not_cut(compensation: Any, unharmed: Any) 
     result = prune(model, tokens(), budget={"heads": 0.5}, compensation=compensation)
     dense, slim = dict(model.named_parameters()), dict(result.model.named_parameters())
     own = {name for name, parameter in slim.items() if parameter.data_ptr() != dense[name].data_ptr()}
-    cut = {layer for module in result.job.modules for layer in module.layers if result.plan.kept[module.name].removed}
+    cut = {
+        layer for module in result.pruning.modules for layer in module.layers if result.plan.kept[module.name].removed
+    }
     assert own == {f"{layer}.weight" for layer in cut}
     assert len(own) > 3
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.loading import load_pruning
 from support.models import bert, image_batch, save_project, vit
 from support.reports import SERVED, make_report, terminal
 
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.units.shapes import row_length
 
@@ -81,7 +81,7 @@ def test_a_budget_of_time_without_a_sequence_times_the_rows_length(
 ) -> None:
     recipe = recipe_of(tmp_path, {"latency": {"ratio": 0.8, "runtime": "torch", **timed}}, shapes)
     assert 8 < words(tmp_path / "train.jsonl") <= 16
-    resolved = load_job(recipe)
+    resolved = load_pruning(recipe)
     assert list(resolved.shapes) == wanted
     assert (resolved.length is None) == ("sequence" in timed)
     batch = resolved.timed_on.batch["input_ids"]
@@ -92,13 +92,13 @@ def test_a_budget_of_time_without_a_sequence_times_the_rows_length(
 def test_what_to_deploy_is_timed_at_the_rows_length(
     shapes: list[list[int]], wanted: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    prepared = load_job(recipe_of(tmp_path, {"heads": 0.5}, shapes).to_deploy(keep=0.5))
+    prepared = load_pruning(recipe_of(tmp_path, {"heads": 0.5}, shapes).to_deploy(keep=0.5))
     assert list(prepared.shapes) == wanted
     assert prepared.on_rows == (not shapes)
 
 
 def test_other_budgets_count_flops_as_before(tmp_path: Path) -> None:
-    prepared = load_job(recipe_of(tmp_path, {"flops": 0.8}, []))
+    prepared = load_pruning(recipe_of(tmp_path, {"flops": 0.8}, []))
     assert (list(prepared.shapes), prepared.length) == ([(1, 64), (8, 64)], None)
 
 

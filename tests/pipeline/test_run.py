@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.families import architecture
 from support.hub import Hub
+from support.loading import load_pruning
 from support.models import bert, save_project, save_text_model, write_rows
 from support.reading import share_same
 from support.runs import hies, without_tracing
@@ -27,7 +28,6 @@ import hies_export
 from hies_export.evaluate.predict import predict
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.pipeline.bench import bench
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.report.report import CUT, KEPT, Report
 from hies_export.select.plan import PruningPlan
@@ -213,7 +213,7 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
     ]
     # It was chosen by what the compensated model makes of the held-out rows.
     asked = {"prune.alpha": "auto", "prune.compensation": {"samples": 60}, "measure.runtimes": ["torch"]}
-    prepared = load_job(PruningRecipe.from_yaml(project / "recipe.yaml", asked))
+    prepared = load_pruning(PruningRecipe.from_yaml(project / "recipe.yaml", asked))
     slim = hies_export.load(project / "out" / "slim")
     dense_logits, logits = predict(prepared.model, prepared.rows.held_out), predict(slim, prepared.rows.held_out)
     expected = share_same(dense_logits, logits)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file
+from support.loading import load_pruning
 from support.models import save_project
 from support.runs import hies, without_tracing
 from support.tolerance import assert_near
@@ -20,8 +21,7 @@ from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.pipeline import run as running
-from hies_export.pipeline.job import Job
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.pruning import Pruning
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.run import run
 from hies_export.report.report import Report
@@ -73,7 +73,7 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
     recipe = PruningRecipe.from_yaml(project / "recipe.yaml", {"output": tmp_path / "out"})
     seen = []
 
-    def stop(job: Job, slim: PreTrainedModel, **_: object) -> None:
+    def stop(job: Pruning, slim: PreTrainedModel, **_: object) -> None:
         seen.append(slim)
         raise DataError("far enough")
 
@@ -85,7 +85,7 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
     saved = load(project / "out" / "slim", dtype=torch.float32).state_dict()
     assert_near(evaluated.state_dict(), saved, within=ROUNDED)
 
-    resolved = load_job(recipe)
+    resolved = load_pruning(recipe)
     prepared, rows = resolved, resolved.rows.evaluation
     judge = Judge.on(prepared.model, rows, metrics=prepared.metrics)
     quality = judge.of(predict(load(project / "out" / "slim", dtype=torch.float32), rows))
@@ -162,7 +162,7 @@ def test_a_recipe_says_otherwise(
 def test_a_refit_that_the_dtype_cannot_hold_is_refused(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def huge(job: Job, choice: object, slim: torch.nn.Module) -> list[object]:
+    def huge(job: Pruning, choice: object, slim: torch.nn.Module) -> list[object]:
         with torch.no_grad():
             slim.classifier.bias.fill_(1e6)
         return []

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.loading import load_pruning
 from support.models import WORDS, bert, save_regressor, text_batch
 
 from hies_export import RequestError, prune
 from hies_export.data.batches import sample_contents
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 
 SHARED = "of the .* rows are among those that units are"
@@ -44,13 +44,13 @@ def recipe_of(folder: Path, train: str, validation: str, **fields: Any) -> Pruni
 @pytest.mark.parametrize("validation", ["all", "copy", "shuffled", "half"])
 def test_a_promise_on_rows_that_are_fitted_is_refused(folder: Path, validation: str) -> None:
     with pytest.raises(RequestError, match=f"a promise must be judged on rows of its own, but .* {SHARED}"):
-        load_job(recipe_of(folder, "all", validation))
+        load_pruning(recipe_of(folder, "all", validation))
     with pytest.raises(RequestError, match=SHARED):
-        load_job(recipe_of(folder, "all", validation).to_deploy(keep=0.8))
+        load_pruning(recipe_of(folder, "all", validation).to_deploy(keep=0.8))
 
 
 def test_without_a_promise_it_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    load_job(recipe_of(folder, "all", "shuffled", prune__budget={"heads": 0.5}))
+    load_pruning(recipe_of(folder, "all", "shuffled", prune__budget={"heads": 0.5}))
     assert "and new rows may keep less; give files that share no rows" in caplog.text
 
 
@@ -58,7 +58,7 @@ def test_without_a_promise_it_is_said(folder: Path, caplog: pytest.LogCaptureFix
 def test_other_rows_and_texts_that_recur_are_fine(
     folder: Path, train: str, validation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load_job(recipe_of(folder, train, validation))
+    load_pruning(recipe_of(folder, train, validation))
     assert "are among those" not in caplog.text
     assert ("are of the same rows" in caplog.text) == (train == validation)
 
@@ -67,17 +67,17 @@ def test_other_rows_and_texts_that_recur_are_fine(
 def test_rows_that_repeat_others_are_counted(
     folder: Path, validation: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load_job(recipe_of(folder, "all", validation, prune__budget={"heads": 0.5}))
+    load_pruning(recipe_of(folder, "all", validation, prune__budget={"heads": 0.5}))
     assert ("repeat others" in caplog.text) == bool(said)
     assert said in caplog.text
 
 
 def test_slices_of_one_file_are_apart_if_they_do_not_overlap(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     slices = {"calibration__split": "train[:50%]", "evaluation__split": "validation[50%:]"}
-    load_job(recipe_of(folder, "all", "all", **slices, calibration__samples=40))
+    load_pruning(recipe_of(folder, "all", "all", **slices, calibration__samples=40))
     assert not caplog.messages
     with pytest.raises(RequestError, match=SHARED):
-        load_job(recipe_of(folder, "all", "all", **(slices | {"evaluation__split": "validation[20%:]"})))
+        load_pruning(recipe_of(folder, "all", "all", **(slices | {"evaluation__split": "validation[20%:]"})))
 
 
 def test_in_memory_as_well() -> None:

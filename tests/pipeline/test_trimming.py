@@ -295,11 +295,11 @@ def test_what_a_task_reads_stays(kind: str) -> None:
     dense = reader(name, tokenizer(), max_position_embeddings=400)
     how = {"processor": tokenizer(), "columns": columns, "compensation": None}
     result = hies_export.prune(dense, Dataset.from_dict(rows), **how, vocabulary={})
-    facts = result.job.trimming.facts
+    facts = result.pruning.trimming.facts
     assert facts.kept < facts.total
     assert facts.judged.otherwise == 0
-    numbers = result.job.trimming.kept.numbers
-    before, after = ([one["input_ids"] for one in by_hand(of)] for of in (tokenizer(), result.job.processor))
+    numbers = result.pruning.trimming.kept.numbers
+    before, after = ([one["input_ids"] for one in by_hand(of)] for of in (tokenizer(), result.pruning.processor))
     assert after == [[numbers[token] for token in ids] for ids in before]
 
 
@@ -309,7 +309,7 @@ def test_texts_that_are_given_count_where_a_task_reads_them() -> None:
     how = {"processor": tokenizer, "columns": {"prompt": "Page:\n{a}\n", "answer": "b"}, "compensation": None}
     model = reader("LlamaForCausalLM", tokenizer, max_position_embeddings=400)
     for given in (list(SHORT), {"texts": list(SHORT)}):
-        smaller = hies_export.prune(model, rows, **how, vocabulary=given).job.processor
+        smaller = hies_export.prune(model, rows, **how, vocabulary=given).pruning.processor
         for text in SHORT:
             read = f"Page:\n{text}\n{text}"
             assert smaller.tokenize(read) == tokenizer.tokenize(read)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.cuts import effects, moments_by_module, plan_of
+from support.loading import load_pruning
 from support.models import bert, image_batch, llama, save_text_model, text_batch, vit, write_rows, zero_padding
 from support.neurons import neurons
 from support.references import RIDGE, naive_effect, read_by_sample
@@ -20,7 +21,7 @@ from hies_export import PrunableModule, PruningRecipe, RecipeError, find_attenti
 from hies_export.calibrate.moments import MomentStore, Spread
 from hies_export.calibrate.readings import LayerEffects
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.reporting import write_choice
 from hies_export.pipeline.stages import calibrate
 from hies_export.score import compensated
 from hies_export.score.compensated import Removal, RemovalOptions, removal_chain, scores_of_chains
@@ -266,7 +267,7 @@ def test_a_recipe_may_name_it(
         evaluation={"split": "train"},
         prune={"criterion": "compensated", "alpha": alpha, "budget": {"heads": 0.5}, **section},
     )
-    prepared = load_job(recipe)
+    prepared = load_pruning(recipe)
     assert ("compensated ranks units by the errors that least squares leaves" in caplog.text) == (not compensate)
     assert prepared.rows.held_out == []
     choice = choose(prepared, calibrate(prepared))
@@ -281,7 +282,7 @@ def test_a_recipe_may_name_it(
     expected = score_compensated(prepared.model, rows, sites, moments=moments)
     assert_near({s.name: choice.scores.scores[s.name] for s in sites}, dict(expected.scores))
     assert plan_of(expected, sites, heads=0.5).kept == choice.plan.kept
-    choice.write(tmp_path)
+    write_choice(choice, tmp_path)
     written = json.loads((tmp_path / "scores.json").read_text())
     assert written["parameters"] == {"ridge": 0.1, "per_sample": True}
     assert set(written["his"]) == set(written["entropy"]) == set(written["scores"]) == {s.name for s in sites}

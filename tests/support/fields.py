@@ -14,7 +14,7 @@ from transformers import ViTImageProcessorPil
 
 from hies_export import PruningRecipe
 from hies_export.evaluate.predict import predict
-from hies_export.pipeline.load_job import load_job
+from support.loading import load_pruning
 from support.models import bert, causal_lm, generative_tokenizer, vit, word_tokenizer, write_rows
 from support.reads import Read
 from support.sentences import bert_encoder, dense, sentence_folder
@@ -110,7 +110,7 @@ def _use(model: Path, rows: Path, *, task: str, data: dict[str, Any]) -> Callabl
     )
 
     def use() -> None:
-        resolved = load_job(recipe)
+        resolved = load_pruning(recipe)
         predict(resolved.model, resolved.rows.evaluation)
 
     return use

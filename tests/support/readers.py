@@ -20,7 +20,7 @@ from transformers import ViTImageProcessorPil
 from hies_export import PruningPlan, Report, apply_plan, load, prune_units
 from hies_export.checkpoint.beside import read_card
 from hies_export.checkpoint.load import load_version4
-from hies_export.checkpoint.save import REFIT, digest_tensors, read_refit
+from hies_export.checkpoint.save import REFIT, read_refit
 from hies_export.cli.arguments import read_recipe
 from hies_export.data.processors import load_processor
 from hies_export.forms.latency import TimedCut, _read
@@ -30,6 +30,7 @@ from hies_export.report.comparison import print_bench, read_report, render_bench
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html, render_markdown
 from hies_export.report.tables import map_text, plan_maps, print_report
+from hies_export.select.fingerprint import digest_tensors
 from hies_export.slim.check import check_selection
 from hies_export.tasks import TASKS
 from support.cuts import random_cut

@@ -22,7 +22,7 @@ from hies_export.forms.formats import Export, export_options
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.runtimes.base import RUNTIMES
-from hies_export.pipeline.job import Job
+from hies_export.pipeline.pruning import Pruning
 from hies_export.tasks import TASKS
 from support.models import save_project
 
@@ -98,7 +98,7 @@ def without_tracing() -> Iterator[None]:
         yield
 
 
-def held_out_and_evaluated(found: Job) -> list[list[tuple[int, ...]]]:
+def held_out_and_evaluated(found: Pruning) -> list[list[tuple[int, ...]]]:
     """Return the token ids of the rows that are held out, and of those that are evaluated, each in sorted order."""
     return [
         sorted(

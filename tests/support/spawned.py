@@ -12,8 +12,8 @@ import torch
 
 from hies_export import DataError, HiesError, PruningRecipe, collect_statistics, processes
 from hies_export.model.internals import require_onnx_exporter
-from hies_export.pipeline.load_job import load_job
 from support.cuts import effects
+from support.loading import load_pruning
 from support.runs import hies, without_tracing
 
 require_onnx_exporter()  # where this is imported: once for all processes that are forked from there
@@ -28,7 +28,7 @@ def run(project: Path, name: str) -> None:
 
 def statistics(project: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Return every statistic, and effects, of a project's model."""
-    prepared = load_job(PruningRecipe.from_yaml(project / "recipe.yaml"))
+    prepared = load_pruning(PruningRecipe.from_yaml(project / "recipe.yaml"))
     sites, batches = prepared.scored, prepared.rows.score
     found = collect_statistics(prepared.model, batches, sites, needs=ALL_STATISTICS)
     layers = effects(prepared.model, batches, sites)

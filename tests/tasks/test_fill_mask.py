@@ -177,7 +177,7 @@ def test_batches_of_the_collator_lose_the_rows_without_a_mask(model: PreTrainedM
     assert 100 < rows < 160
     compensation = {"method": "least_squares"}
     result = prune(model, given, criterion="his", budget={"heads": 0.4}, compensation=compensation)
-    kept = [*result.job.rows.score, *result.job.rows.held_out]
+    kept = [*result.pruning.rows.score, *result.pruning.rows.held_out]
     assert sum(len(batch["labels"]) for batch in kept) == rows
     assert result.held_out is not None
     assert result.held_out.metrics.keys() == {"perplexity", "token_accuracy"}

@@ -108,7 +108,7 @@ def test_a_task_of_classes_takes_a_name_and_a_class(folder: Path) -> None:
         TASKS.pop("sentence-order")
         pairs = [(text, other) for text, other in zip(TEXTS[:32], TEXTS[32:64], strict=True)]
         result = prune(load(folder / "model"), pairs, processor=word_tokenizer(WORDS), budget={"heads": 0.5})
-        assert type(result.job.task) is names["NextSentencePrediction"]
+        assert type(result.pruning.task) is names["NextSentencePrediction"]
         assert result.held_out is not None
         assert result.held_out.metrics.keys() == {"accuracy"}
         ids = torch.ones(4, 6, dtype=torch.int64)

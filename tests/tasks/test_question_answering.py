@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from support.answers import letter_tokenizer, questions, reading_model, save_questions
+from support.loading import load_pruning
 from support.models import shake
 from support.reading import reading
 from support.runs import hies
@@ -24,7 +25,6 @@ from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import inputs_of, samples_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, predict_by, references
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.recipe.sections import Columns
@@ -215,7 +215,7 @@ def test_a_data_set_is_divided_between_questions(pruned: PruneResult) -> None:
     """The windows of one question are all scored on, or all held out."""
     calibration, held_out = (
         ["".join(map(chr, row[row >= 0].tolist())) for batch in of for row in batch["context"]]
-        for of in (pruned.job.rows.score, pruned.job.rows.held_out)
+        for of in (pruned.pruning.rows.score, pruned.pruning.rows.held_out)
     )
     rows = questions(24, words=(5, 90))["context"][:]
     assert set(calibration).isdisjoint(held_out)
@@ -228,7 +228,7 @@ def test_a_data_set_is_divided_between_questions(pruned: PruneResult) -> None:
 
 
 def test_the_cut_model_is_the_masked_one(pruned: PruneResult) -> None:
-    dense, plan = pruned.job.model, pruned.plan
+    dense, plan = pruned.pruning.model, pruned.plan
     assert plan.removed > 0
 
     def keep(units: Sequence[int], width: int) -> Any:
@@ -243,9 +243,9 @@ def test_the_cut_model_is_the_masked_one(pruned: PruneResult) -> None:
         dense.get_submodule(module.consumer).register_forward_pre_hook(
             keep(plan.kept[module.name].units, module.unit_width)
         )
-        for module in pruned.job.modules
+        for module in pruned.pruning.modules
     ]
-    for batch in pruned.job.rows.held_out:
+    for batch in pruned.pruning.rows.held_out:
         with torch.no_grad():
             masked, slim = (model(**inputs_of(batch)) for model in (dense, pruned.model))
         for name in ("start_logits", "end_logits"):
@@ -276,7 +276,7 @@ def test_batches_of_a_training_loop_are_pruned(form: str, labelled: bool) -> Non
     if form == "rows":
         given = Dataset.from_dict({key: torch.cat([batch[key] for batch in batches]).tolist() for key in batches[0]})
     result = prune(model, given, budget={"heads": 0.3}, criterion="his", processor=letter_tokenizer())
-    batch = result.job.rows.held_out[0]
+    batch = result.pruning.rows.held_out[0]
     with torch.no_grad():
         output = model(**inputs_of(batch))
     best = []
@@ -350,7 +350,7 @@ def test_a_recipe_is_proposed_by_the_names_of_columns(tmp_path: Path) -> None:
 def test_what_a_recipe_cannot_ask_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     recipe = save_questions(tmp_path, train=20, validation=10, prune={"budget": {"heads": 0.3}})
     with pytest.raises(HiesError, match=message):
-        load_job(PruningRecipe.from_yaml(recipe, change))
+        load_pruning(PruningRecipe.from_yaml(recipe, change))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support.loading import load_pruning
 from support.reading import reading
 from support.references import naive_statistics
 from support.runs import hies
@@ -354,14 +355,14 @@ def test_what_training_reads_is_pruned_in_memory(given: str, labelled: bool) -> 
         compensation={"method": "least_squares"},
         processor=tag_tokenizer(),
     )
-    held_out = result.job.rows.held_out
+    held_out = result.pruning.rows.held_out
     # Without labels, nothing tells the first token of a word from others. Refitting needs no labels, but their places.
     first = {tuple(row["input_ids"]): torch.tensor(row["labels"]) != -100 for row in rows}
-    for batch in result.job.rows.refit:
+    for batch in result.pruning.rows.refit:
         for ids, mask, judged in zip(batch["input_ids"], batch["attention_mask"].bool(), batch["judged"], strict=True):
             places = first[tuple(ids[mask].tolist())]
             assert int(judged.sum()) == (int(places.sum()) if labelled else len(places))
-    assert not any("labels" in batch for batch in result.job.rows.refit)
+    assert not any("labels" in batch for batch in result.pruning.rows.refit)
     dense, slim = (tags_of(one, held_out) for one in (model, result.model))
     same = [entities(one) == entities(two) for one, two in zip(dense, slim, strict=True)]
     found = result.held_out
@@ -464,10 +465,10 @@ def test_a_promise_over_entities_needs_fewer_rows_than_one_over_sentences(tmp_pa
     """Two thirds of 200 rows are held out, as 97 % takes 130 for entities. It takes 203 for sentences."""
     recipe = PruningRecipe.from_yaml(save_tagger(tmp_path, validation=200, prune={"budget": {"heads": 0.3}}))
     over_entities = recipe.model_copy(update={"evaluation": EvaluationSection(split="validation", metrics=OWN_FIRST)})
-    assert load_job(over_entities.to_deploy(keep=0.97)).rows.splits.held_out == HeldOutSection(
+    assert load_job(over_entities.to_deploy(keep=0.97))[1].splits.held_out == HeldOutSection(
         split="validation", samples=133
     )
     with pytest.raises(
         RequestError, match=r"from 194 held-out rows or more, and there are 80"
     ):  # of the rows to train on
-        load_job(recipe.to_deploy(keep=0.97))
+        load_pruning(recipe.to_deploy(keep=0.97))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.loading import load_pruning
 from support.reading import share_same
 from support.sweeps import save_sweep_project, sweep_row
 from support.tolerance import assert_same_text
@@ -77,7 +78,7 @@ def test_rows_are_what_a_single_run_of_each_finds(
         if row["compensation"] == "none":
             fields["prune"]["compensation"] = None
         alone = PruningRecipe(**fields)
-        prepared = load_job(alone)
+        prepared = load_pruning(alone)
         plan = choose(prepared, calibrate(prepared)).plan
         if row["alpha_by"] == "auto":
             assert plan.alpha == row["alpha"]
@@ -106,7 +107,7 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
     assert list(rows) == [("his", "none"), *((name, "none") for name in JUDGED_ONLY), ("his", "least_squares")]
     fields = recipe.model_dump()
     fields["calibration"] |= {"seed": 1}
-    prepared = load_job(PruningRecipe(**fields))
+    prepared = load_pruning(PruningRecipe(**fields))
     model, sites, evaluation = prepared.model, prepared.modules, prepared.rows.evaluation
     dense = predict(model, evaluation)
     taylor = channel_taylor(model, prepared.rows.score, sites)
@@ -333,8 +334,8 @@ def test_the_command_prints_tables_and_one_line_of_json(
 
 
 def test_another_seed_draws_other_rows_for_the_same_model(recipe_file: Path) -> None:
-    first = load_job(PruningRecipe.from_yaml(recipe_file))
-    again = redrawn(first, PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}))
+    first, delivery = load_job(PruningRecipe.from_yaml(recipe_file))
+    again = redrawn(first, delivery, PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}))
     assert again.model is first.model
     assert again.rows.evaluation is first.rows.evaluation
     ids = [found.rows.score[0]["input_ids"] for found in (first, again)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.loading import load_pruning
 from support.models import causal_lm, save_stories
 from support.reading import share_same
 from support.sweeps import save_sweep_project
@@ -17,7 +18,6 @@ from hies_export.cli.main import main
 from hies_export.evaluate.predict import predict
 from hies_export.kinds import MLP
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.stages import calibrate, cut_beside
 from hies_export.slim.refit import Compensation
 from hies_export.tasks import TextClassification
@@ -79,7 +79,7 @@ def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, swept: Path, crite
         == (criterion, compensation, "attention+mlp", 0.7)
     )
     recipe = PruningRecipe.from_yaml(recipe_file, {"prune.criterion": criterion})
-    prepared = load_job(recipe)
+    prepared = load_pruning(recipe)
     evaluation = prepared.rows.evaluation
     plan = choose(prepared, calibrate(prepared)).plan
     assert (row["heads_removed"], row["neurons_removed"]) == (plan.removed, plan.removed_neurons)

@@ -1,0 +1,187 @@
+"""Hold how a pruned model is exported, timed, saved and reported: a `Delivery`; and save it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from .. import processes
+from ..checkpoint.load import Source
+from ..checkpoint.save import save_slim
+from ..checkpoint.sentence import Unwrapped
+from ..checkpoint.weights import weight_bytes
+from ..data.batches import Batch
+from ..evaluate.predict import Predictor
+from ..forms.form import Compound, predictor
+from ..forms.formats import Exporter, Given
+from ..forms.latency import TimedOn, latency_table
+from ..forms.measured import MeasureOptions
+from ..forms.onnx.quantize import check_quantizable
+from ..forms.runtimes.base import RUNTIMES
+from ..model.tokens import first_samples
+from ..recipe.budget import TimedSection
+from ..recipe.sections import DeploySection, ExportSection
+from ..report.provenance import Request
+from ..report.words import vocabulary_words
+from ..select.cost import CostTable
+from .draw import Splits
+from .pruning import Pruning, Rows
+from .stages import Slim
+from .trimming import Reading
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """How a pruned model is exported, timed, joined, saved and reported.
+
+    Attributes:
+        exporter: What exports models for runtimes that read files, by the options of the recipe.
+        given: What the model was taken from, such as a SentenceTransformer; it also wraps slim models.
+        measure: Which runtimes to time on, and how often.
+        compound: How to join both models.
+        deploy: What to search for in place of a budget.
+        source: How the dense model is stored; None in memory.
+        asked: The fields of the recipe, for the report; None in memory.
+        reading: How rows are read; None in memory.
+        splits: Where they were read from; None in memory.
+        in_order: The first evaluation rows as they come, in batches of a size, to time on; None in memory.
+        evaluation_of: How many samples the evaluated split has.
+        began: When the recipe began to be read, by `time.monotonic`.
+    """
+
+    exporter: Exporter
+    given: Unwrapped
+    measure: MeasureOptions = field(default_factory=lambda: MeasureOptions(()))
+    compound: Compound | None = None
+    deploy: DeploySection | None = None
+    source: Source | None = None
+    asked: Request | None = None
+    reading: Reading | None = None
+    splits: Splits | None = None
+    in_order: Callable[[int], list[Batch]] | None = None
+    evaluation_of: int = 0
+    began: float = 0.0
+
+    @property
+    def deadline(self) -> float:
+        """When `deploy` should end, by `time.monotonic`."""
+        minutes = None if self.deploy is None else self.deploy.minutes
+        return math.inf if minutes is None else self.began + 60 * minutes
+
+    @property
+    def export(self) -> ExportSection:
+        """The options that the slim model is exported by."""
+        return self.exporter.options
+
+    def serve(self, served: TimedSection) -> Predictor:
+        """Return what predicts as a model is served: exported, on its runtime."""
+        return predictor(self.exporter, served.runtime, served.dtype)
+
+    def timed_on(self, pruning: Pruning) -> TimedOn:
+        """Return where a budget of time is measured."""
+        timed = pruning.budget.timed
+        assert timed is not None
+        return TimedOn(
+            runtime=timed.runtime,
+            batch=pruning.shapes[pruning.shape_of(timed)],
+            exporter=self.exporter,
+            dtype=timed.dtype,
+            repeats=self.measure.repeats,
+            min_seconds=self.measure.min_seconds,
+        )
+
+    def time_cuts(self, pruning: Pruning) -> CostTable:
+        """Time cuts where the budget says, and return what every bundle of units saves; the same in all processes."""
+        where, unit = self.timed_on(pruning), pruning.options.unit
+        return processes.on_main(
+            lambda: latency_table(pruning.model, pruning.scored, where, unit=unit, progress=pruning.progress)
+        )
+
+
+def exporter_of(options: ExportSection, rows: Rows, processor: Any) -> Exporter:
+    """Return what exports models that read such rows."""
+    return Exporter(options, Given(first_samples(rows.score[0]), processor, rows.refit or rows.score))
+
+
+def check_delivery(pruning: Pruning, delivery: Delivery) -> None:
+    """Refuse, before anything is computed, runtimes that cannot hold the model."""
+    timed = pruning.budget.timed
+    named = [*(name for name, _ in delivery.measure.ways), *([] if timed is None else [timed.runtime])]
+    if any(RUNTIMES[name].bits == ("int8",) for name in named):
+        check_quantizable(pruning.model, "int8")
+
+
+def on_rows(pruning: Pruning) -> bool:
+    """Return whether a deployment is timed on rows as they come: no shapes are given, and a row is one forward pass."""
+    return pruning.length is not None and not pruning.task.generative
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A slim checkpoint: the size of its weights in bytes, and the largest difference after loading it again."""
+
+    bytes: int
+    reload_max_abs: float
+
+
+def save(
+    pruning: Pruning,
+    delivery: Delivery,
+    slim: Slim,
+    folder: str | Path,
+    *,
+    processor: Any = None,
+    refit_file: Path | None = None,
+    overwrite: bool = False,
+) -> Saved:
+    """Save a slim model, load it again and compare; of several processes, the first does.
+
+    The licence of the dense model's folder is copied. The refitted layers of a compensated model go to `refit_file`, by
+    default into `folder`.
+    """
+    pruning.progress.stage("save, load again and compare")
+    source = delivery.source
+    if pruning.trimming is not None:
+        logger.warning("%s", vocabulary_words(pruning.trimming.facts))
+
+    def write() -> Saved:
+        if slim.refitted is not None and refit_file is not None:
+            save_file(slim.refitted, refit_file)
+        max_abs = save_slim(
+            slim.model,
+            folder,
+            plan=slim.plan,
+            batch=pruning.sample,
+            processor=processor or pruning.processor,
+            dense=None if source is None else source.folder,
+            dtype=pruning.dtype,
+            refitted=slim.refitted if refit_file is None else None,
+            wrap=delivery.given.wrap,
+            overwrite=overwrite,
+        )
+        return Saved(weight_bytes(folder), max_abs)
+
+    saved = processes.on_main(write)
+    if source is not None:
+        _warn_if_larger(saved, source)
+    return saved
+
+
+def _warn_if_larger(saved: Saved, source: Source) -> None:
+    """Warn if a slim checkpoint has more bytes than its source."""
+    if saved.bytes > source.bytes:
+        logger.warning(
+            "the slim checkpoint has %.1f MB, more than the %.1f MB of its source, because it is saved in %s; set "
+            "save_dtype to the dtype of the source",
+            saved.bytes / 1e6,
+            source.bytes / 1e6,
+            str(source.dtype).removeprefix("torch."),
+        )

@@ -1,0 +1,191 @@
+"""Make the `Pruning` and the `Delivery` of a model in memory and its batches; see `prune`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..checkpoint.load import check_in_memory
+from ..checkpoint.sentence import Unwrapped
+from ..data.batches import Batch
+from ..data.rows import common_values, drawn_order, has_one_value, number_rows, side_by_side, whole
+from ..errors import RequestError
+from ..evaluate.metrics import check_metrics
+from ..evaluate.ranking import kind_of_rows
+from ..model.text_encoder import TextEncoder
+from ..progress import Progress
+from ..recipe.sections import ComparisonSection, ExportSection
+from ..tasks import Task, task_of
+from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled, usual_columns
+from ..tasks.registry import refuse_unknown
+from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning
+from .recipe import PruneSection
+from .trimming import PER_SAMPLE, Trimming, beside_whole, recut_of, trim_in_memory
+
+if TYPE_CHECKING:
+    from .delivery import Delivery
+
+
+def take(
+    given: Unwrapped,
+    options: PruneSection,
+    batches: Any,
+    *,
+    held_out: Any,
+    compensation_batches: Any,
+    processor: Any,
+    columns: Mapping[str, Any] | None,
+    vocabulary: Mapping[str, Any] | Sequence[str] | None,
+    evaluation: ComparisonSection,
+    shape: tuple[int, ...] | None,
+    seed: int,
+    progress: Progress,
+) -> Pruning:
+    """Return the pruning of a model; without a budget in the options, of one that a plan cuts."""
+    model, processor = given.model, processor or given.processor
+    if torch.is_inference_mode_enabled():
+        raise RequestError(
+            "pruning takes gradients, which torch.inference_mode() rules out; call it outside of that block, or inside "
+            "of torch.no_grad(), which it may be in"
+        )
+    refuse_unknown(model)
+    check_in_memory(model)
+    if processor is not given.processor and isinstance(model, TextEncoder):
+        model.read_by(processor)
+    trimming = None
+    if vocabulary is not None:
+        given_rows = {"batches": batches, "held_out": held_out, "compensation_batches": compensation_batches}
+        task = task_of(model)
+        model, processor, trimming = trim_in_memory(model, processor, given_rows, columns, vocabulary, task)
+
+    def read(model: PreTrainedModel, processor: Any) -> tuple[Task, Rows]:
+        task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
+        how = {"task": task, "processor": processor, "columns": columns, "max_length": given.max_length}
+        of = partial(batches_of, model, **how)
+        fields = columns
+        if columns is None and task.embeds and isinstance(batches, datasets.Dataset):
+            fields = usual_columns(batches, type(task))
+        together = None if fields is None else fields.get("query") or fields.get("group")
+        return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches, together)
+
+    if trimming is None:
+        task, rows = read(model, processor)
+    else:
+        task, rows = _read_for_both(read, model, processor, trimming)
+        trimming = trimming.on(rows.in_dense.get("held_out", []), rows.held_out)
+    timed = None if options.budget is None else options.budget.timed
+    if timed is not None:
+        from ..forms.runtimes.base import check_dtypes, check_one_graph, check_runtime
+
+        check_runtime(timed.runtime, task=type(task))
+        check_one_graph([timed.runtime], type(task))
+        check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
+    kind = kind_of_rows(rows.held_out, embeds=task.embeds)
+    usual = task.usual_metrics(rows=kind)
+    metrics = evaluation.metrics or (usual if trimming is None else beside_whole(usual))
+    limited = options.budget and options.budget.metric
+    how: dict[str, Any] = {"predicts": task.predicts, "rows": kind, "labels": getattr(model.config, "num_labels", None)}
+    check_metrics((*metrics, *([limited] if limited else [])), **how, trimmed=trimming is not None)
+    pruning = make_pruning(
+        model,
+        rows,
+        options,
+        task=task,
+        shapes=() if shape is None else (shape,),
+        processor=processor,
+        metrics=tuple(metrics),
+        serve=lambda served: delivery_of(rows, processor, given).serve(served),
+        time_cuts=lambda pruning: delivery_of(rows, processor, given).time_cuts(pruning),
+        trimming=trimming,
+        seed=seed,
+        progress=progress,
+    )
+    if options.budget is not None:
+        check_pruning(pruning)
+        if timed is not None:
+            from .delivery import check_delivery
+
+            check_delivery(pruning, delivery_of(rows, processor, given))
+        check_apart(pruning)
+    return pruning
+
+
+def delivery_of(rows: Rows, processor: Any, given: Unwrapped) -> Delivery:
+    """Return how a model in memory is delivered; what that takes is imported here alone."""
+    from .delivery import Delivery, exporter_of
+
+    return Delivery(exporter=exporter_of(ExportSection(), rows, processor), given=given)
+
+
+def _read_for_both(
+    read: Callable[[PreTrainedModel, Any], tuple[Task, Rows]],
+    model: PreTrainedModel,
+    processor: Any,
+    trimming: Trimming,
+) -> tuple[Task, Rows]:
+    """Return the task of a model without the tokens that went, and its rows, with the held-out ones for both models."""
+    whole, dense = read(trimming.dense, trimming.processor)
+    # Texts to embed come in the order of their lengths, which are others in other tokens.
+    if whole.predicts in PER_SAMPLE and not whole.embeds:
+        task, rows = read(model, processor)
+        return task, replace(rows, in_dense={"held_out": dense.held_out})
+    recut = recut_of(trimming, whole, processor, model.config).batches
+    in_dense, held_out = recut(dense.held_out)
+    rows = Rows(recut(dense.score)[1], held_out, recut(dense.refit)[1], in_dense={"held_out": in_dense})
+    return task_of(model, tolerance=whole.tolerance, threshold=whole.threshold), rows
+
+
+def _rows_in_memory(
+    read: Callable[..., list[Batch]],
+    task: Task,
+    options: PruneSection,
+    batches: Any,
+    held_out: Any,
+    compensation_batches: Any,
+    together: str | None,
+) -> Rows:
+    divided = held_out is None and isinstance(batches, datasets.Dataset) and len(batches) > 1
+    if divided and (task.a_row_is_a_sample or task.rows_together or together is not None):
+        batches, held_out = _divided(number_rows(batches, source="batches"), together)
+    score = read(batches, what="batches")
+    apart: list[Batch] = []
+    if held_out is None:
+        score, apart = split_held_out(score)
+    elif not isinstance(held_out, (list, tuple)) or held_out:
+        apart = read(held_out, what="held_out", use="judge")
+    if not apart and (choice := options.judged_on_held_out):
+        raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
+    refit: list[Batch] = []
+    if options.compensation is not None:
+        given = compensation_batches
+        refit = score if given is None else read(given, what="compensation_batches")
+        refit = first_rows(unlabelled(refit, task), options.compensation.samples)
+    return Rows(score, apart, refit)
+
+
+def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Return rows, and a drawn quarter of them, which is held out: none if they are of one query.
+
+    Rows, not batches: queries and documents, or windows of one text, must come together. Rows of one value in the
+    column `together` are on one side. Of those without one, documents to search in, a quarter is held out too.
+    """
+    order = values = drawn_order(len(rows))
+    if together is not None and has_one_value(rows, together):  # what reads other columns refuses them
+        values = np.array(common_values(rows, together), dtype=object)
+        order = side_by_side(order, values)
+        values = values[order]
+    there = sum(value is not None for value in values) or len(rows)
+    first = there - whole(values[:there][::-1].tolist(), max(1, there // 4))
+    end = len(rows) - (len(rows) - there) // 4
+    if not first:
+        return rows, None
+    parts = [*range(first), *range(there, end)], [*range(first, there), *range(end, len(rows))]
+    scored, held_out = (rows.select(np.sort(order[part])) for part in parts)
+    return scored, held_out
