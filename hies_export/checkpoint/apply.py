@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..data.processors import load_processor
 from ..errors import PlanError
 from ..kinds import ATTENTION
+from ..model.text_encoder import Unwrapped
 from ..model.tokens import sample_batch
 from ..progress import SILENT, Progress
 from ..select.fingerprint import fingerprint
@@ -31,7 +32,7 @@ from .classes import load_config, refuse_quantised
 from .folders import refuse_existing
 from .load import load
 from .save import load_refit, read_refit, save_slim, warn_uncompensated
-from .sentence import Unwrapped, kind_in, load_sentence
+from .sentence import kind_in, load_sentence
 from .weights import load_weights, stored_dtype, weight_bytes, weight_files
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import RequestError, listed, refusing
+from ..errors import RequestError, refusing
 from ..model.copies import parameter_bytes
-from ..model.internals import auto_classes, commit_of, empty_model, never_asking, reads_old_names, use_torch_attention
-from ..model.text_encoder import TextEncoder
+from ..model.internals import auto_classes, commit_of, never_asking, reads_old_names, use_torch_attention
 from ..model.tokens import refuse_encoder_decoder, synthetic_batch
 from ..select.plan import PruningPlan, library_versions
 from ..slim.config import is_slim
@@ -24,7 +22,7 @@ from ..units.heads import find_attention
 from ..units.units import PrunableModule
 from .beside import COMPANIONS, fetch_files
 from .classes import AGAIN, class_named, config_of_class, find_model_class, hub_options, read_config
-from .weights import lacks_pooler, load_weights, skeleton_of_files, stored_dtype, stored_shapes, weight_files
+from .weights import load_weights, skeleton_of_files, stored_dtype, stored_shapes, weight_files
 
 
 @dataclass(frozen=True)
@@ -97,49 +95,6 @@ def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, 
     )
     fits = device == "cpu" or parameter_bytes(model) < SHARE_OF_GPU * torch.cuda.mem_get_info()[0]
     return model.to(device) if fits else model
-
-
-def check_in_memory(model: PreTrainedModel) -> None:
-    """Refuse a model that was changed in ways that neither its copies nor its files would keep.
-
-    A forward that is a function put on a module computes with that module even in a copy, as after
-    `model.forward = torch.compile(model.forward)`. A checkpoint gives back the parameters of the class and the config,
-    and no others. Layers may have been resized.
-
-    Raises:
-        RequestError: A module has such a forward, a parameter holds no data, or names of parameters, or which of them
-            are shared, differ from what the class makes of the config.
-    """
-    inner = model.auto_model if isinstance(model, TextEncoder) else model
-    for name, module in inner.named_modules():
-        if isinstance(vars(module).get("forward"), FunctionType):
-            raise RequestError(
-                f"every module must compute by the forward of its class, but {name or 'the model'} has one of its own, "
-                "such as torch.compile or a patch puts there; prune the model first, or load it again without"
-            )
-    parameters = dict(inner.named_parameters(remove_duplicate=False))
-    if empty := [name for name, parameter in parameters.items() if parameter.is_meta]:
-        raise RequestError(
-            f"the weights must be in memory, but {listed(empty, most=3)} of this {type(inner).__name__} have no data; "
-            "load it without offloading its weights"
-        )
-    built = dict(empty_model(type(inner), inner.config).named_parameters(remove_duplicate=False))
-    surplus, lost = sorted(parameters.keys() - built.keys()), sorted(built.keys() - parameters.keys())
-    if surplus or (lost and not lacks_pooler(inner, lost)):
-        differs = [f"has {listed(surplus, most=3)}"] * bool(surplus) + [f"lacks {listed(lost, most=3)}"] * bool(lost)
-        raise RequestError(
-            "a model must have the parameters that its class and config give it, because no others come back from a "
-            f"checkpoint, but this {type(inner).__name__} {' and '.join(differs)}; change the config or the model back "
-            "(torch.nn.utils.prune.remove and remove_parametrizations make plain weights)"
-        )
-    first: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        other = first.setdefault(id(parameter), name)
-        if built[name] is not built[other]:
-            raise RequestError(
-                f"parameters may be shared only as the config says, as a checkpoint holds them once, but {name} of "
-                f"this {type(inner).__name__} is {other}; set tie_word_embeddings in its config if they are embeddings"
-            )
 
 
 @never_asking()

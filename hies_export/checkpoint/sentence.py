@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +22,7 @@ from ..errors import RequestError, listed, quoted, refusing, require_package, sh
 from ..files import Rule, Schema, read_json
 from ..model.internals import auto_classes, file_of, layers_unwarned, model_class_of, never_asking, sentence_options
 from ..model.online import hub_or_cache
-from ..model.text_encoder import ENCODERS, TextEncoder
+from ..model.text_encoder import ENCODERS, TextEncoder, Unwrapped
 from ..model.tokens import longest_sequence, shortest_limit
 from ..slim.config import slim_class
 from .beside import COMPANIONS, fetch, fetch_files, write_json
@@ -66,25 +66,6 @@ class _Options(Schema):
     """The field of config_sentence_transformers.json that says how to load the folder."""
 
     model_type: str | None = None
-
-
-@dataclass(frozen=True)
-class Unwrapped:
-    """A model of transformers, and how to put a slim one in place of it.
-
-    Attributes:
-        model: The model to prune, which shares its weights with what was given.
-        processor: The tokenizer of what was given; None for a plain model.
-        wrap: Turns a slim model, and a tokenizer or None, into a new object of the class that was given.
-        max_length: Longest pair of texts in tokens that a CrossEncoder reads; None for no limit.
-        folder: Where the files of the model are; None in memory.
-    """
-
-    model: Any
-    processor: Any = None
-    wrap: Callable[[Any, Any], Any] = lambda slim, _: slim
-    max_length: int | None = None
-    folder: Path | None = None
 
 
 def kind_in(path: str | Path, **hub: Any) -> str | None:

@@ -5,7 +5,6 @@ What transformers would load wrongly without a word, or only with all the memory
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import re
@@ -25,6 +24,7 @@ from ..model.internals import (
     configs_in,
     empty_model,
     file_of,
+    lacks_pooler,
     layers_unwarned,
     load_report,
     use_torch_attention,
@@ -222,13 +222,3 @@ def _held(file: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
     else:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
         yield from ((name, tensors[name]) for name in names.intersection(tensors))
-
-
-def lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
-    """Return whether all that is missing is the layer on the first token, which embeddings of texts do not use.
-
-    Encoders that were trained as embedding models from a masked language model have none.
-    """
-    names = list(missing)
-    optional = any("add_pooling_layer" in inspect.signature(base).parameters for base in type(model).__mro__[:-1])
-    return optional and bool(names) and all(name.startswith("pooler.") for name in names)

@@ -616,3 +616,13 @@ def sentence_options(model: Any) -> dict[str, Any]:
     """Return what a SentenceTransformer writes into config_sentence_transformers.json."""
     found: dict[str, Any] = model._get_model_config()
     return found
+
+
+def lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
+    """Return whether all that is missing is the layer on the first token, which embeddings of texts do not use.
+
+    Encoders that were trained as embedding models from a masked language model have none.
+    """
+    names = list(missing)
+    optional = any("add_pooling_layer" in inspect.signature(base).parameters for base in type(model).__mro__[:-1])
+    return optional and bool(names) and all(name.startswith("pooler.") for name in names)

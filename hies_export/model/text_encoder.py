@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -149,3 +150,22 @@ class TextEncoder(PreTrainedModel):
             features = module(features)
         embedding = features["sentence_embedding"][..., : self.reader.given.truncate_dim]
         return EmbeddingOutput(last_hidden_state=tokens, sentence_embedding=embedding)
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    """A model of transformers, and how to put a slim one in place of it.
+
+    Attributes:
+        model: The model to prune, which shares its weights with what was given.
+        processor: The tokenizer of what was given; None for a plain model.
+        wrap: Turns a slim model, and a tokenizer or None, into a new object of the class that was given.
+        max_length: Longest pair of texts in tokens that a CrossEncoder reads; None for no limit.
+        folder: Where the files of the model are; None in memory.
+    """
+
+    model: Any
+    processor: Any = None
+    wrap: Callable[[Any, Any], Any] = lambda slim, _: slim
+    max_length: int | None = None
+    folder: Path | None = None

@@ -1,15 +1,17 @@
 """Prune a model in memory, or run a recipe from start to end.
 
 The input is a model with batches, or a recipe; the output is a `PruneResult`, or the folder of a run and its `Report`.
-Both become a `Job`, and every stage is a function of a `Job` and of what the stage before it returned.
+Both become a `Pruning`, which every stage takes with what the stage before it returned. How the slim model is exported,
+timed, saved and reported is a `Delivery`, of which choosing and cutting know nothing.
 
 In the order of reading:
 
-- `job.py`: `Job`, and `job_in_memory`; `load_job.py`: the job of a recipe. `accept.py` checks the model on its rows.
-- `stages.py`: `calibrate`, `score`, `select`, `cut`, `compare`, `save`, and the values between them.
+- `pruning.py`: `Pruning`, and what is checked before anything is computed; `accept.py` checks the model on its rows.
+- `stages.py`: `calibrate`, `score`, `select`, `cut`, `compare`, and the values between them.
 - `choose.py`: what stays within the budget; `search.py`: the largest cut that keeps a promise; `held_out.py`: alphas
   and criteria, by held-out rows.
-- `prune.py`: `prune`, these stages in memory.
+- `prune.py`: `prune`, these stages in memory, with the `Pruning` that `in_memory.py` makes.
+- `delivery.py`: `Delivery`, and `save`; `load_job.py`: the pruning and the delivery of a recipe.
 - `run.py`: `run`, these stages with a folder; `deploy`, a run whose cut is searched for in all forms (`fastest.py`).
 - `journal.py`: what a run ranked and refitted so far, kept on the disk until it ends, so that a killed one goes on.
 - `price.py`: how many minutes and how much memory a run takes, said while it runs.

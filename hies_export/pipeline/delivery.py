@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from .. import processes
 from ..checkpoint.load import Source
 from ..checkpoint.save import save_slim
-from ..checkpoint.sentence import Unwrapped
 from ..checkpoint.weights import weight_bytes
 from ..data.batches import Batch
 from ..evaluate.predict import Predictor
@@ -24,6 +23,7 @@ from ..forms.latency import TimedOn, latency_table
 from ..forms.measured import MeasureOptions
 from ..forms.onnx.quantize import check_quantizable
 from ..forms.runtimes.base import RUNTIMES
+from ..model.text_encoder import Unwrapped
 from ..model.tokens import first_samples
 from ..recipe.budget import TimedSection
 from ..recipe.sections import DeploySection, ExportSection

@@ -12,25 +12,24 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoint.load import check_in_memory
-from ..checkpoint.sentence import Unwrapped
 from ..data.batches import Batch
 from ..data.rows import common_values, drawn_order, has_one_value, number_rows, side_by_side, whole
 from ..errors import RequestError
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import kind_of_rows
-from ..model.text_encoder import TextEncoder
+from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import Progress
 from ..recipe.sections import ComparisonSection, ExportSection
 from ..tasks import Task, task_of
 from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled, usual_columns
 from ..tasks.registry import refuse_unknown
+from .accept import check_in_memory
 from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning
 from .recipe import PruneSection
-from .trimming import PER_SAMPLE, Trimming, beside_whole, recut_of, trim_in_memory
 
 if TYPE_CHECKING:
     from .delivery import Delivery
+    from .trimming import Trimming
 
 
 def take(
@@ -61,6 +60,8 @@ def take(
         model.read_by(processor)
     trimming = None
     if vocabulary is not None:
+        from .trimming import trim_in_memory
+
         given_rows = {"batches": batches, "held_out": held_out, "compensation_batches": compensation_batches}
         task = task_of(model)
         model, processor, trimming = trim_in_memory(model, processor, given_rows, columns, vocabulary, task)
@@ -89,7 +90,7 @@ def take(
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
     kind = kind_of_rows(rows.held_out, embeds=task.embeds)
     usual = task.usual_metrics(rows=kind)
-    metrics = evaluation.metrics or (usual if trimming is None else beside_whole(usual))
+    metrics = evaluation.metrics or (usual if trimming is None else trimming.metrics(usual))
     limited = options.budget and options.budget.metric
     how: dict[str, Any] = {"predicts": task.predicts, "rows": kind, "labels": getattr(model.config, "num_labels", None)}
     check_metrics((*metrics, *([limited] if limited else [])), **how, trimmed=trimming is not None)
@@ -131,6 +132,8 @@ def _read_for_both(
     trimming: Trimming,
 ) -> tuple[Task, Rows]:
     """Return the task of a model without the tokens that went, and its rows, with the held-out ones for both models."""
+    from .trimming import PER_SAMPLE, recut_of
+
     whole, dense = read(trimming.dense, trimming.processor)
     # Texts to embed come in the order of their lengths, which are others in other tokens.
     if whole.predicts in PER_SAMPLE and not whole.embeds:

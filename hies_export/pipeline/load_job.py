@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..calibrate.walk import device_of_blocks
 from ..checkpoint.classes import load_config, refuse_quantised
 from ..checkpoint.load import device_to_prune_on, load_dense, source_of, task_class
-from ..checkpoint.sentence import EMBEDDER, RERANKER, Unwrapped, kind_in, load_sentence
+from ..checkpoint.sentence import EMBEDDER, RERANKER, kind_in, load_sentence
 from ..data.batches import Batch, check_one_size, is_of_documents
 from ..data.processors import load_processor, settle_padding, tokenizer_of
 from ..data.rows import load_rows, may_overlap, taken_from, whole_split
@@ -34,7 +34,7 @@ from ..forms.measured import MeasureOptions
 from ..forms.runtimes.base import GPU_HALF_STEP, RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.time import ROWS
 from ..kinds import MLP
-from ..model.text_encoder import TextEncoder
+from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection, VocabularySection
 from ..report.provenance import Request
@@ -44,7 +44,7 @@ from .delivery import Delivery, check_delivery, exporter_of
 from .draw import Drawn, Draws, Promise, Splits, all_looks, draw, evaluated, hold_out
 from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning, promised_metric
 from .recipe import PruningRecipe
-from .trimming import Reading, Texts, beside_whole, read_tokens, texts_in, texts_of, trim
+from .trimming import Reading, Texts, Trimming, read_tokens, texts_in, texts_of, trim
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +280,7 @@ def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
     choices = task.generative and recipe.data.label is not None and not of_tokens
     trimmed = recipe.vocabulary is not None
     usual = task.usual_metrics(rows=rows, answers=recipe.data.answer is not None, choices=choices)
-    metrics = recipe.evaluation.metrics or (beside_whole(usual) if trimmed else usual)
+    metrics = recipe.evaluation.metrics or (Trimming.metrics(usual) if trimmed else usual)
     predicts = "choices" if choices else task.predicts
     names, labels = tuple(dict.fromkeys((*metrics, *extra))), getattr(task.config, "num_labels", None)
     check_metrics(names, predicts=predicts, rows=rows, labels=labels, trimmed=trimmed)

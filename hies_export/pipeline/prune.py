@@ -16,12 +16,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..checkpoint.sentence import Unwrapped, unwrap
 from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
-from ..model.text_encoder import TextEncoder
+from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import SILENT, Progress, without_reports
 from ..recipe.budget import Budget, Outcome
 from ..recipe.gone import refusing_gone
@@ -365,7 +364,7 @@ def prune(
     }
     asked = _asked(options, plan, vocabulary)
     comparison = _section(ComparisonSection, evaluation or {}, "evaluation.")
-    given = unwrap(without_compiler(model), embedding, processor)
+    given = _unwrapped(without_compiler(model), embedding, processor)
     rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
     rows["vocabulary"] = vocabulary
     priced = Priced(progress)
@@ -380,6 +379,15 @@ def prune(
         sizes = _sizes(pruning, slim.model)
         held_out = compare(pruning, slim.model) if pruning.rows.held_out else None
         return PruneResult(pruning, given, choice.done(slim), slim, *sizes, held_out)
+
+
+def _unwrapped(model: Any, embedding: Mapping[str, Any] | None, processor: Any) -> Unwrapped:
+    """Return the model of transformers in what was given."""
+    if embedding is None and isinstance(model, PreTrainedModel):
+        return Unwrapped(model)
+    from ..checkpoint.sentence import unwrap
+
+    return unwrap(model, embedding, processor)
 
 
 def _asked(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any) -> PruneSection:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -37,10 +37,11 @@ from ..units.find import find_modules
 from ..units.heads import tower_of
 from ..units.shapes import RowLength, check_shapes, check_sizes, model_shapes, row_length
 from ..units.units import PrunableModule, Selection
-from ..vocabulary.recut import in_new_numbers
 from .accept import check_model, warn_of_one_class
 from .recipe import PruneSection
-from .trimming import Trimming
+
+if TYPE_CHECKING:
+    from .trimming import Trimming
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +186,8 @@ class Pruning:
             if of is model and rows is read:
                 return predictions
         found = predict(model, read, task=self.task, progress=progress)
-        if self.trimming is not None and in_dense and found.kind == "tokens":
-            found = in_new_numbers(found, self.task.references(read), self.trimming.kept)
+        if self.trimming is not None and in_dense:
+            found = self.trimming.renumbered(found, self.task.references(read))
         if any(rows is batches for rows in (self.rows.held_out, self.rows.promise, self.rows.evaluation)):
             self.predicted.append((model, read, found))
             warn_if_no_better_than_commonest(self.task, found, batches)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch, by_length
@@ -18,11 +19,11 @@ from ..data.rows import column_values, load_rows, own_columns
 from ..errors import DataError, RequestError
 from ..files import Rule, check
 from ..recipe.sections import VocabularySection
-from ..tasks import Task
+from ..tasks import Predictions, Task
 from ..tasks.given import holds_inputs, rows_to_read
 from ..tasks.task import Use
 from ..vocabulary.kept import KeptTokens, check_request
-from ..vocabulary.recut import Recut, compare_cuts
+from ..vocabulary.recut import Recut, compare_cuts, in_new_numbers
 from ..vocabulary.tokenizer import CutBeside
 from ..vocabulary.trim import VocabularyFacts, trim_vocabulary
 
@@ -44,6 +45,15 @@ class Trimming:
         """Return the same with what it does to the rows that both models are judged on, as each reads them."""
         judged = compare_cuts(dense, slim, self.kept) if dense else self.facts.judged
         return replace(self, facts=replace(self.facts, judged=judged))
+
+    def renumbered(self, found: Predictions, labels: Tensor) -> Predictions:
+        """Return what the model as it was predicts, in the numbers of the tokens that stay."""
+        return in_new_numbers(found, labels, self.kept) if found.kind == "tokens" else found
+
+    @staticmethod
+    def metrics(usual: Sequence[str]) -> tuple[str, ...]:
+        """Return metrics by which models of other tokens compare: a language model's loss is then of the same text."""
+        return tuple("nats_per_character" if name == "perplexity" else name for name in usual)
 
 
 @dataclass(frozen=True)
@@ -97,11 +107,6 @@ class Reading:
         if self.trimming is None or self.task.predicts in PER_SAMPLE:
             return None
         return recut_of(self.trimming, self.whole, self.processor, self.task.config)
-
-
-def beside_whole(metrics: Sequence[str]) -> tuple[str, ...]:
-    """Return metrics by which models of other tokens compare: the unit of a language model's loss is the same text."""
-    return tuple("nats_per_character" if name == "perplexity" else name for name in metrics)
 
 
 def recut_of(trimming: Trimming, whole: Task, processor: Any, config: Any) -> Recut:

@@ -11,6 +11,7 @@ from ..equal import SAME_CODE
 from ..errors import DataError, RequestError, quoted, refusing
 from .labels import ClassNames, read_label_sets, read_labels
 from .late import data, torch
+from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Classification(Task):
         return decided.numpy(), (references.bool() if self.predicts == "labels" else references).numpy()
 
 
+@register_task
 class TextClassification(Classification):
     """Classifiers and regressions of texts, and rerankers of pairs of texts.
 
@@ -219,6 +221,7 @@ class TextClassification(Classification):
         return data.encoded(self.processor, self.config, *columns, max_length=self.columns.max_length)
 
 
+@register_task
 class ImageClassification(Classification):
     """Classifiers of images."""
 

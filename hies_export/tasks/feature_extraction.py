@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from ..errors import DataError, quoted, refusing
 from .labels import LABELS
 from .late import data, datasets, torch
+from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ _SCORES = (*LABELS, "score", "similarity_score")
 QUERY, DOCUMENT, TEXT = "query", "document", "text"
 
 
+@register_task
 class FeatureExtraction(Task):
     """Encoders of texts: a `TextEncoder` gives an embedding for each.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, quoted
 from .late import data, np, torch
+from .registry import register_task
 from .task import Use, batched
 from .text_generation import TextGeneration
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SHARE = 0.15
 
 
+@register_task
 class FillMask(TextGeneration):
     """Masked language models, such as a base model before it is fine-tuned.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DataError, refusing
 from .late import data, torch
 from .prompts import answer_text, end_of_text, tokenise
+from .registry import register_task
 from .task import AT_ONCE, Task, Use, batched
 from .text_generation import TextGeneration, check_answer, with_positions
 
@@ -27,6 +28,7 @@ TOLERATED_SHARE = 0.01
 SIZE_OF_IMAGES = ("patch_size", "vision_feature_select_strategy")
 
 
+@register_task
 class ImageTextToText(TextGeneration):
     """Vision-language models: decoders of images and text.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, quoted
 from .late import data, np, torch
+from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ answer = text[inputs.token_to_chars(first).start : inputs.token_to_chars(last).e
 """
 
 
+@register_task
 class QuestionAnswering(Task):
     """Models that find the answer to a question in a text.
 

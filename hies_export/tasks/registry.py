@@ -7,31 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from ..entry_points import Registry
 from ..errors import RequestError
-from .classification import ImageClassification, TextClassification
-from .feature_extraction import FeatureExtraction
-from .fill_mask import FillMask
-from .image_text_to_text import ImageTextToText
 from .late import data
-from .question_answering import QuestionAnswering
 from .task import COLUMNS, Task
-from .text_generation import TextGeneration
-from .token_classification import TokenClassification
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TASKS: Registry[type[Task]] = Registry("tasks")
-for _task in (
-    TextClassification,
-    TokenClassification,
-    QuestionAnswering,
-    FillMask,
-    FeatureExtraction,
-    ImageClassification,
-    TextGeneration,
-    ImageTextToText,
-):
-    TASKS[_task.name] = _task
+# Name -> the file that registers it, in the order of help and messages, and the class that loads its models.
+_OWN = {
+    "text-classification": ("classification", "AutoModelForSequenceClassification"),
+    "token-classification": ("token_classification", "AutoModelForTokenClassification"),
+    "question-answering": ("question_answering", "AutoModelForQuestionAnswering"),
+    "fill-mask": ("fill_mask", "AutoModelForMaskedLM"),
+    "feature-extraction": ("feature_extraction", "AutoModel"),
+    "image-classification": ("classification", "AutoModelForImageClassification"),
+    "text-generation": ("text_generation", "AutoModelForCausalLM"),
+    "image-text-to-text": ("image_text_to_text", "AutoModelForImageTextToText"),
+}
+TASKS: Registry[type[Task]] = Registry("tasks", {name: f"tasks.{file}" for name, (file, _) in _OWN.items()})
 
 
 def register_task(task: type[Task]) -> type[Task]:
@@ -74,14 +67,14 @@ def task_of(model: Any, batch: Mapping[str, Tensor] | None = None, **options: An
     from ..model.text_encoder import TextEncoder
 
     if isinstance(model, TextEncoder):
-        return FeatureExtraction(model.config, reader=model.reader, **options)
+        return TASKS["feature-extraction"](model.config, **{"reader": model.reader, **options})
     task = _known_task(model)
     if task is None:
         if batch is not None and "labels" in batch:
             tokens = data.are_tokens(batch["labels"])
         else:
             tokens = isinstance(model, PreTrainedModel) and model.can_generate()
-        task = TextGeneration if tokens else TextClassification
+        task = TASKS["text-generation" if tokens else "text-classification"]
     return task(model.config, **options)
 
 
@@ -96,7 +89,9 @@ def task_by_class(name: str, config: Any) -> type[Task] | None:
     from ..model.internals import auto_classes
 
     classes = auto_classes(name, config.model_type)
-    for task in TASKS.values():
+    # Those of this package are told apart without an import.
+    own = [name for name, (_, auto_class) in _OWN.items() if auto_class in classes]
+    for task in (TASKS[name] for name in (*own, *(name for name in TASKS if name not in _OWN))):
         # `AutoModel` loads base models, which have no task of their own.
         if task.auto_class in classes and not task.embeds:
             return task

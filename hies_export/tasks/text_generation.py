@@ -27,6 +27,7 @@ from .prompts import (
     template_fields,
     tokenise,
 )
+from .registry import register_task
 from .task import AT_ONCE, AnyTask, Predictions, Task, Use, batched
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ COPIED_BYTES = 64 << 20
 Tokens = tuple[list[int], list[bool]]
 
 
+@register_task
 class TextGeneration(Task):
     """Language models: decoders of text alone.
 

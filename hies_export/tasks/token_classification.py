@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import DataError, listed, quoted
 from .labels import ClassNames, class_numbers_of_lists, places_in_entities
 from .late import data, np, torch
+from .registry import register_task
 from .task import Predictions, Task, Use, batched, check_same_samples, random_projection
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ found = find("a text")
 """
 
 
+@register_task
 class TokenClassification(Task):
     """Models that find entities, or parts of speech.
 
