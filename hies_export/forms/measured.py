@@ -12,7 +12,7 @@ from torch import Tensor
 from ..recipe.budget import LatencyBudget
 from ..recipe.sections import ExportSection
 from ..units import counts
-from ..units.counts import Both, FlopCount, FlopsByLayer, Ratio, Record, Shape, Size, StoredBytes
+from ..units.counts import Both, Counted, FlopCount, FlopsByLayer, Ratio, Record, Shape, Size, StoredBytes
 from ..units.units import PrunableModule
 from .form import Compound, Forms
 from .formats import runtime_of
@@ -119,7 +119,7 @@ class Measurements:
     `cache_bytes_per_token` is what each token adds to the key/value cache; None without one.
     """
 
-    parameters: Both[int]
+    parameters: Counted
     bytes: StoredBytes
     flops: FlopCount
     flops_per_layer: FlopsByLayer
@@ -165,7 +165,7 @@ def measure_both(
             flops,
         )
     return Measurements(
-        parameters=Both(counts.count_parameters(whole), counts.count_parameters(slim)),
+        parameters=counts.count_both_parameters(whole, slim),
         bytes=StoredBytes(stored.dense, stored.slim, *(files.get(format) for format in ("onnx", "gguf"))),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),

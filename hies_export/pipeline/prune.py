@@ -29,7 +29,7 @@ from ..score.criteria import Scores
 from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit
 from ..tasks.given import batches_of
-from ..units.counts import Both, FlopCount, count_both_flops, count_parameters, si
+from ..units.counts import Counted, FlopCount, count_both_flops, count_both_parameters, si
 from .choose import choose
 from .in_memory import delivery_of, take
 from .price import Priced, size_of_pruning
@@ -72,7 +72,7 @@ class PruneResult:
     given: Unwrapped
     choice: Choice
     slim: Slim
-    parameters: Both[int]
+    parameters: Counted
     flops: FlopCount
     held_out: Evaluation | None
 
@@ -232,7 +232,7 @@ class PruneResult:
 
     def _table(self) -> Table:
         from ..report.report import plan_counts
-        from ..report.tables import Table, change, quality_rows, unit_rows
+        from ..report.tables import Table, change, quality_rows, unit_rows, with_backbone
         from ..report.words import named_units
 
         heads, neurons = plan_counts(self.plan)
@@ -240,7 +240,8 @@ class PruneResult:
         rows = unit_rows(named_units(heads, neurons))
         if self.pruning.trimming is not None:
             rows += unit_rows([("tokens of the vocabulary", self.pruning.trimming.facts)])
-        for name, size in (("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)):
+        counted = ("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)
+        for name, size in with_backbone(counted, generative=self.pruning.task.generative):
             rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
         if (found := self.held_out) is not None:
             samples, labelled = samples_of(self.pruning.rows.held_out), has_references(self.pruning.rows.held_out[0])
@@ -419,10 +420,10 @@ def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySect
         raise RecipeError([f"{where}{problem}" for problem in problems]) from None
 
 
-def _sizes(pruning: Pruning, slim: PreTrainedModel) -> tuple[Both[int], FlopCount]:
+def _sizes(pruning: Pruning, slim: PreTrainedModel) -> tuple[Counted, FlopCount]:
     shape, batch = next(iter(pruning.shapes.items()))
     flops = count_both_flops(pruning.dense, slim, {shape: batch})[shape]
-    return Both(count_parameters(pruning.dense), count_parameters(slim)), flops
+    return count_both_parameters(pruning.dense, slim), flops
 
 
 def _two_rows(batch: Batch) -> Batch:

@@ -22,7 +22,7 @@ from ..recipe.budget import Outcome
 from ..select.plan import PruningPlan, dump_json
 from ..slim.config import Family
 from ..slim.refit import LayerFit
-from ..units.counts import Both, Count, FlopCount, FlopsByLayer, Record, Size, StoredBytes
+from ..units.counts import Both, Count, Counted, FlopCount, FlopsByLayer, Record, Size, StoredBytes
 from ..units.shapes import RowLength
 from ..units.units import Selection
 from ..vocabulary.trim import VocabularyFacts
@@ -220,7 +220,7 @@ class Report:
     heads: UnitCounts
     neurons: UnitCounts | None = field(default=None, kw_only=True)
     vocabulary: VocabularyFacts | None = field(default=None, kw_only=True)
-    parameters: Both[Size]
+    parameters: Counted
     bytes: StoredBytes
     flops: FlopCount
     quality: FirstMetric

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from ..forms.judge import FormTime, Judged
 from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..select.plan import PruningPlan
-from ..units.counts import Both, LayerFlops, si
+from ..tasks import TASKS
+from ..units.counts import Both, Counted, LayerFlops, si
 from . import words
 from .report import CUT, KEPT, FirstMetric, NeuronCount, Report, head_map, neuron_counts
 from .words import FIRST_HIT, agreement, form_kept, form_name, form_step, is_own, keeps_metric, named_units
@@ -87,10 +88,15 @@ class SizeRow(NamedTuple):
 def size_rows(report: Report) -> list[SizeRow]:
     """Return the sizes of both models, from parameters to the cache."""
     batch, sequence = report.flops.shape
+    task = TASKS.get(report.task)  # one that a user registered may be unknown in another process
+    generative = task is not None and task.generative
+    parameters, *backbone = with_backbone([("parameters", report.parameters)], generative=generative)
+    flops = with_backbone([(f"FLOPs at {batch} x {sequence}", report.flops)], generative=generative)
     sizes: list[tuple[str, Both[Any] | None, str]] = [
-        ("parameters", report.parameters, ""),
+        (*parameters, ""),
+        *((*row, "") for row in backbone),
         ("checkpoint weights", report.bytes, "B"),
-        (f"FLOPs at {batch} x {sequence}", report.flops, ""),
+        *((*row, "") for row in flops),
         ("cache per token", report.cache_bytes_per_token, "B"),
     ]
     return [
@@ -98,6 +104,16 @@ def size_rows(report: Report) -> list[SizeRow]:
         for name, size, unit in sizes
         if size is not None
     ]
+
+
+def with_backbone(counted: Iterable[tuple[str, Counted]], *, generative: bool) -> list[tuple[str, Both[int]]]:
+    """Return rows of what is counted, each followed by that of the backbone, which papers on language models give."""
+    rows: list[tuple[str, Both[int]]] = []
+    for name, count in counted:
+        rows.append((name, count))
+        if generative and count.backbone is not None:
+            rows.append((f"{name.partition(' ')[0]} of the backbone", count.backbone))
+    return rows
 
 
 def comparison_table(report: Report, *, sizes: bool = True) -> Table:

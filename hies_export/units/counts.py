@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -69,11 +69,22 @@ class Both(Record, Generic[T]):
 
 
 @dataclass(frozen=True, eq=False)
-class FlopCount(Both[int]):
-    """Floating-point operations of one forward pass of both models, at a (batch, sequence)."""
+class Counted(Both[int]):
+    """A number that is counted of both models, and `backbone`, what their layers have of it.
+
+    The backbone is all elements of lists of layers: embeddings and heads are not in it, from which no units go. Papers
+    on language models give the size of a cut as a share of the backbone. None for a model without such a list.
+    """
 
     dense: Size
     slim: Size
+    backbone: Both[Size] | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class FlopCount(Counted):
+    """Floating-point operations of one forward pass of both models, at a (batch, sequence)."""
+
     shape: Shape
 
 
@@ -142,6 +153,24 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def count_both_parameters(dense: torch.nn.Module, slim: torch.nn.Module) -> Counted:
+    """Count the parameters of two models, in all and in their layers."""
+    whole, inside = count_parameters(dense), _parameters_inside(dense)
+    backbone = Both(inside, _parameters_inside(slim)) if inside else None
+    return Counted(whole, count_parameters(slim), backbone=backbone)
+
+
+def _parameters_inside(model: torch.nn.Module) -> int:
+    return sum(count_parameters(model.get_submodule(layer)) for layer in layers_of(model))
+
+
+def layers_of(model: torch.nn.Module) -> list[str]:
+    """Return the names of the elements of lists of layers, the outermost ones: together they are the backbone."""
+    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)]
+    elements = [f"{name}.{key}" for name, part in lists for key, _ in part.named_children()]
+    return [name for name in elements if not any(name.startswith(f"{other}.") for other in elements)]
+
+
 def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
     """Count the floating-point operations of one forward pass, attention products included.
 
@@ -169,7 +198,13 @@ def count_both_flops(
     dense: PreTrainedModel, slim: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]
 ) -> dict[Shape, FlopCount]:
     """Count the FLOPs of one forward pass of two models at each (batch, sequence)."""
-    return {s: FlopCount(count_flops(dense, b), count_flops(slim, b), s) for s, b in batches.items()}
+    found = {}
+    for shape, batch in batches.items():
+        of_dense, of_slim = (flops_by_module(model, batch) for model in (dense, slim))
+        inside = [sum(of.get(layer, 0) for layer in layers_of(dense)) for of in (of_dense, of_slim)]
+        backbone = Both(*inside) if all(inside) else None
+        found[shape] = FlopCount(of_dense[""], of_slim[""], shape, backbone=backbone)
+    return found
 
 
 def flops_per_layer(

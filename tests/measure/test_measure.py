@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.models import cut_bert
+from support.models import causal_lm, cut_bert
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -20,8 +20,10 @@ from hies_export.forms import machine
 from hies_export.forms.machine import gpu_facts, machine_facts
 from hies_export.model.copies import parameter_bytes
 from hies_export.model.tokens import sequence_length, synthetic_batch
+from hies_export.slim.cut import prune_units
 from hies_export.units import counts
 from hies_export.units.counts import count_flops, count_parameters
+from hies_export.units.find import find_modules
 
 
 def tiny_bert(cls=BertForSequenceClassification):
@@ -57,6 +59,24 @@ def copies(monkeypatch):
 
     monkeypatch.setattr(counts, "share_weights", recorded)
     return devices
+
+
+def test_the_backbone_is_all_but_embeddings_norm_and_head():
+    """Whether the head has weights of its own or not."""
+    for tied in (False, True):
+        dense = causal_lm(tie_word_embeddings=tied)
+        batch = synthetic_batch(dense, batch=2, sequence=7)
+        modules = find_modules(dense, batch, kinds=["attention", "mlp"])
+        kept = {module.name: module.kept(range(module.group_size)) for module in modules}
+        slim, vocabulary = prune_units(dense, kept, modules), dense.lm_head.weight.numel()
+        found = counts.count_both_parameters(dense, slim)
+        outside = vocabulary * (1 if tied else 2) + dense.model.norm.weight.numel()
+        assert found.backbone == {"dense": found.dense - outside, "slim": found.slim - outside}
+        flops = counts.count_both_flops(dense, slim, {(2, 7): batch})[2, 7]
+        head = 2 * 2 * 7 * vocabulary
+        assert flops.backbone == {"dense": flops.dense - head, "slim": flops.slim - head}
+        assert flops.backbone.ratio < flops.ratio < 1
+    assert counts.count_both_parameters(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)).backbone is None
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 7), (3, 32)])

@@ -117,7 +117,7 @@ def test_a_promise_of_a_runtime_is_judged_on_its_files(
     )
     monkeypatch.setattr(choosing, "SIZES", 3)
     monkeypatch.setattr(
-        choosing, "latency_table", lambda m, sites, where, **_: flops_table(m, sites, batch=where.batch, unit="group")
+        delivery_file, "latency_table", lambda m, of, where, **_: flops_table(m, of, batch=where.batch, unit="group")
     )
     recipe.run()
     rows = load_pruning(recipe).rows.held_out
@@ -249,13 +249,13 @@ def test_nothing_is_promised_of_the_slim_model_where_the_dense_one_breaks_the_pr
         return [Seen(held_out is not None)]
 
     monkeypatch.setattr(measure, "judge_forms", judge)
-    monkeypatch.setattr(measure, "looks_of", lambda _: Looks())
+    monkeypatch.setattr(measure, "looks_of", lambda *_: Looks())
     ways = (DeployWay("r", "float32", kept=1.0, at_least=1.0), DeployWay("r", "int8", kept=0.9, at_least=0.8))
-    asked: Any = SimpleNamespace(deploy=DeploySection(keep=0.9), judge=lambda *_, **__: "held out", rows=Rows([]))
-    asked.progress = None
+    pruning: Any = SimpleNamespace(judge=lambda *_, **__: "held out", rows=Rows([]), progress=None)
+    delivery: Any = SimpleNamespace(deploy=DeploySection(keep=0.9))
     names = ("dense", "float32"), ("slim", "float32"), ("dense", "int8"), ("slim", "int8"), ("cascade", "int8")
     forms: Any = [SimpleNamespace(model=model, runtime="r", bits=bits) for model, bits in names]
-    found = measure._judge(asked, forms, SimpleNamespace(ways=ways), "evaluated")  # type: ignore[arg-type]
+    found = measure._judge(pruning, delivery, forms, SimpleNamespace(ways=ways), "evaluated")  # type: ignore[arg-type]
     assert found == [Seen(False, 1.0, 1.0), Seen(True), Seen(False, 0.9, 0.8), Seen(False), Seen(True)]
 
 

@@ -124,7 +124,7 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
         free = {m.name: (0.0,) * len(flops.saved[m.name]) for m in modules if m.kind == "attention"}
         return replace(flops, saved={**flops.saved, **free})
 
-    monkeypatch.setattr(choosing, "latency_table", table_of_time)
+    monkeypatch.setattr("hies_export.pipeline.delivery.latency_table", table_of_time)
     keep = {"predictions": 0.8, "runtime": "torch", "batch": 3, "sequence": 9}
     recipe = recipe_of(folder, prune__budget={"keep": keep}, prune__compensation={"samples": 60})
     prepared = load_pruning(recipe)
