@@ -8,7 +8,7 @@ In the order of reading:
 
 - `pruning.py`: `Pruning`, and what is checked before anything is computed; `accept.py` checks the model on its rows.
 - `stages.py`: `calibrate`, `score`, `select`, `cut`, `compare`, and the values between them.
-- `choose.py`: what stays within the budget; `search.py`: the largest cut that keeps a promise; `held_out.py`: alphas
+- `choose.py`: what stays within the budget; `search.py`: the largest cut that keeps a promise; `trials.py`: alphas
   and criteria, by held-out rows.
 - `prune.py`: `prune`, these stages in memory, with the `Pruning` that `in_memory.py` makes.
 - `delivery.py`: `Delivery`, and `save`; `load_job.py`: the pruning and the delivery of a recipe.

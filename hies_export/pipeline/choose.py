@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..calibrate.statistics import Statistics
@@ -14,18 +15,18 @@ from ..score.criteria import AUTO, Scores
 from ..select.constraints import check_budget
 from ..select.cost import CostTable, Goal, check_reachable, lowest_ratio, shares_to_try
 from ..units.units import Selection
-from .held_out import HeldOut, choose_alpha, choose_by_agreement
 from .pruning import Pruning
 from .search import budget_where, nothing, search
 from .stages import (
     Choice,
     Trial,
     choice_of,
-    refit_of,
+    predict_trial,
     score,
     select,
     token_weights_of,
 )
+from .trials import Trials, choose_alpha, choose_by_agreement
 
 # If held-out rows decide how much to remove, the removable cost is divided into this many sizes.
 SIZES = 100
@@ -60,38 +61,38 @@ def choose_within(pruning: Pruning, statistics: Statistics, share: float, like: 
     return choice_of(pruning, statistics, trial, outcome=outcome)
 
 
-# A cut, and the fields of a `Choice` that say what was judged to choose it.
-_Picked = tuple[Trial, dict[str, Any]]
-
-
 def _by_agreement(
     pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal
 ) -> tuple[Trial, dict[str, Any]]:
-    """Choose the criterion, and the weights of tokens, whose refitted model agrees most with the dense one."""
-    judge = pruning.judge(pruning.rows.held_out)
-    held_out = {
-        weights: HeldOut(judge, pruning.model, pruning.modules, refit_of(pruning, statistics, weights))
-        for weights in token_weights_of(pruning)
-    }
+    """Choose the criterion, and the weights of tokens, whose refitted model agrees most with the dense one.
+
+    Also return the field of a `Choice` that says what was judged.
+    """
+    trials, weights = _trials(pruning, statistics), token_weights_of(pruning)
     pruning.progress.stage("choose the criterion on held-out rows")
-    candidates = [(scores, select(pruning, scores, goal)) for scores in scored]
-    tried = choose_by_agreement(candidates, held_out, progress=pruning.progress)
+    candidates = [Trial(scores, select(pruning, scores, goal)) for scores in scored]
+    tried = choose_by_agreement(candidates, weights, trials, progress=pruning.progress)
     (chosen,) = (one for one in tried if one.chosen)
-    return Trial(*candidates[chosen.candidate], chosen.token_weights), {"tried": tried}
+    return replace(candidates[chosen.candidate], token_weights=chosen.token_weights), {"tried": tried}
 
 
-def _by_alpha(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal) -> _Picked:
-    """Choose by the scores; of several alphas, the one that does best on held-out rows."""
+def _by_alpha(
+    pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal
+) -> tuple[Trial, dict[str, Any]]:
+    """Choose by the scores; of several alphas, the one that does best on held-out rows. Returns as `_by_agreement`."""
     weights = token_weights_of(pruning)[0]
     if len(scored) == 1:
         return Trial(scored[0], select(pruning, scored[0], goal), weights), {}
     pruning.progress.stage("choose alpha on held-out rows")
-    held_out = HeldOut(
-        pruning.judge(pruning.rows.held_out), pruning.model, pruning.modules, refit_of(pruning, statistics, weights)
-    )
     tracked = pruning.progress.track(scored, "choose alpha")
-    chosen = choose_alpha(((scores, select(pruning, scores, goal)) for scores in tracked), held_out)
-    return Trial(chosen.scores, chosen.selection, weights), {"alpha_curve": chosen.curve}
+    candidates = (Trial(scores, select(pruning, scores, goal), weights) for scores in tracked)
+    trial, curve = choose_alpha(candidates, _trials(pruning, statistics))
+    return trial, {"alpha_curve": curve}
+
+
+def _trials(pruning: Pruning, statistics: Statistics) -> Trials:
+    judge = pruning.judge(pruning.rows.held_out)
+    return Trials(judge, lambda trial: predict_trial(pruning, statistics, trial, judge.batches))
 
 
 def sizes_of(pruning: Pruning, table: CostTable | None) -> list[Goal]:

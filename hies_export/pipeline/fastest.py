@@ -34,11 +34,11 @@ from ..slim.bundles import cut_bundles
 from .choose import choose, choose_within, sizes_of
 from .delivery import Delivery, on_rows
 from .draw import all_looks
-from .held_out import Key
 from .pruning import Pruning, check_pruning
 from .recipe import FLOPS_TO_TRY
 from .search import TriedCut, guess, largest, nothing, promise_of, search_near
 from .stages import Choice, judging, score, select, trial_model
+from .trials import Key
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def _search_ways(
 ) -> Iterator[_Found]:
     """Yield the largest cut that keeps the promise in each way that has one; note in `tried` what was judged."""
     sizes, best, guessed = sizes_of(pruning, None), math.inf, None
-    known: dict[str, dict[tuple[float, Key], TriedCut]] = {}
+    known: dict[str, dict[Key, TriedCut]] = {}
     for way in ways:
         pruning.progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
         try:

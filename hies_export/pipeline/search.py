@@ -22,18 +22,17 @@ from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..score.criteria import Scores
 from ..select.cost import CostTable, Goal
 from ..tasks.given import first_rows
-from .held_out import Key, key_of
 from .pruning import Pruning
 from .stages import (
     Choice,
     Trial,
     choice_of,
     judging,
-    predict_pruned,
-    refit_of,
+    predict_trial,
     select,
     token_weights_of,
 )
+from .trials import Key, key_of
 
 # A cut's loss of nDCG@10 against the dense model's ranking is at least this many times its loss of nDCG@10 against the
 # relevant documents: 3.5 to 9 times for MiniLM on BoolQ (bench/results/embedding-quality.txt). Only the guess of a size
@@ -113,7 +112,7 @@ def search_near(
     judge: Judge | None = None,
     table: CostTable | None = None,
     at_least: int = 0,
-    known: dict[tuple[float, Key], TriedCut] | None = None,
+    known: dict[Key, TriedCut] | None = None,
 ) -> Choice:
     """Return the largest cut that keeps the promise, near a guess; held-out rows decide nothing but its size.
 
@@ -241,7 +240,7 @@ class Cuts:
         *,
         served: TimedSection | None = None,
         guess: bool = False,
-        known: dict[tuple[float, Key], TriedCut] | None = None,
+        known: dict[Key, TriedCut] | None = None,
     ):
         self._pruning, self._statistics, self._promise = pruning, statistics, promise
         self._judge, self._sizes, self._served = judge, sizes, served
@@ -286,21 +285,16 @@ class Cuts:
 
     def _holds(self, scores: Scores, weights: float, size: int) -> bool:
         trial = self._trial(scores, weights, size)
-        key = weights, key_of(trial.selection)
-        if key not in self._known:
-            found = self._judge.found(self._promise.budget, self._predict(trial))
+        if (key := key_of(trial)) not in self._known:
+            predicted = predict_trial(self._pruning, self._statistics, trial, self._judge.batches, by=self._by)
+            found = self._judge.found(self._promise.budget, predicted)
             self._known[key] = TriedCut(trial, size, found, self._promise.budget.met(found), self._runtime)
             self._tell(trial, found)
         return self._known[key].met
 
-    def _predict(self, trial: Trial) -> Any:
-        model, modules, batches = self._pruning.model, self._pruning.modules, self._judge.batches
-        refit = refit_of(self._pruning, self._statistics, trial.token_weights)
-        return predict_pruned(model, trial.selection, modules, batches, refit=refit, by=self._by)
-
     def _at(self, scores: Scores, weights: float, size: int) -> TriedCut:
         trial = self._trial(scores, weights, size)
-        return replace(self._known[weights, key_of(trial.selection)], trial=trial, size=size)
+        return replace(self._known[key_of(trial)], trial=trial, size=size)
 
     def _tell(self, trial: Trial, found: Found) -> None:
         alpha, weights = trial.scores.parameters.get("alpha"), trial.token_weights

@@ -268,6 +268,14 @@ def predict_pruned(
     return by(cut_beside(model, selection, modules, refit), batches)
 
 
+def predict_trial(
+    pruning: Pruning, statistics: Statistics, trial: Trial, batches: Sequence[Batch], *, by: Predictor = predict
+) -> Predictions:
+    """Return the predictions of the model of a trial."""
+    refit = refit_of(pruning, statistics, trial.token_weights)
+    return predict_pruned(pruning.model, trial.selection, pruning.modules, batches, refit=refit, by=by)
+
+
 def choice_of(pruning: Pruning, statistics: Statistics, trial: Trial, **more: Any) -> Choice:
     """Return a trial as a choice, with its plan."""
     scores, calibration = trial.scores, statistics.calibration

@@ -27,10 +27,10 @@ from hies_export.model.copies import share_weights
 from hies_export.pipeline import stages
 from hies_export.pipeline.delivery import Delivery
 from hies_export.pipeline.draw import Draws, draw
-from hies_export.pipeline.held_out import HeldOut, choose_alpha
 from hies_export.pipeline.load_job import load_job, read_drawn, rows_of, splits_of
 from hies_export.pipeline.pruning import Pruning, check_criteria
 from hies_export.pipeline.recipe import PruningRecipe
+from hies_export.pipeline.trials import Trials, choose_alpha
 from hies_export.progress import SILENT, Clock, Progress
 from hies_export.recipe.budget import Budget
 from hies_export.recipe.sections import CompensationSection
@@ -257,8 +257,7 @@ def _judge(shared: Shared, cell: Cell, selection: Selection | None) -> dict[str,
         with _baseline(shared, cell):
             predictions = predict(base.model, judge.batches)
     else:
-        refit = refit_for(shared, cell)
-        predictions = stages.predict_pruned(base.model, selection, base.modules, judge.batches, refit=refit)
+        predictions = _predict(shared, selection, judge, refit_for(shared, cell))
         flops = flops_ratio(shared, selection)
         heads, neurons = (sum(len(of.removed) for of in selection.values() if of.kind == kind) for kind in KINDS)
     shared.evaluations += 1
@@ -392,13 +391,19 @@ def _curve(shared: Shared, at: Cell) -> dict[str, Any]:
     """Return all alphas' judgements on the held-out rows at a budget ("curve"), and the best alpha ("chosen")."""
     key = shared.key(at)
     if key not in shared.curves:
-        pruning, judge = shared.base, shared.calibrated(at.seed, at.samples).judge
-        held_out = HeldOut(judge, pruning.model, pruning.modules, refit_for(shared, at))
-        choice = choose_alpha(_selected(shared, replace(at, alpha="auto")), held_out)
+        judge, refit = shared.calibrated(at.seed, at.samples).judge, refit_for(shared, at)
+        trials = Trials(judge, lambda trial: _predict(shared, trial.selection, judge, refit))
+        candidates = (stages.Trial(*one) for one in _selected(shared, replace(at, alpha="auto")))
+        chosen, curve = choose_alpha(candidates, trials)
         left_out = ("alpha", *(("flops", "modules") if at.flops is None else ()))
         found = {name: value for name, value in asdict(at).items() if name not in left_out}
-        shared.curves[key] = found | {"chosen": choice.scores.parameters["alpha"], "curve": list(choice.curve)}
+        shared.curves[key] = found | {"chosen": chosen.scores.parameters["alpha"], "curve": list(curve)}
     return shared.curves[key]
+
+
+def _predict(shared: Shared, selection: Selection, judge: Judge, refit: stages.Refit | None) -> Predictions:
+    base = shared.base
+    return stages.predict_pruned(base.model, selection, base.modules, judge.batches, refit=refit)
 
 
 def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:

@@ -7,26 +7,25 @@ import torch
 from support.reading import classifying, given
 
 from hies_export.evaluate.judge import Judge, Judgement
-from hies_export.pipeline.held_out import HeldOut, choose_alpha, choose_by_agreement
+from hies_export.pipeline.stages import Trial
+from hies_export.pipeline.trials import Trials, choose_alpha, choose_by_agreement
 from hies_export.score.criteria import Scores
 from hies_export.tasks import Predictions, TextGeneration
 from hies_export.units.units import Kept, Selection
 
 
-class Given(HeldOut):
-    """Judges a selection by the number of heads it keeps, as a table says, and notes what it is asked."""
+class Given(Trials):
+    """Judges a cut by how it weighs tokens and the number of heads it keeps, as tables say."""
 
-    def __init__(self, by_heads: dict[int, Judgement], metric: str = "accuracy", texts: torch.Tensor | None = None):
-        self._by_heads = by_heads
+    def __init__(self, *by_heads: dict[int, Judgement], metric: str = "accuracy", texts: torch.Tensor | None = None):
+        self._by_heads = dict(zip((1.0, 0.3), by_heads, strict=False))
         self.judge = SimpleNamespace(metrics=(metric,), samples=texts)  # type: ignore[assignment]
-        self.asked: list[int] = []
 
-    def judgement(self, selection: Selection) -> Judgement:
-        self.asked.append(len(selection["layer"].units))
-        return self._by_heads[self.asked[-1]]
+    def judgement(self, trial: Trial) -> Judgement:
+        return self._by_heads[trial.token_weights][len(trial.selection["layer"].units)]
 
-    def agreement(self, selection: Selection) -> torch.Tensor:
-        return torch.arange(100) < 100 * self.judgement(selection).stability
+    def agreement(self, trial: Trial) -> torch.Tensor:
+        return torch.arange(100) < 100 * self.judgement(trial).stability
 
 
 def scores_for(heads: int, alpha: float) -> Scores:
@@ -37,20 +36,20 @@ def selection_of(scores: Scores) -> Selection:
     return {"layer": Kept(tuple(range(scores.parameters["heads"])), 20)}
 
 
-def candidate(heads: int, alpha: float) -> tuple[Scores, Selection]:
+def candidate(heads: int, alpha: float) -> Trial:
     scores = scores_for(heads, alpha)
-    return scores, selection_of(scores)
+    return Trial(scores, selection_of(scores))
 
 
 def chosen(judgements: dict[float, Judgement], *, metric: str = "accuracy") -> float:
     """Every alpha has a selection of its own: one head more than the one before."""
     heads = {alpha: i + 1 for i, alpha in enumerate(judgements)}
-    held_out = Given({heads[alpha]: judgement for alpha, judgement in judgements.items()}, metric)
-    choice = choose_alpha([candidate(n, alpha) for alpha, n in heads.items()], held_out)
-    assert [point["alpha"] for point in choice.curve] == list(judgements)
-    assert [point["stability"] for point in choice.curve] == [j.stability for j in judgements.values()]
-    assert len(choice.selection["layer"].units) == choice.scores.parameters["heads"]
-    return choice.scores.parameters["alpha"]
+    trials = Given({heads[alpha]: judgement for alpha, judgement in judgements.items()}, metric=metric)
+    trial, curve = choose_alpha([candidate(n, alpha) for alpha, n in heads.items()], trials)
+    assert [point["alpha"] for point in curve] == list(judgements)
+    assert [point["stability"] for point in curve] == [j.stability for j in judgements.values()]
+    assert len(trial.selection["layer"].units) == trial.scores.parameters["heads"]
+    return trial.scores.parameters["alpha"]
 
 
 # Metric, quality, its standard error and stability of the alphas 0.1, 0.5 and 0.9, and the alpha that is chosen.
@@ -86,18 +85,17 @@ def test_when_all_alphas_tie_it_says_so(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_what_clearly_agrees_more_is_chosen_and_else_the_first() -> None:
-    given = [(Scores(f"c{n}", {}, {}), selection_of(scores_for(n, 0.0))) for n in range(1, 5)]
+    given = [Trial(Scores(f"c{n}", {}, {}), selection_of(scores_for(n, 0.0))) for n in range(1, 5)]
 
     def best(*of: dict[int, tuple[int, float | None]]) -> tuple[int, float]:
-        held_out = {weights: judged(table) for weights, table in zip((1.0, 0.3), of, strict=False)}
-        tried = choose_by_agreement(given, held_out)
+        trials = Given(*map(judged, of), metric="perplexity")
+        tried = choose_by_agreement(given, (1.0, 0.3)[: len(of)], trials)
         assert len(tried) == 4 + len(of) - 1
         (found,) = (t for t in tried if t.chosen)
         return found.candidate, found.token_weights
 
-    def judged(of: dict[int, tuple[int, float | None]]) -> Given:
-        by_heads = {n: Judgement(quality, 0.5, count / 100) for n, (count, quality) in of.items()}
-        return Given(by_heads, "perplexity")
+    def judged(of: dict[int, tuple[int, float | None]]) -> dict[int, Judgement]:
+        return {n: Judgement(quality, 0.5, count / 100) for n, (count, quality) in of.items()}
 
     # Of 100 samples, 3 more are within two standard errors of 1.7, and 5 more are beyond two of 2.2.
     assert best({1: (90, 9.0), 2: (93, 9.0), 3: (90, 1.0), 4: (20, 1.0)}) == (0, 1.0)
@@ -116,10 +114,10 @@ def test_what_clearly_agrees_more_is_chosen_and_else_the_first() -> None:
 @pytest.mark.parametrize(("length", "best"), [(1, 1), (5, 0)])
 def test_tokens_of_one_text_are_no_reasons_of_their_own(length: int, best: int) -> None:
     """Of 100 tokens, five more agree: clearly so if they are of five texts, and not if they are all of one."""
-    candidates = [(Scores(f"c{n}", {}, {}), selection_of(scores_for(n, 0.0))) for n in (1, 2)]
+    candidates = [Trial(Scores(f"c{n}", {}, {}), selection_of(scores_for(n, 0.0))) for n in (1, 2)]
     table = {n: Judgement(9.0, 0.5, share) for n, share in ((1, 0.9), (2, 0.95))}
-    held_out = Given(table, "perplexity", torch.arange(100) // length)
-    tried = choose_by_agreement(candidates, {1.0: held_out})
+    trials = Given(table, metric="perplexity", texts=torch.arange(100) // length)
+    tried = choose_by_agreement(candidates, (1.0,), trials)
     assert [t.candidate for t in tried if t.chosen] == [best]
 
 
