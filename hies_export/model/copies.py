@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import RequestError
 
@@ -110,17 +111,31 @@ def parameter_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
+# Parameters that are mapped -> the file, and the name of the tensor there.
+_MAPPED: MutableMapping[torch.Tensor, tuple[Path, str]] = WeakIdKeyDictionary()
+
+
 def map_weights(model: torch.nn.Module, file: Path) -> None:
     """Write a large model's weights to a file, and map them from there in place: other work may have their memory.
 
-    Where the file is there, it is mapped anew, so that what was read of it is no longer held. It must stay in its place
-    for as long as the model is used, except where files that are open may be removed.
+    Where the file is there already, this is `let_go`. It must stay in its place for as long as the model is used.
     """
     if parameter_bytes(model) <= LARGE_BYTES or os.name == "nt":  # there, a file that is mapped cannot be removed
         return
-    tensors = {str(number): tensor for number, tensor in enumerate(model.parameters()) if tensor.device.type == "cpu"}
     if not file.exists():
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
-    with safe_open(file, "pt") as mapped:
-        for name, tensor in tensors.items():
-            tensor.data = mapped.get_tensor(name)
+        named = {str(number): one for number, one in enumerate(model.parameters()) if one.device.type == "cpu"}
+        save_file({name: parameter.detach().contiguous() for name, parameter in named.items()}, file)
+        _MAPPED.update({parameter: (file, name) for name, parameter in named.items()})
+    let_go(model)
+
+
+def let_go(model: torch.nn.Module) -> None:
+    """Let go of what was read of weights that `map_weights` mapped; it is read again when it is used."""
+    files: dict[Path, dict[str, torch.Tensor]] = {}
+    for parameter in filter(_MAPPED.__contains__, model.parameters()):
+        file, name = _MAPPED[parameter]
+        files.setdefault(file, {})[name] = parameter
+    for file, named in files.items():
+        with safe_open(file, "pt") as mapped:
+            for name, parameter in named.items():
+                parameter.data = mapped.get_tensor(name)

@@ -8,7 +8,7 @@ from support.models import bert, text_batch
 
 from hies_export.evaluate.predict import predict
 from hies_export.model import copies
-from hies_export.model.copies import map_weights
+from hies_export.model.copies import let_go, map_weights
 from hies_export.model.modes import wide_products
 
 
@@ -23,6 +23,25 @@ def test_mapped_weights_are_those_of_the_model(tmp_path: Path, monkeypatch: pyte
     assert str(tmp_path / "weights") in Path("/proc/self/maps").read_text()
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert torch.equal(predict(model, [batch]).values, logits)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads the maps of Linux")
+def test_what_was_read_of_mapped_weights_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "LARGE_BYTES", 0)
+    layer, file = torch.nn.Linear(1024, 2048, bias=False), tmp_path / "weights"
+    before = layer.weight.detach().clone()
+    map_weights(layer, file)
+    assert torch.equal(layer.weight, before)
+    assert resident(file) >= 8 * 1024
+    let_go(copies.share_weights(layer))  # a copy has the very parameters
+    assert resident(file) < 2 * 1024
+    assert torch.equal(layer.weight, before)
+
+
+def resident(file: Path) -> int:
+    """Return how many KB of a file are in this process's memory."""
+    parts = Path("/proc/self/smaps").read_text().split(str(file))[1:]
+    return sum(int(part.split("Rss:")[1].split()[0]) for part in parts)
 
 
 def test_half_precision_is_multiplied_in_float32() -> None:

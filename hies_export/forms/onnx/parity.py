@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.classes import load_config
 from ...equal import OTHER_PROGRAM, Difference
 from ...errors import MissingRuntimeError, ParityError
+from ...model.copies import let_go
 from ..runtimes.ort import DECODER_FILE, OnnxRuntime
 from ..runtimes.ort_gpu import CudaOnnxRuntime
 from ..runtimes.pytorch import TorchRuntime
@@ -65,12 +66,14 @@ def _in_torch(
 ) -> Iterator[Iterator[dict[str, np.ndarray]]]:
     """Compute batches with a model, and yield its outputs from files: it is in memory only until then."""
     with TemporaryDirectory(prefix="hies-outputs-") as folder:
-        model, files = TorchRuntime(reference(), threads=torch.get_num_threads()), []
+        made, files = reference(), []
+        model = TorchRuntime(made, threads=torch.get_num_threads())
         for number, batch in enumerate(batches):
             files.append(Path(folder) / f"{number}.npz")
             outputs: Any = model.compute(batch)
             np.savez(files[-1], **outputs)
-        del model
+        let_go(made)
+        del model, made
 
         def read(file: Path) -> dict[str, np.ndarray]:
             with np.load(file) as outputs:
