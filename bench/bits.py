@@ -35,8 +35,9 @@ from hies_export.forms.machine import machine_facts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.openvino.export import export_openvino, quantize_openvino
-from hies_export.pipeline.job import Job
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.delivery import Delivery
+from hies_export.pipeline.load_recipe import load_recipe
+from hies_export.pipeline.pruning import Pruning
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.run import run
 from hies_export.recipe.sections import ExportSection
@@ -105,9 +106,8 @@ def recipe_of(options: argparse.Namespace, name: str, flops: float, seed: int) -
 
 def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: str) -> None:
     """Print agreement (mean over seeds, with the lowest and highest) and time of every form."""
-    resolved = load_job(recipes[0])
-    prepared = resolved
-    judges = {"evaluation rows": resolved.judge(resolved.rows.evaluation)}
+    prepared, delivery = load_recipe(recipes[0])
+    judges = {"evaluation rows": prepared.judge(prepared.rows.evaluation)}
     if other:
         judges["other rows"] = judge_of_other(recipes[0], other)
     with tempfile.TemporaryDirectory() as temporary:
@@ -126,7 +126,12 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                 ]
             if find_spec("nncf") is not None:
                 served[f"{what} int8, OpenVINO"] = [
-                    Form(what, "openvino", calibrated(prepared, model, folder / f"{what}-{number}-openvino"), "int8")
+                    Form(
+                        what,
+                        "openvino",
+                        calibrated(prepared, delivery, model, folder / f"{what}-{number}-openvino"),
+                        "int8",
+                    )
                     for number, model in enumerate(
                         [prepared.model] if what == "dense" else [slim_of(recipe) for recipe in recipes]
                     )
@@ -160,9 +165,9 @@ def slim_of(recipe: PruningRecipe) -> PreTrainedModel:
     return load_sentence(folder).model if is_sentence_transformer(folder) else load(folder)
 
 
-def calibrated(prepared: Job, model: PreTrainedModel, folder: Path) -> Path:
+def calibrated(prepared: Pruning, delivery: Delivery, model: PreTrainedModel, folder: Path) -> Path:
     """Export a model in 8 bits for OpenVINO, calibrated on the rows that the first seed's was refitted on."""
-    rows = prepared.exporter.rows
+    rows = delivery.exporter.given.rows
     return export_openvino(model, folder, ExportSection(), Given(prepared.sample, rows=rows)).folder
 
 
@@ -211,7 +216,7 @@ def judge_of_other(recipe: PruningRecipe, rows: str) -> Judge:
             "evaluation": recipe.evaluation.model_copy(update={"split": split, "metrics": ()}),
         }
     )
-    resolved = load_job(other)
+    resolved, _ = load_recipe(other)
     return resolved.judge(resolved.rows.evaluation)
 
 

@@ -21,7 +21,7 @@ from hies_export.evaluate.predict import logits_by
 from hies_export.forms.cascade.threshold import choose_threshold, margins
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.runtimes.base import load_runtime
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 
 
@@ -49,14 +49,15 @@ def main() -> None:
 def answers(options: argparse.Namespace, split: str, rows: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of the slim file and of the dense model, (rows, classes), for the rows of a split."""
     wanted = {"evaluation.split": split, "evaluation.samples": rows}
-    resolved = load_job(PruningRecipe.from_yaml(options.recipe, overrides=wanted | read_overrides(options.fields)))
+    prepared, _ = load_recipe(
+        PruningRecipe.from_yaml(options.recipe, overrides=wanted | read_overrides(options.fields))
+    )
     folder = options.run / "onnx-int8"
     file = folder if folder.is_dir() else options.run / "onnx"
     with tempfile.TemporaryDirectory() as temporary:
-        prepared = resolved
         dense = export_onnx(prepared.model, Path(temporary) / "dense", batch=prepared.sample)
         found = [
-            logits_by(load_runtime("onnxruntime-cpu", place).prediction, resolved.rows.evaluation)
+            logits_by(load_runtime("onnxruntime-cpu", place).prediction, prepared.rows.evaluation)
             for place in (file, dense.folder)
         ]
     return found[0], found[1]

@@ -23,7 +23,7 @@ from embedding_quality import recipe, rows, write
 from hies_export.evaluate.interval import FAILURES, confidence_of_each, ratio_ends
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.search import largest
 from hies_export.pipeline.stages import calibrate, cut_beside, refit_of, score
 from hies_export.recipe.budget import Budget
@@ -66,9 +66,8 @@ def _ndcg(options: argparse.Namespace, folder: Path) -> tuple[torch.Tensor, list
     for file, split in zip(files.values(), (scored, judged), strict=True):
         write(file, rows(split))
     columns: dict[str, Any] = {"query": "question", "document": "passage"}
-    resolved = load_job(recipe(options, options.seed, columns, files, folder))
-    prepared = resolved
-    judge = resolved.judge(resolved.rows.evaluation, metrics=("ndcg@10",))
+    prepared, _ = load_recipe(recipe(options, options.seed, columns, files, folder))
+    judge = prepared.judge(prepared.rows.evaluation, metrics=("ndcg@10",))
     statistics = calibrate(prepared)
     scored, refit = score(prepared, statistics), refit_of(prepared, statistics)
 

@@ -24,7 +24,7 @@ from hies_export.cli.terminal import TerminalProgress
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.stages import calibrate, cut_beside, refit_of, score
 from hies_export.recipe.budget import Budget
 
@@ -51,9 +51,9 @@ def _judge_seed(options: argparse.Namespace, seed: int, folder: Path) -> None:
     write(folder / "pairs.jsonl", [{"a": a, "b": b, "score": score} for a, b, score in pairs])
     columns: dict[str, Any] = {"query": "question", "document": "passage"}
     files = {"train": folder / "train.jsonl", "validation": folder / "validation.jsonl"}
-    resolved = load_job(recipe(options, seed, columns, files, folder))
+    resolved, _ = load_recipe(recipe(options, seed, columns, files, folder))
     prepared = resolved
-    of_pairs = load_job(
+    of_pairs, _ = load_recipe(
         recipe(
             options, seed, {"text": ["a", "b"], "label": "score"}, dict.fromkeys(files, folder / "pairs.jsonl"), folder
         )
@@ -61,7 +61,7 @@ def _judge_seed(options: argparse.Namespace, seed: int, folder: Path) -> None:
     judges = [replace(of, model=resolved.model).judge(of.rows.evaluation, index=None) for of in (resolved, of_pairs)]
     if options.text is not None:
         files = dict.fromkeys(files, options.text)
-        prepared = load_job(recipe(options, seed, {"text": options.column}, files, folder))
+        prepared, _ = load_recipe(recipe(options, seed, {"text": options.column}, files, folder))
     prepared = replace(prepared, options=resolved.options, progress=TerminalProgress(Console(stderr=True)))
     statistics = calibrate(prepared)
     scored, refit = score(prepared, statistics), refit_of(prepared, statistics)

@@ -33,7 +33,7 @@ from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.bits import SMALLEST
 from hies_export.forms.runtimes.ort import OnnxRuntime
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "stories-llama.yaml"
@@ -46,9 +46,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     fields = {"evaluation.samples": None} | read_overrides(options.fields)
-    resolved = load_job(PruningRecipe.from_yaml(options.recipe, overrides=fields))
-    prepared = resolved
-    batches, rows = resolved.rows.evaluation, prepared.exporter.rows
+    prepared, delivery = load_recipe(PruningRecipe.from_yaml(options.recipe, overrides=fields))
+    batches, rows = prepared.rows.evaluation, delivery.exporter.given.rows
     with tempfile.TemporaryDirectory() as temporary:
         exported = export_onnx(prepared.model, Path(temporary) / "float32", batch=prepared.sample)
         table = Table(batches, in_onnx(exported, batches))

@@ -29,8 +29,8 @@ from hies_export.forms.machine import machine_facts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
 from hies_export.forms.runtimes.base import load_runtime
-from hies_export.pipeline.job import Job
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
+from hies_export.pipeline.pruning import Pruning
 from hies_export.pipeline.recipe import PruningRecipe
 
 ROWS = 100_000  # of the calibration split at most; each tool takes as many from the start as it does by default
@@ -66,7 +66,7 @@ def main() -> None:
         **read_overrides(options.fields),
     }
     recipe = PruningRecipe.from_yaml(options.recipe, overrides=fields)
-    resolved = load_job(recipe)
+    resolved, _ = load_recipe(recipe)
     if options.step == "give":
         give(resolved, options.run, options.given)
         return
@@ -87,9 +87,8 @@ def main() -> None:
         options.json.write_text(json.dumps([as_json(row) for row in rows], indent=1) + "\n")
 
 
-def give(resolved: Job, run: Path, given: Path) -> None:
+def give(prepared: Pruning, run: Path, given: Path) -> None:
     """Write the dense checkpoint in float32, its exports, the training rows and the run's share of FLOPs."""
-    prepared = resolved
     given.mkdir(parents=True, exist_ok=True)
     prepared.model.save_pretrained(given / "checkpoint")
     prepared.processor.save_pretrained(given / "checkpoint")

@@ -113,14 +113,14 @@ def _show(options: Options) -> dict[str, Any]:
 
 def _check_theory(recipe: PruningRecipe, options: Options) -> dict[str, Any]:
     """Print what the theory says of the recipe's model beside what is measured, and return both."""
-    from hies_export.pipeline.load_job import load_job
+    from hies_export.pipeline.load_recipe import load_recipe
     from hies_export.select.plan import dump_json
 
     from .theory import theory, theory_tables
 
     if ATTENTION not in recipe.options.modules:
         raise RecipeError([f"--theory is about heads, but prune.modules of {options.recipe} has no attention; add it"])
-    pruning, _ = load_job(recipe, progress=options.progress)
+    pruning, _ = load_recipe(recipe, progress=options.progress)
     attention = [module for module in pruning.scored if module.kind == ATTENTION]
     options.progress.stage("theory")
     alpha = 0.9 if recipe.prune.alpha == "auto" else recipe.prune.alpha

@@ -30,7 +30,7 @@ def tuned(given: Given, out: Path) -> None:
     ]
     budget = {"flops": given.flops}
     found = prune(model, rows, held_out=[], modules=["attention", "mlp"], criterion="fisher", budget=budget)
-    modules = found.job.scored
+    modules = found.pruning.scored
     kept = rearranged(found.plan.kept, modules, mask_gradients(model, rows, modules))
     scalars = {"method": "scalars", "samples": SAMPLES}
     made = prune(model, rows, held_out=[], plan=replace(found.plan, kept=kept), compensation=scalars)

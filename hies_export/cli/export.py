@@ -117,7 +117,7 @@ def in_4_bits(options: Options) -> bool:
 
 def calibration_rows(options: Options) -> list[Any]:
     """Return batches of the rows that weights in 4 bits are rounded by; say so if there are none."""
-    from ..pipeline.load_job import refit_rows
+    from ..pipeline.load_recipe import refit_rows
     from ..pipeline.propose import propose_recipe
 
     if options.data:

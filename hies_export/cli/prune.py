@@ -13,12 +13,12 @@ def run(options: Options) -> None:
     refuse_output(options, recipe)
     from ..pipeline.choose import choose  # after the refusals, because it takes seconds
     from ..pipeline.delivery import save
-    from ..pipeline.load_job import load_job
+    from ..pipeline.load_recipe import load_recipe
     from ..pipeline.stages import calibrate, cut
     from ..slim.config import families
     from .terminal import plan_text, print_plan
 
-    pruning, delivery = load_job(recipe, progress=options.progress)
+    pruning, delivery = load_recipe(recipe, progress=options.progress)
     slim = cut(pruning, choose(pruning, calibrate(pruning)))
     saved = save(pruning, delivery, slim, recipe.output, overwrite=options.overwrite)
     print_plan(slim.plan, options.console)

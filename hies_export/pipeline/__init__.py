@@ -11,7 +11,7 @@ In the order of reading:
 - `choose.py`: what stays within the budget; `search.py`: the largest cut that keeps a promise; `trials.py`: alphas
   and criteria, by held-out rows.
 - `prune.py`: `prune`, these stages in memory, with the `Pruning` that `in_memory.py` makes.
-- `delivery.py`: `Delivery`, and `save`; `load_job.py`: the pruning and the delivery of a recipe.
+- `delivery.py`: `Delivery`, and `save`; `load_recipe.py`: the pruning and the delivery of a recipe.
 - `run.py`: `run`, these stages with a folder; `deploy`, a run whose cut is searched for in all forms (`fastest.py`).
 - `journal.py`: what a run ranked and refitted so far, kept on the disk until it ends, so that a killed one goes on.
 - `price.py`: how many minutes and how much memory a run takes, said while it runs.

@@ -31,7 +31,7 @@ from ..recipe.sections import ExportSection
 from ..tasks import TASKS
 from ..units.counts import FlopCount, Shape, count_both_flops
 from ..units.shapes import check_shapes, image_shape_at, model_shapes
-from .load_job import rows_in_order
+from .load_recipe import rows_in_order
 from .recipe import PruningRecipe
 
 

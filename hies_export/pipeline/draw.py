@@ -240,7 +240,7 @@ class Promise:
     ) -> Promise | None:
         """Return the promise of a recipe; None if it makes none.
 
-        `metric` is the metric of which a share is promised, see `job.promised_metric`; None for a share of the
+        `metric` is the metric of which a share is promised, see `pruning.promised_metric`; None for a share of the
         predictions.
         """
         keep, compound = recipe.goal.keep, recipe.compound

@@ -1,7 +1,7 @@
 """The whole recipe: how to prune, the rules between sections, and how a recipe is read from YAML.
 
 The input is the fields of a YAML file, or the same as keyword arguments. The output is a `PruningRecipe`, frozen and
-consistent, or one `RecipeError` that names all problems at once. Nothing is loaded: `pipeline.load_job` finds out
+consistent, or one `RecipeError` that names all problems at once. Nothing is loaded: `pipeline.load_recipe` finds out
 whether model, data and recipe fit together.
 """
 

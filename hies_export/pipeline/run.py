@@ -26,7 +26,7 @@ from .choose import choose
 from .delivery import Delivery, save
 from .fastest import Decision, find_compound, find_fastest
 from .journal import Journal, journal
-from .load_job import load_job, runtimes_of
+from .load_recipe import load_recipe, runtimes_of
 from .measure import measure
 from .price import Priced, size_of_pruning
 from .pruning import Pruning
@@ -68,7 +68,7 @@ def run(
         formats = _formats(recipe)
         require_exporters(formats)
         progress = priced = Priced(progress)
-        pruning, delivery = load_job(recipe, progress=progress)
+        pruning, delivery = load_recipe(recipe, progress=progress)
         _check_exports(pruning, delivery, formats)
         if note := note_on_device(recipe, pruning.model.device.type):
             progress.stage(note)

@@ -1,4 +1,4 @@
-"""Trim the vocabulary of a job's model before anything else is done with it, and remember the model as it was."""
+"""Trim the vocabulary of a model before anything else is done with it, and remember the model as it was."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the rows of a job are read: by a task, and by that of the model as it was if the vocabulary was trimmed."""
+    """How rows are read: by a task, and by that of the model as it was if the vocabulary was trimmed."""
 
     task: Task
     processor: Any

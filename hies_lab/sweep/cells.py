@@ -27,7 +27,7 @@ from hies_export.model.copies import share_weights
 from hies_export.pipeline import stages
 from hies_export.pipeline.delivery import Delivery
 from hies_export.pipeline.draw import Draws, draw
-from hies_export.pipeline.load_job import load_job, read_drawn, rows_of, splits_of
+from hies_export.pipeline.load_recipe import load_recipe, read_drawn, rows_of, splits_of
 from hies_export.pipeline.pruning import Pruning, check_criteria
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.trials import Trials, choose_alpha
@@ -173,7 +173,7 @@ def load_shared(recipe: PruningRecipe, grid: SweepGrid) -> Shared:
     """Load the model, and the rows of the first seed and calibration size; refuse what does not suit the grid."""
     clock = Clock()
     with clock("load"):
-        pruning, delivery = load_job(_recipe_of(recipe, grid, grid.seeds[0], grid.calibration_sizes[0]))
+        pruning, delivery = load_recipe(_recipe_of(recipe, grid, grid.seeds[0], grid.calibration_sizes[0]))
     # Under sparsities, the ranks of `compensated` are good for query heads too.
     check_criteria(pruning, *(name for name in grid.criteria if grid.flops or name != COMPENSATED))
     # What a cell refits with follows from its compensation and these.

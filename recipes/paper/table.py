@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hies_export.pipeline.load_job import load_job
 from smoke import smoke_overrides
 
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.load_job import load_job
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import calibrate
 from hies_export.slim.check import masked_units

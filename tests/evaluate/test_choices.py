@@ -19,7 +19,7 @@ from hies_export.data.batches import by_length, samples_of
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.metrics import check_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TextGeneration
 
@@ -169,7 +169,7 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
             prune={"alpha": "auto", "budget": {"heads": 0.5}},
             measure={"runtimes": ["torch"], "shapes": [[1, 8]]},
         )
-        return load_job(PruningRecipe.from_yaml(recipe))
+        return load_recipe(PruningRecipe.from_yaml(recipe))
 
     found, delivery = prepared(samples=10, batch_size=3)
     assert found.metrics == TASK.usual_metrics(answers=True, choices=True) == BOTH

@@ -179,8 +179,8 @@ def test_alpha_is_chosen_by_an_error_rate_as_by_the_accuracy(tmp_path: Path) -> 
     chosen = []
     for metric in ("accuracy", errors):
         asked = {"prune.alpha": "auto", "evaluation.metrics": [metric], "measure.runtimes": ["torch"]}
-        job = load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", asked))
-        chosen.append(choose(job, calibrate(job)))
+        pruning = load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", asked))
+        chosen.append(choose(pruning, calibrate(pruning)))
     by_accuracy, by_errors = chosen
     assert by_errors.plan.alpha == by_accuracy.plan.alpha
     for right, wrong in zip(by_accuracy.alpha_curve, by_errors.alpha_curve, strict=True):

@@ -29,7 +29,7 @@ from hies_export.pipeline import draw as draws_module
 from hies_export.pipeline import stages as stages_module
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.delivery import Delivery, save
-from hies_export.pipeline.load_job import load_job, splits_of
+from hies_export.pipeline.load_recipe import load_recipe, splits_of
 from hies_export.pipeline.pruning import Pruning
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import Choice, calibrate, cut, effect_batches, predict_pruned, refit_of, select
@@ -265,7 +265,7 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
 
 
 def chosen_by(recipe: PruningRecipe) -> tuple[Pruning, Delivery, Choice]:
-    pruning, delivery = load_job(recipe)
+    pruning, delivery = load_recipe(recipe)
     return pruning, delivery, choose(pruning, calibrate(pruning))
 
 
@@ -401,8 +401,8 @@ def test_all_that_may_go_is_among_the_cuts_of_keep(folder: Path, allocation: str
             prune__min_heads=min_heads,
             prune__multiple_of={"neurons": neurons},
         )
-        job = replace(prepared, options=recipe.options)
-        selection = select(job, scores, choosing.sizes_of(job, None)[-1])
+        asked = replace(prepared, options=recipe.options)
+        selection = select(asked, scores, choosing.sizes_of(asked, None)[-1])
         if allocation == "global":
             assert [len(kept.units) for kept in selection.values()] == [min_heads] * 3 + [neurons] * 3
 

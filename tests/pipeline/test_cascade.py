@@ -26,7 +26,7 @@ from hies_export.forms.time import time
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import fastest
 from hies_export.pipeline.fastest import find_compound
-from hies_export.pipeline.load_job import load_job, rows_in_order
+from hies_export.pipeline.load_recipe import load_recipe, rows_in_order
 from hies_export.pipeline.push import _contents
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.run import run
@@ -132,7 +132,7 @@ def test_it_stands_beside_both_models_in_every_rendering(folder: Path, capsys: p
 def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections = {"prune": {"criterion": "fisher", "compensation": None}, "cascade": {"disagreement": 0.3}}
     recipe = make_project(tmp_path, **sections)
-    resolved, delivery = load_job(PruningRecipe.from_yaml(recipe))
+    resolved, delivery = load_recipe(PruningRecipe.from_yaml(recipe))
     assert delivery.compound is not None
     assert delivery.compound.shares == (0.75, 0.55, 0.35)
     timed: list[float] = []

@@ -37,7 +37,7 @@ from hies_export.pipeline import delivery as delivery_file
 from hies_export.pipeline import fastest, measure, stages
 from hies_export.pipeline import pruning as pruning_file
 from hies_export.pipeline.fastest import Decision, find_fastest
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.pruning import Rows
 from hies_export.pipeline.recipe import PruningRecipe
@@ -160,7 +160,7 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
 
 def searched(recipe: PruningRecipe, *, keep: float) -> Decision:
     """Return what a search answers, without the run that follows."""
-    pruning, delivery = load_job(recipe.to_deploy(keep=keep))
+    pruning, delivery = load_recipe(recipe.to_deploy(keep=keep))
     forms = Forms({"dense": pruning.model}, delivery.exporter, recipe.output)
     return find_fastest(pruning, delivery, calibrate(pruning), forms)
 

@@ -32,7 +32,7 @@ from hies_export.data.batches import samples_of, size_of
 from hies_export.errors import DataError, RecipeError, RequestError
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import measure as measuring
-from hies_export.pipeline.load_job import rows_in_order
+from hies_export.pipeline.load_recipe import rows_in_order
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.report.report import Report
 

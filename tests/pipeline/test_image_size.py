@@ -14,6 +14,7 @@ from transformers import Dinov2Config, Dinov2ForImageClassification
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from hies_export import DataError, RequestError
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.report.report import Report
 
@@ -65,8 +66,9 @@ def test_runs_count_time_and_export_images_of_the_rows_size(folder: Path, tmp_pa
     assert tuple(report.flops.shape) == (2, TOKENS)
     assert {(row.batch, row.sequence) for row in report.latency} == {(2, TOKENS)}
     # The graph is traced with these, and the next test sees that it then has their size.
-    job = load_pruning(recipe)
-    assert job.exporter.given.sample["pixel_values"].shape[1:] == job.sample["pixel_values"].shape[1:] == (3, 28, 42)
+    pruning, delivery = load_recipe(recipe)
+    for sample in (pruning.sample, delivery.exporter.given.sample):
+        assert sample["pixel_values"].shape[1:] == (3, 28, 42)
 
 
 @pytest.mark.slow

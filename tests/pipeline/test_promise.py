@@ -15,7 +15,7 @@ from hies_export.errors import RequestError
 from hies_export.evaluate.interval import FAILURES, Looks, confidence_of_each, lower_share, queries_needed, rows_needed
 from hies_export.pipeline.draw import Promise, all_looks
 from hies_export.pipeline.fastest import looks_of
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.pruning import Pruning
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.recipe.sections import DeploySection
@@ -93,7 +93,7 @@ def test_run_and_deploy_promise_on_the_same_rows(
             prune={"budget": {"keep": 0.8}, "criterion": "his", "compensation": None},
         )
     recipe = recipe_of(folder, prune__budget={"keep": keep}, calibration__samples=20)
-    (run, written), (deploy, delivery) = load_job(recipe), load_job(recipe.to_deploy(keep=keep))
+    (run, written), (deploy, delivery) = load_recipe(recipe), load_recipe(recipe.to_deploy(keep=keep))
     assert held_out_and_evaluated(run) == held_out_and_evaluated(deploy)
     assert written.splits.held_out == delivery.splits.held_out
     assert written.splits.held_out.split == "validation"  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ def test_rows_that_a_recipe_names_are_the_ones(folder: Path, caplog: pytest.LogC
     asked = recipe_of(folder, evaluation__samples=17)
     for recipe in (asked, asked.to_deploy(keep=0.8, runtimes=FLOAT32)):
         assert counts(load_pruning(recipe)) == (23, 17)
-    everything, delivery = load_job(recipe_of(folder, evaluation__samples=40))
+    everything, delivery = load_recipe(recipe_of(folder, evaluation__samples=40))
     assert counts(everything) == (28, 12)
     assert delivery.asked.fields["evaluation"]["samples"] == 12
     for samples, expected in ((24, (24, 16)), (90, (28, 12))):
@@ -150,7 +150,7 @@ def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFi
     few = recipe_of(folder, prune__budget={"keep": 0.93}, calibration__samples=20)
     assert rows_needed(0.93, Looks().confidence) == 66
     for recipe in (few, few.to_deploy(keep=0.93, runtimes=FLOAT32)):
-        found, delivery = load_job(recipe)
+        found, delivery = load_recipe(recipe)
         assert counts(found) == (130, 40)
         assert delivery.splits.held_out is None
         expected = (
@@ -187,7 +187,7 @@ def test_a_loss_of_a_metric_is_promised_on_rows_of_the_evaluated_split(folder: P
 def test_a_cascade_and_a_choice_have_a_part_each(tmp_path: Path) -> None:
     sections = {"calibration": {"samples": 20}, "cascade": {"disagreement": 0.3}}
     save_project(tmp_path, train=60, validation=40, prune={"budget": {"heads": 0.5}, "alpha": 0.5}, **sections)
-    assert load_job(recipe_of(tmp_path))[1].splits.held_out.samples == 26  # type: ignore[union-attr]
+    assert load_recipe(recipe_of(tmp_path))[1].splits.held_out.samples == 26  # type: ignore[union-attr]
     rows = load_pruning(recipe_of(tmp_path, prune__alpha="auto")).rows
     assert (samples_of(rows.held_out), samples_of(rows.promise)) == (13, 13)
     with pytest.raises(RequestError, match="cascade needs samples beyond the 60 to score on, .*, or leave it out"):

@@ -73,7 +73,7 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, monkeypatch: pytest.
     recipe = PruningRecipe.from_yaml(project / "recipe.yaml", {"output": tmp_path / "out"})
     seen = []
 
-    def stop(job: Pruning, slim: PreTrainedModel, **_: object) -> None:
+    def stop(pruning: Pruning, slim: PreTrainedModel, **_: object) -> None:
         seen.append(slim)
         raise DataError("far enough")
 
@@ -162,7 +162,7 @@ def test_a_recipe_says_otherwise(
 def test_a_refit_that_the_dtype_cannot_hold_is_refused(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def huge(job: Pruning, choice: object, slim: torch.nn.Module) -> list[object]:
+    def huge(pruning: Pruning, choice: object, slim: torch.nn.Module) -> list[object]:
         with torch.no_grad():
             slim.classifier.bias.fill_(1e6)
         return []

@@ -32,7 +32,7 @@ from hies_export.data.batches import by_length
 from hies_export.evaluate.interval import ratio_ends
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.recipe.sections import Columns, EvaluationSection, HeldOutSection
 from hies_export.report.report import Report
@@ -465,7 +465,7 @@ def test_a_promise_over_entities_needs_fewer_rows_than_one_over_sentences(tmp_pa
     """Two thirds of 200 rows are held out, as 97 % takes 130 for entities. It takes 203 for sentences."""
     recipe = PruningRecipe.from_yaml(save_tagger(tmp_path, validation=200, prune={"budget": {"heads": 0.3}}))
     over_entities = recipe.model_copy(update={"evaluation": EvaluationSection(split="validation", metrics=OWN_FIRST)})
-    assert load_job(over_entities.to_deploy(keep=0.97))[1].splits.held_out == HeldOutSection(
+    assert load_recipe(over_entities.to_deploy(keep=0.97))[1].splits.held_out == HeldOutSection(
         split="validation", samples=133
     )
     with pytest.raises(

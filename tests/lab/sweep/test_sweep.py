@@ -22,7 +22,7 @@ from hies_export.errors import OutputExistsError, RequestError
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.load_job import load_job
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.stages import calibrate, compare
 from hies_export.tasks import task_of
 from hies_lab.baselines.channels import channel_taylor, masked_channels, select_channels
@@ -334,7 +334,7 @@ def test_the_command_prints_tables_and_one_line_of_json(
 
 
 def test_another_seed_draws_other_rows_for_the_same_model(recipe_file: Path) -> None:
-    first, delivery = load_job(PruningRecipe.from_yaml(recipe_file))
+    first, delivery = load_recipe(PruningRecipe.from_yaml(recipe_file))
     again = redrawn(first, delivery, PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 5}))
     assert again.model is first.model
     assert again.rows.evaluation is first.rows.evaluation

@@ -49,7 +49,7 @@ from .trimming import Reading, Texts, Trimming, read_tokens, texts_in, texts_of,
 logger = logging.getLogger(__name__)
 
 
-def load_job(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[Pruning, Delivery]:
+def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[Pruning, Delivery]:
     """Load model and rows, and check that the recipe can be run."""
     began = time.monotonic()
     progress.stage("read the data")
