@@ -479,5 +479,3 @@ def check_criteria(pruning: Pruning, *criteria: str) -> None:
                     f"of {', '.join((*able, COMPENSATED, AUTO))}"
                 ]
             )
-        if name in (COMPENSATED, AUTO) and by_query and grouped:
-            raise RecipeError([f"criterion {name} removes whole key/value groups, got unit: query; set unit: group"])

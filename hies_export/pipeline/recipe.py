@@ -218,9 +218,7 @@ class PruneSection(Section):
     @model_validator(mode="after")
     def _defaults_follow_the_budget(self) -> PruneSection:
         if self.budget is None or self.budget.heads is None:
-            # Greedy removal, which `compensated` is, takes whole key/value groups.
-            criterion = "compensated" if self.unit == "group" else "fisher"
-            usual = {"modules": KINDS, "criterion": criterion, "compensation": CompensationSection()}
+            usual = {"modules": KINDS, "criterion": "compensated", "compensation": CompensationSection()}
             # Not as fields that are set: another budget in their place has its own.
             vars(self).update({name: value for name, value in usual.items() if name not in self.model_fields_set})
         return self

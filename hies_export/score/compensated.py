@@ -22,7 +22,7 @@ single prediction. Units are removed step by step, each time those that raise e 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class RemovalOptions:
     ridge: float = 0.1
     per_sample: bool = True  # a sample has a single prediction, so that the effects of its tokens also add up
     device: str | torch.device = "cpu"  # where orders are computed; effects that are elsewhere are copied there
+    unit: str = "group"  # what goes at once of an attention layer: a group, or a head of every group ("query")
 
     def __post_init__(self) -> None:
         if not self.ridge > 0:
@@ -78,6 +79,7 @@ def score_compensated(
     gradients: Gradients | None = None,
     ridge: float = 0.1,
     per_sample: bool = True,
+    unit: str = "group",
     known: MutableMapping[str, Chain] | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
@@ -92,7 +94,7 @@ def score_compensated(
             some neurons wrongly look free to remove. By default those of `batches`.
         gradients: Those of the predictions on the batches or, which is the same in a language model, of the loss;
             collected by default.
-        ridge, per_sample: See `RemovalOptions`.
+        ridge, per_sample, unit: See `RemovalOptions`.
         known: Module -> its chain, of modules that were ranked before; new ones are put in as soon as they are found.
             A block without other modules is walked through, but nothing is computed of it.
         progress: Shows the loops over the blocks.
@@ -110,7 +112,7 @@ def score_compensated(
         >>> score_compensated(model, batches, modules).criterion
         'compensated'
     """
-    options = RemovalOptions(ridge, per_sample, device_of_blocks(model))
+    options = RemovalOptions(ridge, per_sample, device_of_blocks(model), unit)
     batches = batches if gradients is None else gradients.batches
     samples, chains = sum(map(size_of, batches)), {} if known is None else known
     once = moments is not None and not moments.keeps
@@ -166,7 +168,7 @@ def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain],
         total = sum(len(removal.units) for removal in order)
         rank = 0
         for removal in order:
-            # Heads of a group share a rank.
+            # Heads that go together share a rank.
             ranks = rank + torch.arange(len(removal.units), dtype=torch.float64) * (kind != ATTENTION)
             scores[removal.module][list(removal.units)] = ranks / total
             rank += len(removal.units)
@@ -185,8 +187,11 @@ def removal_chain(
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
 
-    Neurons go 1 % of a layer at a time. `spread` has mu and C from more tokens than the effects have.
+    Neurons go 1 % of a layer at a time. Where a head of every group goes at once, the groups take turns. `spread` has
+    mu and C from more tokens than the effects have.
     """
+    if options.unit == "query" and module.group_size > 1:
+        return _chain_of_queries(layer, module, samples, spread, options)
     state = _Greedy(layer, module, samples, spread, options)
     step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
     # Read at the end alone: a GPU would wait for every number that is asked for on the way.
@@ -198,6 +203,19 @@ def removal_chain(
         groups = order[number * step : (number + 1) * step]
         units = tuple(g * module.group_size + i for g in groups for i in range(module.group_size))
         chain.append(Removal(module.name, units, effect))
+    return tuple(chain)
+
+
+def _chain_of_queries(
+    layer: LayerEffects, module: PrunableModule, samples: int, spread: Spread | None, options: RemovalOptions
+) -> Chain:
+    """Return the order in which the heads of a module go, one of every group at a time."""
+    state, chain = _Greedy(layer, replace(module, groups=module.units), samples, spread, options), []
+    size = module.group_size
+    for _ in range(size):
+        removed = [state.remove(1, range(start, start + size)) for start in range(0, module.units, size)]
+        units = tuple(int(head) for head, _ in removed)
+        chain.append(Removal(module.name, units, removed[-1][1].item()))
     return tuple(chain)
 
 
@@ -240,12 +258,15 @@ class _Greedy:
         self._left_count = module.groups
         self._candidates = self._neurons() if self._width == 1 else self._heads()
 
-    def remove(self, count: int) -> tuple[Tensor, Tensor]:
+    def remove(self, count: int, among: range | None = None) -> tuple[Tensor, Tensor]:
         """Remove the `count` groups that raise the effect least; return them, (count,) least first, and the new effect.
 
-        Among equals the later group goes first. Both tensors stay on the device.
+        Among equals the later group goes first. Both tensors stay on the device. With a range, of these groups only.
         """
-        sizes = torch.where(self._left, self._candidates, torch.inf)
+        left = self._left
+        if among is not None:
+            left = left & (self._groups >= among.start) & (self._groups < among.stop)
+        sizes = torch.where(left, self._candidates, torch.inf)
         places = len(sizes) - 1 - sizes.flip(0).argsort(stable=True)[:count]
         groups, columns = self._groups[places], self._columns(places)
         # (G_SS)^-1; without checks, for which a GPU would wait. G stays positive definite by its damping.

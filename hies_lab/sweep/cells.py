@@ -174,8 +174,7 @@ def load_shared(recipe: PruningRecipe, grid: SweepGrid) -> Shared:
     clock = Clock()
     with clock("load"):
         pruning, delivery = load_recipe(_recipe_of(recipe, grid, grid.seeds[0], grid.calibration_sizes[0]))
-    # Under sparsities, the ranks of `compensated` are good for query heads too.
-    check_criteria(pruning, *(name for name in grid.criteria if grid.flops or name != COMPENSATED))
+    check_criteria(pruning, *grid.criteria)
     # What a cell refits with follows from its compensation and these.
     options = pruning.options.model_copy(update={"compensation": recipe.options.compensation})
     return Shared(recipe, grid, replace(pruning, options=options, clock=clock), delivery)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.loading import load_pruning
-from support.models import llama, save_regressor, save_text_model
+from support.models import save_regressor
 from support.runs import without_tracing
 from support.tolerance import REFITTED, assert_near, assert_same_plan
 from transformers import AutoModelForSequenceClassification
@@ -351,10 +351,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "multiple_of must divide the number of heads, which is 6 in bert.encoder.layer.*, got 4",
     ),
     ({"multiple_of": {"heads": 5, "neurons": 10}}, "2 problems"),
-    *(
-        ({"criterion": name, "unit": "query"}, f"criterion {name} removes whole key/value groups, got unit: query; set")
-        for name in ("auto", "compensated")
-    ),
 ]
 
 
@@ -363,10 +359,6 @@ def test_bad_input_is_refused_before_anything_is_computed(
     prune: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     fields = {f"prune__{name}": value for name, value in prune.items()}
-    if "unit" in prune:  # it needs a model whose query heads share keys and values
-        save_text_model(tmp_path)
-        llama(num_labels=1, vocab_size=15).save_pretrained(tmp_path)
-        fields |= {"model": str(tmp_path), "data__text": "sentence"}
     with pytest.raises(RecipeError, match=message):
         load_pruning(recipe_of(folder, **fields))
 

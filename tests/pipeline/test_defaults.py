@@ -37,7 +37,7 @@ def method_of(section: PruneSection) -> tuple[Any, ...]:
         ({"budget": {"flops": 0.6}, "modules": ["attention"]}, (("attention",), *SMALLER[1:])),
         ({"budget": {"flops": 0.6}, "criterion": "his"}, (SMALLER[0], "his", SMALLER[2])),
         ({"budget": {"flops": 0.6}, "compensation": None}, (*SMALLER[:2], None)),
-        ({"budget": {"flops": 0.6}, "unit": "query"}, (SMALLER[0], "fisher", SMALLER[2])),
+        ({"budget": {"flops": 0.6}, "unit": "query"}, SMALLER),
         ({"budget": {"heads": 0.4}, "compensation": {"method": "bias"}}, (*PAPER[:2], "bias")),
     ],
 )

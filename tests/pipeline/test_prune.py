@@ -518,3 +518,17 @@ def test_bad_input_is_refused_in_one_sentence(arguments: dict[str, Any], message
     with pytest.raises(HiesError, match=message) as refused:
         prune(model, batches, **given)
     assert "\n" not in str(refused.value) or "problems:" in str(refused.value)
+
+
+def test_query_heads_go_from_every_group_by_compensated() -> None:
+    torch.manual_seed(0)
+    model = causal_lm(hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8)
+    batches = [padded([9, 8, 7, 9], "left") for _ in range(4)]
+    result = prune(model, batches, budget={"flops": 0.8}, unit="query", modules=["attention"])
+    kept = [one.units for one in result.plan.kept.values()]
+    assert any(len(units) < 6 for units in kept)
+    for units in kept:
+        assert len([unit for unit in units if unit < 3]) == len([unit for unit in units if unit >= 3])
+    assert all(layer.self_attn.k_proj.out_features == 16 for layer in result.model.model.layers)
+    assert result.scores is not None
+    assert all(len(removal.units) == 2 for chain in result.scores.chains for removal in chain)

@@ -146,6 +146,26 @@ def test_downdating_equals_solving_anew(shape: str, centred: bool, per_sample: b
     assert [r.effect for r in found] == pytest.approx([effect for _, effect in expected], rel=precision)
 
 
+@pytest.mark.parametrize("centred", [True, False])
+def test_heads_of_all_groups_go_in_turns(centred: bool) -> None:
+    module, samples, options = module_of(9, width=2, groups=3), 10, RemovalOptions(0.05, unit="query")
+    layer = layer_of(60, 18, samples, centred=centred)
+    gone: list[int] = []
+    for removal in removal_chain(layer, module, samples, options=options):
+        for group, head in enumerate(removal.units):
+            left = [unit for unit in range(3 * group, 3 * group + 3) if unit not in gone]
+
+            def effect(unit: int) -> float:
+                columns = [2 * u + i for u in sorted([*gone, unit]) for i in range(2)]
+                return solved_anew(layer, columns, samples, options)
+
+            assert head == min(left, key=effect)
+            least = effect(head)
+            gone.append(head)
+        assert removal.effect == pytest.approx(least, rel=1e-9)
+    assert sorted(gone) == list(range(9))
+
+
 @pytest.mark.parametrize("per_sample", [True, False])
 def test_neurons_go_several_at_a_time(per_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compensated, "SHARE_PER_STEP", 0.2)
