@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, quoted, refusing
-from .labels import LABELS
+from .labels import numbers_column
 from .late import data, datasets, torch
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Usual columns of queries, of the documents that they should find, and of how much these are wanted or alike.
+# Usual columns of queries, and of the documents that they should find.
 _QUERIES, _DOCUMENTS = ("query", "question", "anchor"), ("document", "passage", "positive")
-_SCORES = (*LABELS, "score", "similarity_score")
 # Kinds of texts, which may have prompts of their own.
 QUERY, DOCUMENT, TEXT = "query", "document", "text"
 
@@ -191,16 +190,6 @@ class FeatureExtraction(Task):
     def same(self, dense: Predictions, other: Predictions) -> NoReturn:
         """Refuse: embeddings are compared by what they rank."""
         raise DataError("embeddings are compared by what they rank; judge them with rows that can be ranked")
-
-
-def numbers_column(features: Mapping[str, Any]) -> str | None:
-    """Return the usual column of scores that are numbers, or lists of numbers; None if there is none."""
-    for name in _SCORES:
-        feature = getattr(features.get(name), "feature", features.get(name))
-        number = str(getattr(feature, "dtype", "")).startswith(("int", "float"))
-        if number and not isinstance(feature, datasets.ClassLabel):
-            return name
-    return None
 
 
 def _described(texts: int, most: int, kind: str) -> Batch:

@@ -22,8 +22,7 @@ from ..model.text_encoder import TextEncoder
 from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
 from ..recipe.sections import Columns
 from .classification import CLASSIFIED
-from .feature_extraction import numbers_column
-from .labels import LABELS, read_labels
+from .labels import LABELS, numbers_column, read_labels
 from .task import Task, Use
 
 _COLUMNS = Rule("columns= must be fields of a recipe's data", "see Columns")

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, RequestError, listed, quoted
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _HIDDEN = (-1, -100)
 # Columns of labels, as transformers' collators know them.
 LABELS = ("labels", "label", "label_ids")
+# Those of numbers, such as how alike two texts are.
+_SCORES = (*LABELS, "score", "similarity_score")
 # How names of classes say which word of an entity they are for, and its type: B-PER, b_per, PER-B, or a letter alone.
 # The letters are those of IOB (B for the first word, I for others), IOBES and BILOU (E or L for the last, S or U for an
 # only one), BMES and BMEWO (M for others, W for an only one).
@@ -260,3 +262,13 @@ def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tens
         )
     members = map(set, class_numbers_of_lists(rows, sets, inner, column=column, classes=classes))
     return torch.tensor([[float(number in of_row) for number in range(count)] for of_row in members])
+
+
+def numbers_column(features: Mapping[str, Any]) -> str | None:
+    """Return the usual column of scores that are numbers, or lists of numbers; None if there is none."""
+    for name in _SCORES:
+        feature = getattr(features.get(name), "feature", features.get(name))
+        number = str(getattr(feature, "dtype", "")).startswith(("int", "float"))
+        if number and not isinstance(feature, datasets.ClassLabel):
+            return name
+    return None
