@@ -186,7 +186,7 @@ class Pruning:
             if of is model and rows is read:
                 return predictions
         found = predict(model, read, task=self.task, progress=progress)
-        if self.trimming is not None and in_dense:
+        if self.trimming is not None and in_dense and found.kind == "tokens":
             found = self.trimming.renumbered(found, self.task.references(read))
         if any(rows is batches for rows in (self.rows.held_out, self.rows.promise, self.rows.evaluation)):
             self.predicted.append((model, read, found))

@@ -47,8 +47,8 @@ class Trimming:
         return replace(self, facts=replace(self.facts, judged=judged))
 
     def renumbered(self, found: Predictions, labels: Tensor) -> Predictions:
-        """Return what the model as it was predicts, in the numbers of the tokens that stay."""
-        return in_new_numbers(found, labels, self.kept) if found.kind == "tokens" else found
+        """Return tokens that the model as it was predicts in the numbers of those that stay; see `in_new_numbers`."""
+        return in_new_numbers(found, labels, self.kept)
 
     @staticmethod
     def metrics(usual: Sequence[str]) -> tuple[str, ...]:

@@ -80,6 +80,12 @@ class Counted(Both[int]):
     slim: Size
     backbone: Both[Size] | None = field(default=None, kw_only=True)
 
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, value in vars(self).items() if value is not None)
+
+    def __len__(self) -> int:
+        return len([*self])
+
 
 @dataclass(frozen=True, eq=False)
 class FlopCount(Counted):

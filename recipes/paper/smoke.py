@@ -31,7 +31,6 @@ def smoke_overrides(recipe: PruningRecipe, folder: Path) -> dict[str, Any]:
     return {
         "model": str(made / "model"),
         "dtype": "float32",
-        "device_map": None,
         "data": data,
         "calibration": {"samples": 8, "batch_size": 8},
         # What lm-eval would download is judged by perplexity here.

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hies_export.pipeline.load_job import load_job
 from smoke import smoke_overrides
 
 from hies_export.pipeline.choose import choose
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import calibrate
 from hies_export.slim.check import masked_units
@@ -76,11 +76,11 @@ def by_benchmark(recipe: PruningRecipe, table: str, task: str, *, seeds: tuple[i
                 fields["calibration"]["seed"] = seed
                 fields["prune"] |= {"criterion": criterion, "budget": {"heads": sparsity}}
                 asked = PruningRecipe(**fields)
-                job = load_job(asked)
-                plan = choose(job, calibrate(job)).plan
+                pruning, _ = load_recipe(asked)
+                plan = choose(pruning, calibrate(pruning)).plan
                 judged = {"samples": asked.evaluation.samples, "batch_size": asked.evaluation.batch_size}
-                with masked_units(job.model, plan, job.modules):
-                    found = run_benchmarks(job.model, job.processor, [task], **judged)
+                with masked_units(pruning.model, plan, pruning.modules):
+                    found = run_benchmarks(pruning.model, pruning.processor, [task], **judged)
                 metric, value = next(iter(found.items()))
                 rows.append({"criterion": criterion, "sparsity": sparsity, "metric": metric, "quality": 100 * value})
     return rows

@@ -178,7 +178,7 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
     assert samples_of(rows.held_out) == 13
     assert all("choice" in batch for batch in (*rows.held_out, *found.rows.evaluation))
     assert not any("choice" in batch for batch in rows.score)
-    found = prepared(metrics=["exact_match", "perplexity"])
+    found, _ = prepared(metrics=["exact_match", "perplexity"])
     assert not any("choice" in batch for batch in found.rows.evaluation)
     assert samples_of(found.rows.evaluation) == 17
     with pytest.raises(RecipeError, match="metrics of a language model must be among .*got 'choice_accuracy', which"):

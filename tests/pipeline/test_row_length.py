@@ -11,6 +11,8 @@ from support.loading import load_pruning
 from support.models import bert, image_batch, save_project, vit
 from support.reports import SERVED, make_report, terminal
 
+from hies_export.pipeline.delivery import on_rows
+from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.units.shapes import row_length
 
@@ -81,10 +83,10 @@ def test_a_budget_of_time_without_a_sequence_times_the_rows_length(
 ) -> None:
     recipe = recipe_of(tmp_path, {"latency": {"ratio": 0.8, "runtime": "torch", **timed}}, shapes)
     assert 8 < words(tmp_path / "train.jsonl") <= 16
-    resolved = load_pruning(recipe)
+    resolved, delivery = load_recipe(recipe)
     assert list(resolved.shapes) == wanted
     assert (resolved.length is None) == ("sequence" in timed)
-    batch = resolved.timed_on.batch["input_ids"]
+    batch = delivery.timed_on(resolved).batch["input_ids"]
     assert batch.shape == (timed.get("batch", 8), timed.get("sequence", 16))
 
 
@@ -94,7 +96,7 @@ def test_what_to_deploy_is_timed_at_the_rows_length(
 ) -> None:
     prepared = load_pruning(recipe_of(tmp_path, {"heads": 0.5}, shapes).to_deploy(keep=0.5))
     assert list(prepared.shapes) == wanted
-    assert prepared.on_rows == (not shapes)
+    assert on_rows(prepared) == (not shapes)
 
 
 def test_other_budgets_count_flops_as_before(tmp_path: Path) -> None:

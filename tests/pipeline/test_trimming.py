@@ -82,7 +82,7 @@ def test_what_is_saved_is_what_was_judged_and_the_dense_model_is_the_one_with_al
     assert report.stability == pytest.approx((before == after).double().mean().item())
     assert report.quality.dense == pytest.approx((before == labels).double().mean().item())
     assert report.quality.slim == pytest.approx((after == labels).double().mean().item())
-    assert report.parameters == {"dense": count_parameters(dense), "slim": count_parameters(small)}
+    assert (report.parameters.dense, report.parameters.slim) == (count_parameters(dense), count_parameters(small))
     assert report.parameters.ratio <= 0.75
     assert report.bytes.dense > report.bytes.slim
     # Heads and neurons make up for what the tokens alone did not save, and no more.
@@ -196,7 +196,8 @@ def test_a_language_model_is_judged_beside_the_model_with_all_tokens(tmp_path: P
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     small = hies_export.load(tmp_path / "out" / "slim")
     batch = {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}
-    assert report.flops == {"dense": count_flops(dense, batch), "slim": count_flops(small, batch), "shape": (1, 16)}
+    assert (report.flops.dense, report.flops.slim) == (count_flops(dense, batch), count_flops(small, batch))
+    assert report.flops.shape == (1, 16)
     assert report.flops.ratio <= 0.8
     assert small.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path / "out" / "slim").eos_token_id
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -375,7 +376,7 @@ def test_in_memory(budget: dict[str, float] | None, tmp_path: Path) -> None:
     smaller = AutoTokenizer.from_pretrained(tmp_path / "slim")
     same = classes(dense, tokenizer, OTHER) == classes(small, smaller, OTHER)
     assert result.held_out.stability == pytest.approx(same.double().mean().item())
-    assert result.parameters == {"dense": count_parameters(dense), "slim": count_parameters(small)}
+    assert (result.parameters.dense, result.parameters.slim) == (count_parameters(dense), count_parameters(small))
     assert result.plan.removes == (budget is not None)
     assert f"tokens of the vocabulary   {dense.config.vocab_size:,}" in re.sub("  +", "   ", str(result))
 
