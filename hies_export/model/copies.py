@@ -137,5 +137,5 @@ def let_go(model: torch.nn.Module) -> None:
         files.setdefault(file, {})[name] = parameter
     for file, named in files.items():
         with safe_open(file, "pt") as mapped:
-            for name, parameter in named.items():
-                parameter.data = mapped.get_tensor(name)
+            for name, tensor in named.items():
+                tensor.data = mapped.get_tensor(name)
