@@ -201,12 +201,9 @@ class Gradients:
     def of(self, modules: Sequence[PrunableModule], work: Work) -> None:
         """Give the modules of a block to `work` again; what was kept for them is then dropped."""
         block = self._block_of[modules[0].name]
-        with ExitStack() as stack:
-            for context in (walking(self._model, self.batches, gradients=True), self._within()):
-                stack.enter_context(context)
-            stack.enter_context(self._walk.at_hand(block))
-            read = stack.enter_context(self._reading(block, self._calls.pop(block), hand_on=False))
-            work(self.blocks[block], read)
+        read, at_hand = self._reading(block, self._calls.pop(block), hand_on=False), self._walk.at_hand(block)
+        with walking(self._model, self.batches, gradients=True), self._within(), at_hand, read as reads:
+            work(self.blocks[block], reads)
 
     def _reading(self, block: str, calls: Sequence[Call], *, hand_on: bool) -> AbstractContextManager[Read]:
         modules = self.blocks[block]

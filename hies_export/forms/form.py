@@ -20,7 +20,7 @@ from ..entry_points import Registry
 from ..errors import HiesError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.predict import Predictor, predict_by
-from ..model.copies import convert, map_weights
+from ..model.copies import convert, let_go, map_weights
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of
@@ -173,7 +173,7 @@ class Forms:
                     self._exports[key] = self.exporter.quantize(plain, place, options)
                 else:
                     self._exports[key] = self.exporter.export(self._models[name], place, options)
-                    self.map(name)
+                    let_go(self._models[name])
             except HiesError as error:
                 self._exports[key] = error
         found = self._exports[key]

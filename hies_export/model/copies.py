@@ -118,14 +118,13 @@ _MAPPED: MutableMapping[torch.Tensor, tuple[Path, str]] = WeakIdKeyDictionary()
 def map_weights(model: torch.nn.Module, file: Path) -> None:
     """Write a large model's weights to a file, and map them from there in place: other work may have their memory.
 
-    Where the file is there already, this is `let_go`. It must stay in its place for as long as the model is used.
+    The file must stay in its place for as long as the model is used.
     """
     if parameter_bytes(model) <= LARGE_BYTES or os.name == "nt":  # there, a file that is mapped cannot be removed
         return
-    if not file.exists():
-        named = {str(number): one for number, one in enumerate(model.parameters()) if one.device.type == "cpu"}
-        save_file({name: parameter.detach().contiguous() for name, parameter in named.items()}, file)
-        _MAPPED.update({parameter: (file, name) for name, parameter in named.items()})
+    named = {str(number): one for number, one in enumerate(model.parameters()) if one.device.type == "cpu"}
+    save_file({name: parameter.detach().contiguous() for name, parameter in named.items()}, file)
+    _MAPPED.update({parameter: (file, name) for name, parameter in named.items()})
     let_go(model)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -94,6 +94,8 @@ def take(
     limited = options.budget and options.budget.metric
     how: dict[str, Any] = {"predicts": task.predicts, "rows": kind, "labels": getattr(model.config, "num_labels", None)}
     check_metrics((*metrics, *([limited] if limited else [])), **how, trimmed=trimming is not None)
+    # Made once, when it is first asked for: its exporter remembers graphs of other cuts.
+    delivery = cache(partial(delivery_of, rows, processor, given))
     pruning = make_pruning(
         model,
         rows,
@@ -102,8 +104,8 @@ def take(
         shapes=() if shape is None else (shape,),
         processor=processor,
         metrics=tuple(metrics),
-        serve=lambda served: delivery_of(rows, processor, given).serve(served),
-        time_cuts=lambda pruning: delivery_of(rows, processor, given).time_cuts(pruning),
+        serve=lambda served: delivery().serve(served),
+        time_cuts=lambda pruning: delivery().time_cuts(pruning),
         trimming=trimming,
         seed=seed,
         progress=progress,
@@ -113,7 +115,7 @@ def take(
         if timed is not None:
             from .delivery import check_delivery
 
-            check_delivery(pruning, delivery_of(rows, processor, given))
+            check_delivery(pruning, delivery())
         check_apart(pruning)
     return pruning
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -178,12 +178,12 @@ class PruneResult:
             ParityError: ONNX Runtime and torch disagree; nothing is kept.
             RequestError: The model has no such form here.
         """
-        from ..forms.formats import FORMATS, export_options, export_served
+        from ..forms.formats import FORMATS, Given, export_options, export_served
 
         options, processor = export_options("onnx", provider, dtype, quantize), processor or self.pruning.processor
         if isinstance(self.slim.model, TextEncoder):
             return export_served(self.slim.model, folder, options, processor=processor, overwrite=overwrite)
-        given = replace(self.delivery.exporter.given, sample=_two_rows(self.pruning.sample), processor=processor)
+        given = Given(_two_rows(self.pruning.sample), processor, self.delivery.exporter.given.rows)
         return FORMATS["onnx"].write(self.slim.model, Path(folder), options, given, overwrite=overwrite)
 
     def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:

@@ -190,32 +190,22 @@ def removal_chain(
     Neurons go 1 % of a layer at a time. Where a head of every group goes at once, the groups take turns. `spread` has
     mu and C from more tokens than the effects have.
     """
+    steps: list[list[tuple[int, range | None]]]
     if options.unit == "query" and module.group_size > 1:
-        return _chain_of_queries(layer, module, samples, spread, options)
+        size, module = module.group_size, replace(module, groups=module.units)
+        steps = [[(1, range(start, start + size)) for start in range(0, module.units, size)]] * size
+    else:
+        step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
+        steps = [[(min(step, module.groups - start), None)] for start in range(0, module.groups, step)]
     state = _Greedy(layer, module, samples, spread, options)
-    step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
     # Read at the end alone: a GPU would wait for every number that is asked for on the way.
-    removed = [state.remove(min(step, module.groups - start)) for start in range(0, module.groups, step)]
-    order = torch.cat([groups for groups, _ in removed]).tolist()
-    effects = torch.stack([effect for _, effect in removed]).tolist()
+    removed = [[state.remove(count, among) for count, among in turns] for turns in steps]
+    effects = torch.stack([turns[-1][1] for turns in removed]).tolist()
     chain = []
-    for number, effect in enumerate(effects):
-        groups = order[number * step : (number + 1) * step]
+    for turns, effect in zip(removed, effects, strict=True):
+        groups = torch.cat([groups for groups, _ in turns]).tolist()
         units = tuple(g * module.group_size + i for g in groups for i in range(module.group_size))
         chain.append(Removal(module.name, units, effect))
-    return tuple(chain)
-
-
-def _chain_of_queries(
-    layer: LayerEffects, module: PrunableModule, samples: int, spread: Spread | None, options: RemovalOptions
-) -> Chain:
-    """Return the order in which the heads of a module go, one of every group at a time."""
-    state, chain = _Greedy(layer, replace(module, groups=module.units), samples, spread, options), []
-    size = module.group_size
-    for _ in range(size):
-        removed = [state.remove(1, range(start, start + size)) for start in range(0, module.units, size)]
-        units = tuple(int(head) for head, _ in removed)
-        chain.append(Removal(module.name, units, removed[-1][1].item()))
     return tuple(chain)
 
 

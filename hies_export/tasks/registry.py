@@ -89,13 +89,16 @@ def task_by_class(name: str, config: Any) -> type[Task] | None:
     from ..model.internals import auto_classes
 
     classes = auto_classes(name, config.model_type)
-    # Those of this package are told apart without an import.
-    own = [name for name, (_, auto_class) in _OWN.items() if auto_class in classes]
-    for task in (TASKS[name] for name in (*own, *(name for name in TASKS if name not in _OWN))):
+    for known in TASKS:
         # `AutoModel` loads base models, which have no task of their own.
-        if task.auto_class in classes and not task.embeds:
-            return task
+        if _auto_class(known) in classes and not TASKS[known].embeds:
+            return TASKS[known]
     return None
+
+
+def _auto_class(name: str) -> str:
+    """Return the class that loads a task's models; that of a task in a file of this package without importing it."""
+    return TASKS[name].auto_class if name in TASKS.data or name not in _OWN else _OWN[name][1]
 
 
 def embedding_task(name: str, config: Any) -> type[Task] | None:

@@ -40,9 +40,10 @@ from transformers.utils import logging
 import hies_export
 from hies_export import HiesError, PruningPlan, PruningRecipe, prune
 from hies_export.evaluate.metrics import METRICS, register_metric
+from hies_export.pipeline import in_memory, stages
 from hies_export.pipeline import prune as prune_file
-from hies_export.pipeline import stages
 from hies_export.pipeline.recipe import PruneSection
+from hies_export.slim.bundles import flops_table
 
 BOTH = ["attention", "mlp"]
 REFIT = {"method": "least_squares", "samples": 64}
@@ -532,3 +533,16 @@ def test_query_heads_go_from_every_group_by_compensated() -> None:
     assert all(layer.self_attn.k_proj.out_features == 16 for layer in result.model.model.layers)
     assert result.scores is not None
     assert all(len(removal.units) == 2 for chain in result.scores.chains for removal in chain)
+
+
+def test_what_delivers_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It remembers the graphs that further cuts are made of."""
+    made, make = [], in_memory.delivery_of
+    monkeypatch.setattr(in_memory, "delivery_of", lambda *given: made.append(given) or make(*given))
+    monkeypatch.setattr(
+        "hies_export.pipeline.delivery.latency_table",
+        lambda model, modules, where, **_: flops_table(model, modules, batch=where.batch),
+    )
+    timed = {"ratio": 0.9, "runtime": "torch", "batch": 1, "sequence": 8}
+    prune(bert(num_hidden_layers=2), [text_batch() for _ in range(4)], budget={"latency": timed}, criterion="l2")
+    assert len(made) == 1

@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForNextSentencePrediction
 from hies_export import DataError, PruningRecipe, RecipeError, Report, RequestError, deploy, load, prune, register_task
 from hies_export.pipeline import choose as choosing
 from hies_export.report.card import render_card
-from hies_export.tasks import TASKS
+from hies_export.tasks import TASKS, registry
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_task.py"
 WORDS = [f"w{number}" for number in range(20)]
@@ -190,3 +190,14 @@ def test_only_tasks_are_registered() -> None:
     with pytest.raises(RequestError, match=r"the columns of a task must be among text, .*, got sound"):
         register_task(type("Odd", (known,), {"reads": ("text sound",)}))
     assert register_task(known) is known
+
+
+def test_tasks_of_this_package_are_known_by_their_classes_before_they_are_imported() -> None:
+    assert {name: auto_class for name, (_, auto_class) in registry._OWN.items()} == {
+        name: TASKS[name].auto_class for name in registry._OWN
+    }
+    with registries_restored():
+        register_task(type("Other", (TASKS["fill-mask"],), {"auto_class": "AutoModelForNextSentencePrediction"}))
+        found = registry.task_by_class("BertForNextSentencePrediction", BertConfig())
+        assert found is TASKS["fill-mask"]
+        assert registry.task_by_class("BertForMaskedLM", BertConfig()) is None
