@@ -1,4 +1,4 @@
-"""Make the `Job` of a recipe: load the model and the rows that it names, and check that they allow what it asks for.
+"""Make the `Pruning` and the `Delivery` of a recipe: load what it names, and check that this allows what it asks for.
 
 Cheap checks come first, so that an impossible request fails early. No stage after this one sees the recipe.
 """
@@ -53,85 +53,133 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     """Load model and rows, and check that the recipe can be run."""
     began = time.monotonic()
     progress.stage("read the data")
-    options = recipe.options
-    found = _Checkpoint.of(recipe)
-    config, task = found.config, _task(recipe, found)
-    metrics = _metrics(recipe, task)
-    names = _checked_runtimes(recipe, runtimes_of(recipe))
-    processor = found.processor(TASKS[recipe.task])
-    whole = task = _to_read(task, recipe, found, processor, metrics)
-    model, trimming = None, None
-    if recipe.vocabulary is not None:
-        texts = _texts(recipe, recipe.vocabulary, whole)
-        dense = _load(recipe, found, task, processor, progress)
-        progress.stage("trim the vocabulary")
-        model, processor, trimming = trim(dense, processor, texts, recipe.vocabulary)
-        whole.config = trimming.dense.config
-        task = _to_read(_task(recipe, found, model), recipe, found, processor, metrics)
-        task.config = model.config
-    # Blocks of text are cut where the model as it was reads so many tokens.
-    load = rows_of(recipe, whole)
-    draws = Draws.of(options, recipe.calibration, recipe.compound)
-    splits = hold_out(splits_of(recipe), _promise(recipe, draws, task, metrics), load)
-    drawn = draw(splits, load, options, draws)
-    rows = evaluated(splits, load)
-    if model is None:
-        model = _load(recipe, found, task, processor, progress)
-    task.config = model.config
-    reading = Reading(task, processor, whole, trimming)
-    batches = read_drawn(recipe, reading, drawn)
-    evaluation, in_dense = reading.to_judge(rows, splits.evaluation.batch_size)
-    batches = replace(batches, evaluation=evaluation, in_dense={**batches.in_dense, "evaluation": in_dense})
-    trimming = trimming and trimming.on(in_dense, evaluation)
+    asked = _Asked.of(recipe)
+    model, reading = _trimmed(asked, progress) if recipe.vocabulary else (None, asked.reading())
+    splits, drawn, judged = _draw(asked, reading)
+    model = model or _load(asked, reading, progress)
+    reading.task.config = model.config
+    rows = _batches(recipe, reading, drawn, judged)
     progress.stage("find the units that may go")
-    source = source_of(model, found.encoder, config, asked=recipe.save_dtype or recipe.dtype, **found.hub)
-    delivery = Delivery(
-        exporter=exporter_of(recipe.export, batches, processor),
+    delivery = replace(_delivery(asked, model, rows, reading, splits, judged), began=began)
+    pruning = _pruning(asked, model, rows, reading, delivery, progress)
+    _check(asked, pruning, delivery)
+    return pruning, delivery
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a recipe names, found and checked before anything is loaded: checkpoint, task, metrics and runtimes."""
+
+    recipe: PruningRecipe
+    found: _Checkpoint
+    task: Task
+    metrics: tuple[str, ...]  # the report's first
+    runtimes: tuple[str, ...]  # to measure on
+
+    @classmethod
+    def of(cls, recipe: PruningRecipe) -> _Asked:
+        """Find what a recipe names."""
+        found = _Checkpoint.of(recipe)
+        task = _task(recipe, found)
+        return cls(recipe, found, task, _metrics(recipe, task), _checked_runtimes(recipe, runtimes_of(recipe)))
+
+    def reading(self) -> Reading:
+        """Return how the model reads rows whose vocabulary stays."""
+        processor = self.found.processor(TASKS[self.recipe.task])
+        task = _to_read(self.task, self.recipe, self.found, processor, self.metrics)
+        return Reading(task, processor, task, None)
+
+
+def _trimmed(asked: _Asked, progress: Progress) -> tuple[PreTrainedModel, Reading]:
+    """Load the model, trim its vocabulary, and return how both models read rows."""
+    recipe, dense = asked.recipe, asked.reading()
+    assert recipe.vocabulary is not None
+    texts = _texts(recipe, recipe.vocabulary, dense.task)
+    whole = _load(asked, dense, progress)
+    progress.stage("trim the vocabulary")
+    model, processor, trimming = trim(whole, dense.processor, texts, recipe.vocabulary)
+    dense.task.config = trimming.dense.config
+    task = _to_read(_task(recipe, asked.found, model), recipe, asked.found, processor, asked.metrics)
+    task.config = model.config
+    return model, Reading(task, processor, dense.task, trimming)
+
+
+def _draw(asked: _Asked, reading: Reading) -> tuple[Splits, Drawn, datasets.Dataset]:
+    """Return the splits, with what is held out, the rows that decide, and those that judge."""
+    recipe = asked.recipe
+    # Blocks of text are cut where the model as it was reads so many tokens.
+    load = rows_of(recipe, reading.whole)
+    draws = Draws.of(recipe.options, recipe.calibration, recipe.compound)
+    splits = hold_out(splits_of(recipe), _promise(recipe, draws, reading.task, asked.metrics), load)
+    return splits, draw(splits, load, recipe.options, draws), evaluated(splits, load)
+
+
+def _load(asked: _Asked, reading: Reading, progress: Progress) -> PreTrainedModel:
+    progress.stage("load the model")
+    model = asked.found.load(asked.recipe)
+    if reading.task.text:
+        settle_padding(model, tokenizer_of(reading.processor))
+    return model
+
+
+def _batches(recipe: PruningRecipe, reading: Reading, drawn: Drawn, judged: datasets.Dataset) -> Rows:
+    rows = read_drawn(recipe, reading, drawn)
+    evaluation, dense = reading.to_judge(judged, recipe.evaluation.batch_size)
+    return replace(rows, evaluation=evaluation, in_dense={**rows.in_dense, "evaluation": dense})
+
+
+def _delivery(
+    asked: _Asked, model: PreTrainedModel, rows: Rows, reading: Reading, splits: Splits, judged: datasets.Dataset
+) -> Delivery:
+    recipe, found = asked.recipe, asked.found
+    how = {"asked": recipe.save_dtype or recipe.dtype, **found.hub}
+    return Delivery(
+        exporter=exporter_of(recipe.export, rows, reading.processor),
         given=found.given or Unwrapped(model),
-        measure=MeasureOptions(_ways(recipe, names), recipe.measure.repeats, recipe.measure.min_seconds),
-        compound=_compound(recipe, model, batches),
+        measure=MeasureOptions(_ways(recipe, asked.runtimes), recipe.measure.repeats, recipe.measure.min_seconds),
+        compound=_compound(recipe, model, rows),
         deploy=recipe.deploy,
-        source=source,
+        source=source_of(model, found.encoder, found.config, **how),
         asked=requested(recipe, splits),
         reading=reading,
         splits=splits,
-        in_order=_in_order(reading, rows),
-        evaluation_of=taken_from(rows),
-        began=began,
+        in_order=_in_order(reading, judged),
+        evaluation_of=taken_from(judged),
     )
+
+
+def _pruning(
+    asked: _Asked, model: PreTrainedModel, rows: Rows, reading: Reading, delivery: Delivery, progress: Progress
+) -> Pruning:
+    recipe, trimming = asked.recipe, reading.trimming
     pruning = make_pruning(
         model,
-        batches,
-        options,
-        task=task,
+        rows,
+        recipe.options,
+        task=reading.task,
         shapes=recipe.measure.shapes,
         fast=recipe.deploy is not None,
-        processor=processor,
-        metrics=metrics,
+        processor=reading.processor,
+        metrics=asked.metrics,
         serve=delivery.serve,
         time_cuts=delivery.time_cuts,
-        dtype=source.dtype,
-        trimming=trimming,
+        dtype=None if delivery.source is None else delivery.source.dtype,
+        trimming=trimming and trimming.on(rows.in_dense["evaluation"], rows.evaluation),
         promises=delivery.compound is not None,
         seed=recipe.calibration.seed,
         progress=progress,
     )
-    pruning = _aligned(pruning, recipe.export)
-    check_pruning(pruning, all_looks(type(task), recipe.deploy, classifies=False)[-1])
+    return _aligned(pruning, recipe.export)
+
+
+def _check(asked: _Asked, pruning: Pruning, delivery: Delivery) -> None:
+    task, rows = pruning.task, pruning.rows
+    check_pruning(pruning, all_looks(type(task), delivery.deploy, classifies=False)[-1])
     check_delivery(pruning, delivery)
     if task.images and not task.text:
-        check_one_size([*batches.score, *batches.held_out, *batches.refit, *batches.evaluation])
-    if not check_apart(pruning):
-        _warn_of_one_source(recipe, splits)
-    return pruning, delivery
-
-
-def _load(recipe: PruningRecipe, found: _Checkpoint, task: Task, processor: Any, progress: Progress) -> PreTrainedModel:
-    progress.stage("load the model")
-    model = found.load(recipe)
-    if task.text:
-        settle_padding(model, tokenizer_of(processor))
-    return model
+        check_one_size([*rows.score, *rows.held_out, *rows.refit, *rows.evaluation])
+    if not check_apart(pruning) and delivery.splits is not None:
+        _warn_of_one_source(asked.recipe, delivery.splits)
 
 
 def _texts(recipe: PruningRecipe, asked: VocabularySection, task: Task) -> Texts:
@@ -240,19 +288,21 @@ def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Comp
 
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
-    found = _Checkpoint.of(recipe)
-    task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
-    rows = evaluated(splits_of(recipe), rows_of(recipe, task))
-    return _in_order(task, rows)
+    task = _reader(recipe)
+    return _in_order(task, evaluated(splits_of(recipe), rows_of(recipe, task)))
 
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
-    found = _Checkpoint.of(recipe)
-    task = _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
+    task = _reader(recipe)
     draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
     drawn = draw(splits_of(recipe), rows_of(recipe, task), recipe.options, draws)
     return task.read(drawn.compensation, size=recipe.calibration.batch_size, use="refit")
+
+
+def _reader(recipe: PruningRecipe) -> Task:
+    found = _Checkpoint.of(recipe)
+    return _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
 
 
 def _in_order(reading: Task | Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
