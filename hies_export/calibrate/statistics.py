@@ -172,7 +172,7 @@ def collect_statistics(
     return Statistics(values, calibration, gradients=found.gradients if keep else None)
 
 
-def without_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Statistics:
+def no_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Statistics:
     """Return what is known of the calibration rows without a pass over them, for criteria that read no statistic.
 
     Raises:

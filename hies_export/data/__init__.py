@@ -36,7 +36,7 @@ from .processors import (
     padding_token,
     position_ids,
     token_limit,
-    tokenised,
+    tokenize,
     tokenizer_of,
 )
 from .rows import (

@@ -198,10 +198,10 @@ def encoded(
     tokenizer: Any, config: Any, *texts: Sequence[str], max_length: int | None, **options: Any
 ) -> dict[str, torch.Tensor]:
     """Return a batch of texts, or of pairs of texts in two sequences, cut to the limit and padded to the longest."""
-    return as_batch(tokenised(tokenizer, config, *texts, max_length=max_length, **options), tokenizer, config)
+    return as_batch(tokenize(tokenizer, config, *texts, max_length=max_length, **options), tokenizer, config)
 
 
-def tokenised(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: int | None, **options: Any) -> Any:
+def tokenize(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: int | None, **options: Any) -> Any:
     """Return the `BatchEncoding` of texts, or of pairs of texts, cut to the limit; `options` are the tokenizer's."""
     limit = token_limit(tokenizer, config, max_length)
     with refusing("the tokenizer must read every text, but fails", "correct its files", DataError):

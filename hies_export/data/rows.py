@@ -160,7 +160,7 @@ def take(
     if together is not None:
         values = np.array(common_values(rows, together), dtype=object)
         order = side_by_side(np.asarray(order), values)
-        samples = None if samples is None else whole(values[order], samples)
+        samples = None if samples is None else run_end(values[order], samples)
     order, arrow = order[:samples], rows.with_format("arrow")
     order = np.sort(order) if in_order else order
     parts = [arrow[order[start : start + _TAKEN]] for start in range(0, len(order), _TAKEN)]
@@ -178,7 +178,7 @@ def _drawn(rows: datasets.Dataset, part: range, together: str | None) -> list[in
         found = [object() if value is None else value for value in common_values(rows, together)]  # None stands alone
         values = np.array(found, dtype=object)
         order = side_by_side(order, values)
-        part = range(whole(values[order], part.start), whole(values[order], part.stop))
+        part = range(run_end(values[order], part.start), run_end(values[order], part.stop))
     return sorted(order[part.start : part.stop].tolist())
 
 
@@ -203,7 +203,7 @@ def common_values(rows: datasets.Dataset, column: str) -> list[Any]:
     return [None if isinstance(value, str) and not value.strip() else value for value in column_values(rows, column)]
 
 
-def whole(values: Sequence[Any], end: int) -> int:
+def run_end(values: Sequence[Any], end: int) -> int:
     """Return the first place from `end` on that does not split a run of equal values; None equals no other None."""
     while 0 < end < len(values) and values[end] is not None and values[end] == values[end - 1]:
         end += 1

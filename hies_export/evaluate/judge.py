@@ -242,16 +242,16 @@ class Judge:
         """
         if self._rows is None:
             return {}
-        told = self._rows.told(predictions.values)
+        found = self._rows.by_index(predictions.values)
         if isinstance(self._rows, RankedTexts) and self._rows.pairs is not None:
-            for index, numbers in told.items():
+            for index, numbers in found.items():
                 numbers["spearman"] = _value("spearman", *self._of_pairs(predictions, old_index=index == "dense_index"))
-        return told
+        return found
 
     @property
     def samples(self) -> torch.Tensor | None:
         """Sample of every prediction; None if each has its own."""
-        return None if self.dense.whole else self.dense.sample
+        return None if self.dense.joint else self.dense.sample
 
     @property
     def _scale(self) -> float:

@@ -102,7 +102,7 @@ class Ranked(ABC):
         """
 
     @abstractmethod
-    def told(self, predictions: Tensor) -> dict[str, dict[str, float]]:
+    def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
         """Return the numbers that a report tells: the means of `Rankings`, on every index that predictions allow."""
 
 
@@ -228,18 +228,18 @@ class RankedTexts(Ranked):
             return (one * two).sum(-1)
         return -(one - two).norm(p=1 if self.similarity == "manhattan" else 2, dim=-1)
 
-    def told(self, predictions: Tensor) -> dict[str, dict[str, float]]:
+    def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
         """Return the means on the dense model's index, and on the model's own if all rows are predicted.
 
         On the model's own index, `cosine` is the mean over the documents, not the queries.
         """
-        told = {}
+        by_index = {}
         if not self.only_queries:
-            told["slim_index"] = self.rankings(predictions, old_index=False).means
+            by_index["slim_index"] = self.rankings(predictions, old_index=False).means
             new, old = (of[self.documents].double() for of in (predictions, self.dense))
-            told["slim_index"]["cosine"] = cosine_similarity(new, old).mean().item()
-        told["dense_index"] = self.rankings(predictions).means
-        return told
+            by_index["slim_index"]["cosine"] = cosine_similarity(new, old).mean().item()
+        by_index["dense_index"] = self.rankings(predictions).means
+        return by_index
 
     def _queries(self, predictions: Tensor) -> Tensor:
         if not self.only_queries:
@@ -289,7 +289,7 @@ class RankedGroups(Ranked):
         """Return the rankings of logits, (rows, 1)."""
         return Rankings(**_compared(self.table(predictions), self.dense, self.grades))
 
-    def told(self, predictions: Tensor) -> dict[str, dict[str, float]]:
+    def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
         """Return the means over the queries, of their candidates."""
         return {"candidates": self.rankings(predictions).means}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import datasets
 
-from ..data.rows import common_values, taken_from, whole, whole_split
+from ..data.rows import common_values, run_end, taken_from, whole_split
 from ..errors import RequestError
 from ..evaluate.interval import LEAST_FOR_LOSS, Looks, confidence_of_each, rate_rows_needed
 from ..evaluate.promise import loss_words
@@ -66,7 +66,7 @@ class Splits:
         """Return the first place from `end` on at which drawn rows can be divided."""
         if self.together is None:
             return min(end, len(rows))
-        return whole(common_values(rows, self.together), end)
+        return run_end(common_values(rows, self.together), end)
 
     def counted(self, rows: datasets.Dataset) -> int:
         """Return how many rows are judged: all, or those that have a query."""

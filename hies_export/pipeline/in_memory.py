@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..data.rows import common_values, drawn_order, has_one_value, number_rows, side_by_side, whole
+from ..data.rows import common_values, drawn_order, has_one_value, number_rows, run_end, side_by_side
 from ..errors import RequestError
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import kind_of_rows
@@ -80,7 +80,7 @@ def take(
         task, rows = read(model, processor)
     else:
         task, rows = _read_for_both(read, model, processor, trimming)
-        trimming = trimming.on(rows.in_dense.get("held_out", []), rows.held_out)
+        trimming = trimming.on(rows.untrimmed.get("held_out", []), rows.held_out)
     timed = None if options.budget is None else options.budget.timed
     if timed is not None:
         from ..forms.runtimes.base import check_dtypes, check_one_graph, check_runtime
@@ -140,10 +140,10 @@ def _read_for_both(
     # Texts to embed come in the order of their lengths, which are others in other tokens.
     if whole.predicts in PER_SAMPLE and not whole.embeds:
         task, rows = read(model, processor)
-        return task, replace(rows, in_dense={"held_out": dense.held_out})
+        return task, replace(rows, untrimmed={"held_out": dense.held_out})
     recut = recut_of(trimming, whole, processor, model.config).batches
-    in_dense, held_out = recut(dense.held_out)
-    rows = Rows(recut(dense.score)[1], held_out, recut(dense.refit)[1], in_dense={"held_out": in_dense})
+    untrimmed, held_out = recut(dense.held_out)
+    rows = Rows(recut(dense.score)[1], held_out, recut(dense.refit)[1], untrimmed={"held_out": untrimmed})
     return task_of(model, tolerance=whole.tolerance, threshold=whole.threshold), rows
 
 
@@ -187,7 +187,7 @@ def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dat
         order = side_by_side(order, values)
         values = values[order]
     there = sum(value is not None for value in values) or len(rows)
-    first = there - whole(values[:there][::-1].tolist(), max(1, there // 4))
+    first = there - run_end(values[:there][::-1].tolist(), max(1, there // 4))
     end = len(rows) - (len(rows) - there) // 4
     if not first:
         return rows, None

@@ -108,7 +108,7 @@ def _draw(asked: _Asked, reading: Reading) -> tuple[Splits, Drawn, datasets.Data
     """Return the splits, with what is held out, the rows that decide, and those that judge."""
     recipe = asked.recipe
     # Blocks of text are cut where the model as it was reads so many tokens.
-    load = rows_of(recipe, reading.whole)
+    load = rows_of(recipe, reading.dense)
     draws = Draws.of(recipe.options, recipe.calibration, recipe.compound)
     splits = hold_out(splits_of(recipe), _promise(recipe, draws, reading.task, asked.metrics), load)
     return splits, draw(splits, load, recipe.options, draws), evaluated(splits, load)
@@ -125,7 +125,7 @@ def _load(asked: _Asked, reading: Reading, progress: Progress) -> PreTrainedMode
 def _batches(recipe: PruningRecipe, reading: Reading, drawn: Drawn, judged: datasets.Dataset) -> Rows:
     rows = read_drawn(recipe, reading, drawn)
     evaluation, dense = reading.to_judge(judged, recipe.evaluation.batch_size)
-    return replace(rows, evaluation=evaluation, in_dense={**rows.in_dense, "evaluation": dense})
+    return replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": dense})
 
 
 def _delivery(
@@ -164,7 +164,7 @@ def _pruning(
         serve=delivery.serve,
         time_cuts=delivery.time_cuts,
         dtype=None if delivery.source is None else delivery.source.dtype,
-        trimming=trimming and trimming.on(rows.in_dense["evaluation"], rows.evaluation),
+        trimming=trimming and trimming.on(rows.untrimmed["evaluation"], rows.evaluation),
         promises=delivery.compound is not None,
         seed=recipe.calibration.seed,
         progress=progress,
@@ -225,7 +225,7 @@ def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
         refit=reading.read(drawn.compensation, size=size, use="refit"),
         # The compounds of `deploy` keep the promise that its cuts keep.
         promise=reading.to_judge(drawn.promised, size)[0] if recipe.deploy is None else held_out,
-        in_dense={"held_out": dense},
+        untrimmed={"held_out": dense},
     )
 
 

@@ -34,7 +34,7 @@ from .choose import choose
 from .in_memory import delivery_of, take
 from .price import Priced, size_of_pruning
 from .pruning import Pruning
-from .recipe import Allocation, PruneSection, sentences, whole
+from .recipe import Allocation, PruneSection, losing_nothing, sentences
 from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, try_metrics
 
 if TYPE_CHECKING:  # what delivers a slim model is imported when it is first asked for
@@ -405,7 +405,7 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any
         raise RecipeError("budget must be given")
     section = _section(PruneSection, changed)
     if section.budget is None and plan is None:
-        return whole(section)
+        return losing_nothing(section)
     keep = section.budget and section.budget.keep
     if keep and "samples" in keep.model_fields_set:
         raise RequestError("keep.samples says how many rows a recipe draws; pass that many as held_out= instead")

@@ -62,7 +62,7 @@ class Rows:
         refit: What cut models are refitted on, without labels of classes or numbers.
         promise: What the promise of a compound is made on, and nothing else.
         evaluation: What both models are compared on.
-        in_dense: Name of a field -> the same samples in the tokens of the whole vocabulary, if it was trimmed.
+        untrimmed: Name of a field -> the same samples in the tokens of the whole vocabulary, if it was trimmed.
     """
 
     score: list[Batch]
@@ -70,7 +70,7 @@ class Rows:
     refit: list[Batch] = field(default_factory=list)
     promise: list[Batch] = field(default_factory=list)
     evaluation: list[Batch] = field(default_factory=list)
-    in_dense: Mapping[str, list[Batch]] = field(default_factory=dict)
+    untrimmed: Mapping[str, list[Batch]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +180,13 @@ class Pruning:
 
         If the vocabulary was trimmed, they are of the model as it was, on the batches as it reads them.
         """
-        in_dense = next((own for name, own in self.rows.in_dense.items() if getattr(self.rows, name) is batches), None)
-        model, read = (self.dense, in_dense) if in_dense else (self.model, batches)
+        own = next((of for name, of in self.rows.untrimmed.items() if getattr(self.rows, name) is batches), None)
+        model, read = (self.dense, own) if own else (self.model, batches)
         for of, rows, predictions in self.predicted:
             if of is model and rows is read:
                 return predictions
         found = predict(model, read, task=self.task, progress=progress)
-        if self.trimming is not None and in_dense and found.kind == "tokens":
+        if self.trimming is not None and own and found.kind == "tokens":
             found = self.trimming.renumbered(found, self.task.references(read))
         if any(rows is batches for rows in (self.rows.held_out, self.rows.promise, self.rows.evaluation)):
             self.predicted.append((model, read, found))

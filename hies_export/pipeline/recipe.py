@@ -233,7 +233,7 @@ class PruneSection(Section):
         return self
 
 
-def whole(prune: PruneSection) -> PruneSection:
+def losing_nothing(prune: PruneSection) -> PruneSection:
     """Return the section of a model that loses neither heads nor neurons."""
     usual = {"modules": (ATTENTION,), "criterion": "his", "compensation": None}
     return prune.model_copy(update={"budget": NOTHING, **usual})
@@ -442,7 +442,9 @@ class PruningRecipe(Section):
     @property
     def options(self) -> PruneSection:
         """How to prune: the section `prune`, whose budget is the goal."""
-        return whole(self.prune) if self.goal is NOTHING else self.prune.model_copy(update={"budget": self.goal})
+        return (
+            losing_nothing(self.prune) if self.goal is NOTHING else self.prune.model_copy(update={"budget": self.goal})
+        )
 
     @property
     def inputs(self) -> dict[str, str | Path]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import MomentStore
-from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics, without_statistics
+from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics, no_statistics
 from ..data.batches import Batch, batches_fingerprint, size_of
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Quality, Tried
@@ -106,7 +106,7 @@ def calibrate(pruning: Pruning) -> Statistics:
     A deployment, which has to be quick, does without those that only a report shows.
     """
     if pruning.fast and pruning.options.criterion == COMPENSATED:
-        return replace(without_statistics(pruning.model, pruning.rows.score), moments=moments_of(pruning))
+        return replace(no_statistics(pruning.model, pruning.rows.score), moments=moments_of(pruning))
     pruning.progress.stage("score units: calibration rows forward and backward")
     criterion = pruning.options.criterion
     tried = AUTO_CRITERIA if criterion == AUTO else (criterion,)

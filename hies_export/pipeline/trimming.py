@@ -77,14 +77,14 @@ class Reading:
 
     task: Task
     processor: Any
-    whole: Task
+    dense: Task
     trimming: Trimming | None
 
     def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
         """Return batches of samples as the model reads them that is pruned."""
         if self._recut is None:
             return self.task.read(samples, size=size, use=use)
-        return self._recut.batches(self.whole.read(samples, size=size, use=use))[1]
+        return self._recut.batches(self.dense.read(samples, size=size, use=use))[1]
 
     def to_judge(self, samples: datasets.Dataset, size: int) -> tuple[list[Batch], list[Batch]]:
         """Return batches to judge predictions on, shortest samples first, and the same for the model as it was, if any.
@@ -92,21 +92,21 @@ class Reading:
         Both have the samples in the same order.
         """
         if self._recut is not None:
-            dense = by_length(self.whole.read(samples, size=size, use="judge"), config=self.whole.config)
+            dense = by_length(self.dense.read(samples, size=size, use="judge"), config=self.dense.config)
             return self._recut.batches(dense)[::-1]
         slim = by_length(self.task.read(samples, size=size, use="judge"), config=self.task.config)
         if self.trimming is None or not len(samples):
             return slim, []
-        own, smaller = (one.read(samples, size=size, use="time") for one in (self.whole, self.task))
+        own, smaller = (one.read(samples, size=size, use="time") for one in (self.dense, self.task))
         # The windows of a question have its number, and may be more in other tokens.
         like = None if self.task.predicts == "spans" else smaller
-        return slim, by_length(own, config=self.whole.config, like=like)
+        return slim, by_length(own, config=self.dense.config, like=like)
 
     @cached_property
     def _recut(self) -> Recut | None:
         if self.trimming is None or self.task.predicts in PER_SAMPLE:
             return None
-        return recut_of(self.trimming, self.whole, self.processor, self.task.config)
+        return recut_of(self.trimming, self.dense, self.processor, self.task.config)
 
 
 def recut_of(trimming: Trimming, whole: Task, processor: Any, config: Any) -> Recut:

@@ -185,18 +185,18 @@ def lead_text(report: Report) -> str:
     ONNX Runtime at 8 x 128; 0.76 of the size; budget kept." A promise stands beside what was kept: "promised 97 % of
     the predictions; kept 97.6 % of 436 other rows (95.6 to 98.8 %)". A value that was not measured is left out.
     """
-    told = _subject(report)
-    promise = _promise_text(report, told) if told.promise is not None else ""
+    subject = _subject(report)
+    promise = _promise_text(report, subject) if subject.promise is not None else ""
     if report.ranking is not None:
-        kept = [_ranking_text(report, told), promise]
-    elif told.promise is not None and told.promise.budget.metric is None:
-        kept = [promise, _quality_text(report, told)]
+        kept = [_ranking_text(report, subject), promise]
+    elif subject.promise is not None and subject.promise.budget.metric is None:
+        kept = [promise, _quality_text(report, subject)]
     else:
-        share = "all" if told.stability == 1 else f"{_percent(told.stability):.1f} % of the"
-        of = f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, told)})"
-        kept = [of, _quality_text(report, told), promise]
-    parts = "; ".join(filter(None, [*kept, told.time, told.size, _budget_result(report)]))
-    return f"{told.name}: {parts}." if told.name else f"{parts}."
+        share = "all" if subject.stability == 1 else f"{_percent(subject.stability):.1f} % of the"
+        of = f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, subject)})"
+        kept = [of, _quality_text(report, subject), promise]
+    parts = "; ".join(filter(None, [*kept, subject.time, subject.size, _budget_result(report)]))
+    return f"{subject.name}: {parts}." if subject.name else f"{parts}."
 
 
 def _subject(report: Report) -> _Subject:
@@ -318,9 +318,9 @@ def _time(report: Report) -> str:
     return f"{row.ratio:.2f} of the time on {runtime_name(row.runtime)} at {form_step(row)}{dtype}"
 
 
-def _interval_and_rows(report: Report, told: _Subject) -> str:
+def _interval_and_rows(report: Report, subject: _Subject) -> str:
     rows = f"{report.details.data.evaluation_samples:,} {samples_word(report)}"
-    return ", ".join(filter(None, [_interval(told.ends), rows]))
+    return ", ".join(filter(None, [_interval(subject.ends), rows]))
 
 
 def _interval(ends: tuple[float, float] | None) -> str:
@@ -336,36 +336,36 @@ def _within(report: Report) -> str:
     return "" if tolerance is None else f" within {tolerance:g}"
 
 
-def _quality_text(report: Report, told: _Subject) -> str:
+def _quality_text(report: Report, subject: _Subject) -> str:
     """Return the first metric of both models; empty without labels."""
     metric = report.quality.metric
     if (counted := counted_by(metric)) is not None:
-        return f"all {counted}" if told.quality >= 1 else f"{_percent(told.quality):.1f} % of the {counted}"
+        return f"all {counted}" if subject.quality >= 1 else f"{_percent(subject.quality):.1f} % of the {counted}"
     if not report.details.data.evaluation_labelled:
         return ""
-    return f"{title_of(metric)} {_number(report.quality.dense)} → {_number(told.quality)}"
+    return f"{title_of(metric)} {_number(report.quality.dense)} → {_number(subject.quality)}"
 
 
-def _ranking_text(report: Report, told: _Subject) -> str:
+def _ranking_text(report: Report, subject: _Subject) -> str:
     """Return the first metric of rankings, the share that stays, and the index that queries search, on both indices."""
-    metric, dense, quality = report.quality.metric, report.quality.dense, told.quality
+    metric, dense, quality = report.quality.metric, report.quality.dense, subject.quality
     of = METRICS[metric].of if metric in METRICS else ""
     index = " with your index as it is" if "dense_index" in (report.ranking or {}) and "ranking" in of else ""
     key = {"ndcg@10": "ndcg", "own_ndcg@10": "own_ndcg"}.get(metric, "")
-    again = (told.ranking or {}).get("slim_index", {}).get(key)
+    again = (subject.ranking or {}).get("slim_index", {}).get(key)
     other = "" if again is None else f", {_number(again)} re-embedded"
     if of == "own ranking":
         return f"{title_of(metric)} {_number(quality)}{index}{other}"
     numbers = f"{_number(dense)} → {_number(quality)}"
     if dense <= 0:
         return f"{title_of(metric)} {numbers}{index}"
-    interval = _interval_and_rows(report, told)
+    interval = _interval_and_rows(report, subject)
     return f"{_percent(quality / dense):.1f} % of {title_of(metric)} stays{index} ({interval}; {numbers}{other})"
 
 
-def _promise_text(report: Report, told: _Subject) -> str:
+def _promise_text(report: Report, subject: _Subject) -> str:
     """Return what was promised and what other rows keep: "promised 97 % of the predictions; kept 97.6 % of ..."."""
-    promise = told.promise
+    promise = subject.promise
     assert promise is not None
     data, word, budget = report.details.data, samples_word(report), promise.budget
     loss, within = "" if budget.by is None else "a loss of ", "" if budget.metric else _within(report)
@@ -377,9 +377,9 @@ def _promise_text(report: Report, told: _Subject) -> str:
         judged = f"{data.evaluation_samples:,} {word} of {data.evaluation_split}"
     elif not data.apart:
         judged = f"{data.evaluation_samples:,} {word}, some of which it was promised on"
-    text, result = f"promised {loss}{asked_words(promise)}{within}{held_out}", _result(report, told.kept, budget)
+    text, result = f"promised {loss}{asked_words(promise)}{within}{held_out}", _result(report, subject.kept, budget)
     # The interval is that of predictions.
-    interval = _interval(told.ends) if budget.metric is None else ""
+    interval = _interval(subject.ends) if budget.metric is None else ""
     interval = interval and f" ({interval})"
     return f"{text}; {result} {of} {judged}{interval}" if result else text
 

@@ -58,7 +58,7 @@ class FillMask(TextGeneration):
         texts = samples[self.columns.text[0]][:]
         for part in batched(range(len(samples)), size):
             chosen = [texts[row] for row in part]
-            found = data.tokenised(
+            found = data.tokenize(
                 self.processor, self.config, chosen, max_length=self.columns.max_length, return_special_tokens_mask=True
             )
             special = found.pop("special_tokens_mask")

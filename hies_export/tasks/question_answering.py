@@ -166,7 +166,7 @@ class QuestionAnswering(Task):
         for first in range(0, len(samples), _AT_ONCE):
             part = samples[first : first + _AT_ONCE]
             texts = [part[name] for name in self.columns.text]
-            found = data.tokenised(
+            found = data.tokenize(
                 self.processor,
                 self.config,
                 *(reversed(texts) if context_first else texts),

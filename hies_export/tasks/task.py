@@ -47,7 +47,7 @@ class Predictions:
             choices, (questions, choices) float64; where an answer begins and ends, (questions, 2); or the likeliest
             token at every label token, or class of every word of all samples, in order, (values,) int64.
         sample: The sample of each value, (values,) int64, in order; None if each has its own.
-        whole: Whether all values of a sample are one prediction, as the tokens of an answer are.
+        joint: Whether all values of a sample are one prediction, as the tokens of an answer are.
         nll: The negative log-likelihood of each label token, (values,) float32, in nats.
         characters: The length of each choice, (questions, choices), or of all labels of a sample, (samples,), float64.
         contexts: The text that each question is about.
@@ -57,7 +57,7 @@ class Predictions:
     kind: str
     values: Tensor
     sample: Tensor | None = None
-    whole: bool = False
+    joint: bool = False
     nll: Tensor | None = None
     characters: Tensor | None = None
     contexts: Sequence[str] | None = None
@@ -369,7 +369,7 @@ class Task(ABC):
         one, two, tolerance = self.decide(dense), self.decide(other), self.tolerance_on(dense)
         alike = one == two if tolerance is None else (one - two).abs() <= tolerance
         same = alike.reshape(len(dense.values), -1).all(-1)
-        return dense.per_sample(~same) == 0 if dense.whole else same
+        return dense.per_sample(~same) == 0 if dense.joint else same
 
     def tolerance_on(self, dense: Predictions) -> float | None:
         """Return how far predictions may be from the dense model's and be the same; None if they must be equal."""

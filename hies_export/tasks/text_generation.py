@@ -358,7 +358,7 @@ class TextGeneration(Task):
             pieces = self._pieces(batches)
             tokens, sample = of_pieces(pieces, tokens, self._labels(batches)), sample[pieces <= 1]
             nll = nll.new_zeros(len(tokens)).index_add(0, (pieces <= 1).cumsum(0) - 1, nll)
-        found = Predictions(self.predicts, tokens, sample, whole=self._are_answers(batches), nll=nll)
+        found = Predictions(self.predicts, tokens, sample, joint=self._are_answers(batches), nll=nll)
         if "choice" in batches[0]:
             return of_choices(found, batches)
         known = "characters" in batches[0]

@@ -109,7 +109,7 @@ class TokenClassification(Task):
         if split and self._space_belongs_to_words():
             texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
         for part in batched(range(len(samples)), size):
-            found = data.tokenised(
+            found = data.tokenize(
                 self.processor,
                 self.config,
                 [texts[row] for row in part],
@@ -252,7 +252,7 @@ class TokenClassification(Task):
                 [torch.stack([batch[key][_judged(batch)] for key in data.TOKEN_PLACES], -1) for batch in batches]
             ).cpu()
         classes = torch.cat([classes for classes, _ in kept])
-        return Predictions(self.predicts, classes, sample, whole=True, places=places)
+        return Predictions(self.predicts, classes, sample, joint=True, places=places)
 
     def references(self, batches: Sequence[Batch]) -> Tensor:
         """Return the classes of all words, (words,)."""

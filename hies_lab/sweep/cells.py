@@ -207,10 +207,10 @@ def redrawn(pruning: Pruning, delivery: Delivery, recipe: PruningRecipe) -> Prun
     with pruning.clock("load"):
         draws, reading = Draws.of(recipe.options, recipe.calibration), delivery.reading
         assert reading is not None
-        drawn = draw(splits_of(recipe), rows_of(recipe, reading.whole), recipe.options, draws)
+        drawn = draw(splits_of(recipe), rows_of(recipe, reading.dense), recipe.options, draws)
         found = read_drawn(recipe, reading, drawn)
-    in_dense = {**pruning.rows.in_dense, **found.in_dense}
-    rows = replace(pruning.rows, score=found.score, held_out=found.held_out, refit=found.refit, in_dense=in_dense)
+    untrimmed = {**pruning.rows.untrimmed, **found.untrimmed}
+    rows = replace(pruning.rows, score=found.score, held_out=found.held_out, refit=found.refit, untrimmed=untrimmed)
     return replace(pruning, rows=rows, seed=recipe.calibration.seed)
 
 

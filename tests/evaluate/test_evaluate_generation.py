@@ -48,7 +48,7 @@ def test_predictions_and_metrics_equal_those_of_all_logits(side: str, tokens_at_
     nlls, tokens, labels = naive(model, batches)
     found = predict(model, batches)
     assert found.kind == "tokens"
-    assert (len(found), found.whole) == (5, True)
+    assert (len(found), found.joint) == (5, True)
     assert found.values.tolist() == flat(tokens)
     assert found.sample.tolist() == [0, 0, 1, 1, 1, 2, 3, 4]
     torch.testing.assert_close(found.nll, torch.tensor(flat(nlls)), rtol=1e-5, atol=1e-5)
@@ -83,7 +83,7 @@ def test_perplexity_of_blocks_is_the_exponential_of_the_models_own_loss() -> Non
     model, batch = causal_lm(), padded([8, 8, 8], "right")
     found = predict(model, [batch])
     assert found.kind == "tokens"
-    assert not found.whole
+    assert not found.joint
     values = compute_metrics(found, references([batch], TASK), names=["perplexity"], task=TASK)
     assert values["perplexity"] == pytest.approx(math.exp(model(**batch).loss.item()), rel=1e-5)
 
@@ -95,9 +95,9 @@ def test_text_without_the_labels_of_its_ends_is_no_answer(ends: int | list[int])
     model.config.eos_token_id, model.config.pad_token_id = ends, None
     ids = torch.tensor([[6, 7, 3, 8, 9, 7], [8, 6, 7, 3, 3, 3]])
     text = {"input_ids": ids, "labels": ids.where(ids != 3, -100)}
-    assert not predict(model, [text]).whole
+    assert not predict(model, [text]).joint
     answer = {"input_ids": ids, "labels": ids.where(torch.arange(6) > 1, -100)}
-    assert predict(model, [answer]).whole
+    assert predict(model, [answer]).joint
 
 
 def test_images_with_answers() -> None:
@@ -106,7 +106,7 @@ def test_images_with_answers() -> None:
     nlls, tokens, _ = naive(model, [batch])
     found = predict(model, [batch])
     assert found.kind == "tokens"
-    assert (found.whole, found.values.tolist()) == (True, flat(tokens))
+    assert (found.joint, found.values.tolist()) == (True, flat(tokens))
     torch.testing.assert_close(found.nll, torch.tensor(flat(nlls)), rtol=1e-5, atol=1e-5)
     assert model.config.text_config.use_cache
 
@@ -118,7 +118,7 @@ def share_same(dense: Predictions, other: Predictions) -> float:
 def tokens_of(*samples: list[int], answers: bool) -> Predictions:
     tokens = torch.tensor(flat(samples))
     sample = torch.tensor([i for i, part in enumerate(samples) for _ in part])
-    return Predictions("tokens", tokens, sample, whole=answers, nll=torch.zeros(len(tokens)))
+    return Predictions("tokens", tokens, sample, joint=answers, nll=torch.zeros(len(tokens)))
 
 
 @pytest.mark.parametrize(("answers", "share"), [(False, 4 / 6), (True, 1 / 3)])

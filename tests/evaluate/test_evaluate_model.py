@@ -196,12 +196,12 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
         nll, sample = torch.rand(30), torch.arange(10).repeat_interleave(3)
         characters = torch.randint(1, 9, (10,)).double()
         values, kind = torch.where(right.flatten(), labels, 9), "tokens"
-        predictions = Predictions("tokens", values, sample, whole=True, nll=nll, characters=characters)
+        predictions = Predictions("tokens", values, sample, joint=True, nll=nll, characters=characters)
         compared = (nll.double().view(10, 3), right, characters)
     elif kind.endswith("words"):
         compared = (labels.view(10, 3), compared[1].view(10, 3))
         sample, kind = torch.arange(10).repeat_interleave(3), "words"
-        predictions = Predictions(kind, compared[1].flatten(), sample, whole=True)
+        predictions = Predictions(kind, compared[1].flatten(), sample, joint=True)
     elif kind == "choices":
         likelihoods, characters = predictions.double(), torch.randint(1, 9, (30, 3)).double()
         predictions = Predictions("choices", likelihoods, characters=characters)
@@ -284,7 +284,7 @@ def test_metrics_that_do_not_fit_are_refused_all_at_once(names, how, message):
     [
         (given(torch.zeros(2, 2)), "pearson", RecipeError, "got 'pearson', which is for numbers"),
         (
-            Predictions("tokens", torch.zeros(2).long(), torch.arange(2), whole=True, nll=torch.zeros(2)),
+            Predictions("tokens", torch.zeros(2).long(), torch.arange(2), joint=True, nll=torch.zeros(2)),
             *("accuracy", RecipeError, "got 'accuracy', which is for classes"),
         ),
     ],

@@ -124,7 +124,7 @@ def test_tokens_of_one_text_are_no_reasons_of_their_own(length: int, best: int) 
 @pytest.mark.parametrize(("answers", "texts"), [(False, [0, 0, 1]), (True, None)])
 def test_held_out_rows_say_which_predictions_are_of_one_text(answers: bool, texts: list[int] | None) -> None:
     tokens, sample = torch.tensor([5, 6, 7]), torch.tensor([0, 0, 1])
-    dense = Predictions("tokens", tokens, sample, whole=answers)
+    dense = Predictions("tokens", tokens, sample, joint=answers)
     found = Judge((), dense, ("perplexity",), TextGeneration(None)).samples  # type: ignore[arg-type]
     assert (found if found is None else found.tolist()) == texts
     assert Judge((), given(torch.zeros(3, 2)), ("accuracy",), classifying()).samples is None

@@ -202,7 +202,7 @@ def test_conversations_are_pruned_in_memory_and_judged_token_by_token() -> None:
     with torch.no_grad():
         logits = task.output(model, batch)
     found = task.join([task.keep(logits, batch)], [batch])
-    assert (len(found.values), found.whole) == (4 * (2 + 3) + 4 * (3 + 3), False)
+    assert (len(found.values), found.joint) == (4 * (2 + 3) + 4 * (3 + 3), False)
     how: dict[str, Any] = {"budget": {"heads": 0.5}, "alpha": 0.5, "processor": chatting()}
     by_name = prune(model, rows, columns={"messages": "messages"}, **how)
     assert prune(model, rows, **how).plan.kept == by_name.plan.kept

@@ -63,7 +63,7 @@ def task_of(names: Sequence[str]) -> TokenClassification:
 def predictions(lines: Sequence[Sequence[str]], names: Sequence[str]) -> Predictions:
     numbers = torch.tensor([names.index(tag) for line in lines for tag in line], dtype=torch.int64)
     sample = torch.tensor([number for number, line in enumerate(lines) for _ in line], dtype=torch.int64)
-    return Predictions("words", numbers, sample, whole=True)
+    return Predictions("words", numbers, sample, joint=True)
 
 
 def entities(tags: Sequence[str], names: Sequence[str] = TAGS) -> set[tuple[str, int, int]]:
@@ -324,7 +324,7 @@ def collated(rows: Sequence[dict[str, Any]], *, labelled: bool) -> list[dict[str
     return [dict(collate(kept[start : start + 8])) for start in range(0, len(kept), 8)]
 
 
-def tokenised(count: int) -> list[dict[str, Any]]:
+def tokenize(count: int) -> list[dict[str, Any]]:
     """Return rows as scripts for training make them."""
     tokenizer, rows = tag_tokenizer(), []
     for row in sentences(count):
@@ -341,7 +341,7 @@ def tokenised(count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("given", ["collated", "tokenised"])
 @pytest.mark.parametrize("labelled", [True, False])
 def test_what_training_reads_is_pruned_in_memory(given: str, labelled: bool) -> None:
-    model, rows = tagger(), tokenised(64)
+    model, rows = tagger(), tokenize(64)
     batches: Any = collated(rows, labelled=labelled)
     if given == "tokenised":
         batches = datasets.Dataset.from_list(rows)
