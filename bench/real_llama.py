@@ -11,8 +11,10 @@ alpha take 0.9. Shares are of the FLOPs of one row of --length tokens, the langu
 modules cannot reach a share has no cell there.
 
 A seed's statistics, orders of removal and moments are computed once for all shares. Every cell is a line of --out as
-soon as it is done: how many units went, perplexity, the share of next tokens that are the dense model's, and seconds by
-kind of work, of which the first cell of a method has those of scoring. A second run goes on where the first ended.
+soon as it is done: how many units went, what is left of the backbone's parameters, perplexity, the share of next tokens
+that are the dense model's, seconds by kind of work, of which the first cell of a method has those of scoring, and the
+most memory that was resident so far. A second run goes on where the first ended. As papers count, a row of 2,048
+tokens: --length 2048 --rows 16 --refit 60 --judged 12.
 
 --other-texts adds the perplexity of the test.txt.gz of other folders. To calibrate on several sources, give a
 TEXT_FOLDER whose validation.txt.gz holds an equal part of each.
@@ -28,6 +30,7 @@ import argparse
 import gzip
 import json
 import re
+import resource
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -50,7 +53,7 @@ from hies_export.kinds import ATTENTION, MLP
 from hies_export.pipeline.stages import cut_beside
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import Predictions, TextGeneration
-from hies_export.units.counts import flops_by_module
+from hies_export.units.counts import count_both_parameters, flops_by_module
 from hies_export.units.units import PrunableModule
 from hies_lab.baselines.names import SLICED
 from hies_lab.baselines.slicing import Bases, collect_bases, sliced
@@ -139,7 +142,9 @@ class Bench:
             what: sum(len(kept.removed) for kept in selection.values() if kept.kind == kind)
             for what, kind in (("heads_removed", ATTENTION), ("neurons_removed", MLP))
         }
-        return {"flops": flops_ratio(shared, selection), **removed, **self._judged(slim)}
+        backbone = count_both_parameters(base.model, slim).backbone
+        sizes = {"flops": flops_ratio(shared, selection), "backbone": None if backbone is None else backbone.ratio}
+        return {**sizes, **removed, **self._judged(slim)}
 
     def _slice(self, share: float) -> dict[str, Any] | None:
         """Return the numbers of SliceGPT's projections of attention, whose rotations are not counted."""
@@ -265,7 +270,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         bench = Bench(options, seed, [line["method"] for line in missing])
         for line in missing:
             found = bench.dense() if line["method"] == DENSE else bench.cell(line["method"], line["share"])
-            done = {**line, "result": found, "seconds": bench.seconds, "environment": machine_facts()}
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+            done = {**line, "result": found, "seconds": bench.seconds, "peak_gb": round(peak, 2)}
+            done["environment"] = machine_facts()
             known[key_of(line)] = done
             with options.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(done) + "\n")
