@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -293,11 +294,15 @@ def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[st
     shapes = (given, tuple((name, weight.shape) for name, weight in model.named_parameters()))
     known = _COUNTED.setdefault(model, {})
     if shapes not in known:
-        try:
-            # transformers reads the values of a padding mask, which meta tensors lack. The mask changes no FLOPs.
-            meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
-            known[shapes] = _count(share_weights(model, device="meta"), meta)
-        except RuntimeError:  # NotImplementedError is one
+        # transformers reads the values of a padding mask, which meta tensors lack; and without one, the positions of a
+        # decoder's tokens, to see whether a row holds several texts. A mask changes no FLOPs.
+        meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
+        masked = {"attention_mask": torch.ones_like(meta["input_ids"])} if "input_ids" in meta else {}
+        for mask in ({}, masked) if masked else ({},):
+            with suppress(RuntimeError):  # NotImplementedError is one
+                known[shapes] = _count(share_weights(model, device="meta"), {**meta, **mask})
+                break
+        else:
             return _count(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
     return dict(known[shapes])
 

@@ -14,11 +14,10 @@ from hies_export.forms.rounding import DAMPING, Blocks, fit_blocks, grouped, rea
 from hies_export.model.modes import torch_threads
 
 SIZE, COUNT, OUTPUTS = 4, 3, 5
-GENERATOR = torch.Generator().manual_seed(0)
 
 
 def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=GENERATOR, dtype=torch.float64)
+    return torch.randn(shape, dtype=torch.float64)
 
 
 def example(inputs: int = SIZE * COUNT) -> tuple[Tensor, Blocks, Tensor]:
@@ -73,16 +72,19 @@ def test_the_descent_is_that_of_a_naive_loop() -> None:
 
 
 def test_no_sweep_raises_the_change_and_the_outputs_change_less_than_by_rounding_to_nearest() -> None:
-    matrix, start, moments = example()
-    damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(len(moments), dtype=torch.float64)
-
-    def change(blocks: Blocks, of: Tensor = damped) -> float:
+    def change(matrix: Tensor, blocks: Blocks, of: Tensor) -> float:
         error = (matrix - blocks.values).flatten(0, 1)
         return float((error * (of @ error)).sum())
 
-    changes = [change(start), *(change(fit_blocks(matrix, start, moments, sweeps=sweeps)) for sweeps in range(1, 6))]
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(changes))
-    assert change(fit_blocks(matrix, start, moments), moments) < 0.5 * change(start, moments)
+    shares = []
+    for matrix, start, moments in (example() for _ in range(5)):
+        damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(len(moments), dtype=torch.float64)
+        fits = [start, *(fit_blocks(matrix, start, moments, sweeps=sweeps) for sweeps in range(1, 6))]
+        changes = [change(matrix, fit, damped) for fit in fits]
+        assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(changes))
+        shares.append(change(matrix, fit_blocks(matrix, start, moments), moments) / change(matrix, start, moments))
+    assert max(shares) < 1
+    assert sum(shares) / len(shares) < 0.6, shares
 
 
 def test_padding_and_inputs_that_are_always_zero_do_no_harm() -> None:
@@ -107,7 +109,7 @@ def test_the_descent_takes_one_thread_and_puts_the_number_back(monkeypatch: pyte
 
 def test_fixed_levels_and_their_scales_stay() -> None:
     matrix, start, moments = example()
-    fixed = torch.rand(matrix.shape, generator=GENERATOR) < 0.5
+    fixed = torch.rand(matrix.shape) < 0.5
     found = fit_blocks(matrix, start, moments, fixed=fixed)
     assert torch.equal(found.levels[fixed], start.levels[fixed])
     assert torch.equal(found.scale, start.scale)
@@ -118,7 +120,7 @@ def test_fixed_levels_and_their_scales_stay() -> None:
 @pytest.mark.parametrize("centred", [True, False])
 def test_spreads_are_those_of_the_tokens_that_are_not_padding(limit: float, centred: bool) -> None:
     model = llama().eval()
-    batches = [{"input_ids": torch.randint(1, 20, (2, 6), generator=GENERATOR)} for _ in range(3)]
+    batches = [{"input_ids": torch.randint(1, 20, (2, 6))} for _ in range(3)]
     mask = torch.ones(2, 6, dtype=torch.int64)
     mask[1, 4:] = 0
     batches[1]["attention_mask"] = mask

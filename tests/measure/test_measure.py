@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.models import causal_lm, cut_bert
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -112,7 +113,25 @@ def test_flops_of_a_forward_that_reads_values_are_counted_for_real(copies):
     model = tiny_bert(Picky)
     batch = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
     assert count_flops(model, batch) == bert_flops((4, 4, 4), rows=2, tokens=5)
-    assert copies == ["meta", None]
+    assert copies == ["meta", "meta", None]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_flops_of_a_decoder_are_counted_without_data_with_a_mask_and_without(copies, masked) -> None:
+    """Without a mask, transformers reads the positions' values."""
+    model = causal_lm(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
+    if masked:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    found = count_flops(model, batch)
+    assert count_flops(model, batch) == found
+    assert set(copies) == {"meta"}
+    assert len(copies) <= 2, "remembered"
+    with FlopCounterMode(display=False) as counter:
+        eager = type(model)(model.config)
+        eager.set_attn_implementation("eager")
+        eager(**batch)
+    assert found == counter.get_total_flops()
 
 
 def test_flops_of_a_model_to_train_whose_code_takes_views_of_parameters() -> None:
