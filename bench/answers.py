@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hies_export.forms.judge import Judged
+from hies_export.forms.judged import Judged
 from hies_export.report.report import Report
 
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hies_export.forms.judge import FormTime, deciding_step, relative_times
+from hies_export.forms.judged import FormTime, deciding_step, relative_times
 from hies_export.report.comparison import Bench, read_report
 from hies_export.report.figures import draw_frontier
 from hies_export.report.frontier import Measured, frontier_figure

@@ -10,7 +10,7 @@ In the order of reading:
 - `form.py`: `Form`, and `Forms`, which makes them: every model is exported once for what a runtime reads.
 - `time.py`: `time`, which runs forms in turns, loaded as often as a runtime needs, on a batch or on the rows of a data
   set.
-- `judge.py`: `judge`, and what it returns with the times as the `forms` of report.json; the files of a run.
+- `judged.py`: `judge`, and what it returns with the times as the `forms` of report.json; the files of a run.
 - `deployment.py`: the dense model in all forms, and cuts of several sizes, each in a compound.
 - `latency.py`: predict the time of a cut. It is not linear in the units: uniform cuts of each kind are timed, and what
   they save is divided among the modules of that kind in proportion to FLOPs. Timed cuts stay in the user's cache.

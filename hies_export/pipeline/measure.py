@@ -14,8 +14,8 @@ from ..evaluate.judge import Judge
 from ..forms.deployment import Deployment, DeployWay
 from ..forms.form import Form, Forms
 from ..forms.formats import Export, add_graphs, link_files, runtime_of
-from ..forms.judge import ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
-from ..forms.judge import judge as judge_forms
+from ..forms.judged import ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
+from ..forms.judged import judge as judge_forms
 from ..forms.measured import LatencyRow, Measurements, budget_rows, measure_both
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import Timed, fastest, ratios, rows_by_shape

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..forms.judge import FormTime
+from ..forms.judged import FormTime
 from ..forms.measured import LatencyRow
 from .report import CUT, NeuronCount
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..evaluate.metrics import title_of
-from ..forms.judge import Judged, deciding_step, frontier, relative_times
+from ..forms.judged import Judged, deciding_step, frontier, relative_times
 from .drawing import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES, canvas, for_page, place_names
 from .report import Report
 from .words import form_kept, form_name, form_runtime, form_step, is_own, keeps_metric

@@ -15,7 +15,7 @@ from ..evaluate.judge import AlphaPoint, Quality, Tried
 from ..files import Rule, check, read_json
 from ..forms.cascade.export import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
-from ..forms.judge import ExportedFile, Judged
+from ..forms.judged import ExportedFile, Judged
 from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP
 from ..recipe.budget import Outcome

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..evaluate.judge import AlphaPoint, Tried
 from ..evaluate.metrics import METRICS, title_of
-from ..forms.judge import FormTime, Judged
+from ..forms.judged import FormTime, Judged
 from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..select.plan import PruningPlan

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..evaluate.metrics import METRICS, counted_by, higher_is_better, quality_loss, title_of
 from ..evaluate.promise import asked_words, found_words
-from ..forms.judge import FormTime, Judged, deciding_step, relative_times
+from ..forms.judged import FormTime, Judged, deciding_step, relative_times
 from ..forms.measured import LatencyRow, budget_rows
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hies_export.evaluate.metrics import higher_is_better
-from hies_export.forms.judge import frontier
+from hies_export.forms.judged import frontier
 from hies_export.kinds import ATTENTION
 from hies_export.report.drawing import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
 from hies_export.report.frontier import FrontierFigure, Measured

@@ -14,7 +14,7 @@ from hies_export.errors import ExportError
 from hies_export.forms import measured
 from hies_export.forms.form import Form, Forms
 from hies_export.forms.formats import Export, Exporter, Given, export_options, read_by
-from hies_export.forms.judge import judge_exported
+from hies_export.forms.judged import judge_exported
 from hies_export.forms.measured import MeasureOptions, measure_both
 from hies_export.recipe.sections import ExportSection
 from hies_export.units.counts import Both

@@ -13,7 +13,7 @@ from hies_export.forms.cascade.export import CascadeForm
 from hies_export.forms.deployment import fewer_bits, find_ways, join_sizes
 from hies_export.forms.form import Forms
 from hies_export.forms.formats import Exporter, Given
-from hies_export.forms.judge import keep_file
+from hies_export.forms.judged import keep_file
 from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.recipe.sections import ExportSection
 from hies_export.tasks import TASKS

@@ -15,7 +15,7 @@ import pytest
 from support.browser import Browser
 from support.reports import make_report
 
-from hies_export.forms.judge import deciding_step
+from hies_export.forms.judged import deciding_step
 from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.frontier import (
     NARROW,
