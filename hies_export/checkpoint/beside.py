@@ -184,7 +184,7 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
         completed = older if _reads_the_same(type(model.config), older, completed) else completed
     if completed != written:
         _write(completed, file)
-    name_tokenizer(folder)
+    use_version4_names(folder)
 
 
 def _has_own_head(model: PreTrainedModel) -> bool:
@@ -206,12 +206,15 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
     _keep_labels(config, folder / "config.json")
 
 
-def name_tokenizer(folder: Path) -> None:
-    """Name the tokenizer's class and its special tokens in a folder as transformers 4 does, which 5 reads too."""
+def use_version4_names(folder: Path) -> None:
+    """Rewrite tokenizer_config.json with the class and the keys of transformers 4, which version 5 reads too.
+
+    A missing or damaged file is left alone.
+    """
     file = folder / "tokenizer_config.json"
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):  # `apply` copies a damaged file as it is
+    except (FileNotFoundError, ValueError, RecursionError):
         return
     if not isinstance(written, dict):
         return

@@ -156,11 +156,11 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     if computing != dtype:
         model = convert(model, dtype=computing)
     saved = saved_state(model)
-    held = _held(saved, Path(folder)) if large else None
+    held = _names_held(saved, Path(folder)) if large else None
     own_class: Any = find_model_class(folder)
     ways: list[tuple[str, Any, nn.Module, Mapping[str, Tensor]]] = [("hies_export.load", own_class, model, batch)]
     if has_auto_base(model):
-        ways.append(("AutoModel", AutoModel, model.base_model, _for_base_model(model, batch)))
+        ways.append(("AutoModel", AutoModel, model.base_model, _base_model_inputs(model, batch)))
     names = auto_classes(type(model).__name__, model.config.model_type)
     ways += [(name, getattr(transformers, name), model, batch) for name in names if name != "AutoModel"]
     for way, loader, original, inputs in ways:
@@ -200,7 +200,7 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     return worst
 
 
-def _held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
+def _names_held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
     """Return the names in the files of a folder, after comparing their tensors with those of a model, one at a time.
 
     It is None where a name is another than in the model, as transformers changes some, so that only loading can tell.
@@ -252,8 +252,8 @@ def _built(
     return built, {"missing_keys": missing, "mismatched_keys": other}
 
 
-def _for_base_model(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that a model of a task gives its base model: some reshape the batch, or make more of it."""
+def _base_model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the base model is called with when its model runs on a batch: heads may reshape or add inputs."""
     base: nn.Module = model.base_model
     names = [*inspect.signature(base.forward).parameters]
     given: dict[str, Tensor] = {}
@@ -264,7 +264,7 @@ def _for_base_model(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict
 
     with base.register_forward_pre_hook(record, with_kwargs=True):
         first_output(model, batch)
-    return given or dict(batch)  # of a head that calls parts of its base model
+    return given or dict(batch)  # nothing was recorded where the model calls parts of its base model
 
 
 @layers_unwarned()

@@ -210,12 +210,12 @@ def _constants(names: Iterable[str], path: str | Path, **hub: Any) -> list[str]:
     return [
         name
         for file in (weight_files(path, **hub) if wanted else ())
-        for name, tensor in _held(file, wanted)
+        for name, tensor in _tensors_in(file, wanted)
         if not tensor.is_floating_point() or (name.endswith("bias") and (tensor.dim() == 4 or not tensor.any()))
     ]
 
 
-def _held(file: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors_in(file: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as tensors:
             yield from ((name, tensors.get_tensor(name)) for name in names.intersection(tensors.keys()))

@@ -51,7 +51,7 @@ MODES = {1: "L", 4: "RGBA"}
 
 
 def holds_images(feature: Any) -> bool:
-    """Tell whether a column may hold images: decoded, encoded, or a path."""
+    """Tell whether a column may hold images: an Image feature, bytes with a path, or raw bytes."""
     if isinstance(feature, dict):
         return {"bytes", "path"} <= set(feature)
     return isinstance(feature, datasets.Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")

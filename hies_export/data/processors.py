@@ -132,11 +132,11 @@ def padding_token(tokenizer: Any, config: Any) -> int:
             "texts of different length need a padding token, but the tokenizer has neither a padding nor another "
             "special token; set tokenizer.pad_token and save it with the model"
         )
-    return next((token for token in known if token != _end(tokenizer)), known[0])
+    return next((token for token in known if token != _last_token_of_a_text(tokenizer)), known[0])
 
 
-def _end(tokenizer: Any) -> int:
-    """Return the last token of a text: one of its own, or one that the tokenizer adds to every text."""
+def _last_token_of_a_text(tokenizer: Any) -> int:
+    """Return the end-of-text token, if the tokenizer adds one to every text; else the only token of the text "a"."""
     return int(tokenizer("a", verbose=False)["input_ids"][-1])
 
 
@@ -158,7 +158,7 @@ def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
     if not finds_end_by_padding(model) or text.pad_token_id is not None:
         return
     text.pad_token_id = padding_token(tokenizer, model.config)
-    if text.pad_token_id == _end(tokenizer):
+    if text.pad_token_id == _last_token_of_a_text(tokenizer):
         raise DataError(
             f"{type(model).__name__} tells padding from text by its config's pad_token_id, which must not be the token "
             f"that the tokenizer ends texts with, {text.pad_token_id}, and it has no other; set it in config.json"

@@ -173,7 +173,7 @@ def take(
 
 def _drawn(rows: datasets.Dataset, part: range, together: str | None) -> list[int]:
     """Return the rows in a part of a random order, in their own order; see `mapped_rows`."""
-    order = drawn_order(len(rows))
+    order = fixed_permutation(len(rows))
     if together is not None and has_one_value(rows, together):
         found = [object() if value is None else value for value in common_values(rows, together)]  # None stands alone
         values = np.array(found, dtype=object)
@@ -182,8 +182,8 @@ def _drawn(rows: datasets.Dataset, part: range, together: str | None) -> list[in
     return sorted(order[part.start : part.stop].tolist())
 
 
-def drawn_order(count: int) -> np.ndarray:
-    """Return the random order that is the same for every run: what is divided by it must share nothing."""
+def fixed_permutation(count: int) -> np.ndarray:
+    """Return a random permutation that is the same for every run, so that all divide rows in the same way."""
     return np.random.default_rng(0).permutation(count)
 
 

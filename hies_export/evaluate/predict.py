@@ -25,8 +25,8 @@ def predict(
 ) -> Predictions:
     """Run a model over batches, in evaluation mode and without gradients.
 
-    The labels are left out, so the model computes no loss; token labels say which predictions count. Every module's
-    training flag is put back afterwards. Several processes share the batches, and all have all predictions.
+    The labels are left out, so the model computes no loss; labels of tokens say which predictions are kept. Every
+    module's training flag is put back afterwards. Several processes share the batches, and each gets all predictions.
 
     The task is by default that of the model's class.
     """
@@ -35,8 +35,8 @@ def predict(
     task = task or task_of(model, batches[0])
     task.check_batches(batches)
     forward = partial(task.output, model)
-    small = threads_for(model, batches)
-    with evaluating(model), output_alone(model), torch.inference_mode(), small, wide_products(model):
+    threads = threads_for(model, batches)
+    with evaluating(model), output_alone(model), torch.inference_mode(), threads, wide_products(model):
         kept = mapped(batches, partial(_kept, forward, task, len(batches)), "predict", progress)
     return task.join(kept, batches)
 

@@ -91,8 +91,9 @@ def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
 def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the layer's own attention and the length-normalised entropy of its rows, without a whole attention map.
 
-    With s the scaled products (plus the mask) and p = softmax(s), H(p) = logsumexp(s) - E_p[s], and
-    E_p[s] = scale * q . (p K). The fused kernels return logsumexp(s), and also p K if K is passed as the values.
+    With s the scaled products and p = softmax(s) over the keys that a row sees, H(p) = logsumexp(s) - E_p[s], and
+    E_p[s] = scale * q . (p K). The fused kernels return logsumexp(s), and also p K if K is passed as the values. Where
+    more is added to s (a bias on visible keys, soft caps, sinks), the entropy is that of an explicit softmax.
 
     Args:
         call: What the model computes.
@@ -105,6 +106,7 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
     """
     bias, log_keys, has_bias = visible(call)
     key, value = _repeat_groups(call)
+    # The fused kernels, called by hand, give a bias no gradient.
     if call.is_plain and not (bias is not None and bias.requires_grad):
         output, logsumexp = _output_and_logsumexp(call, key, value, bias)
     else:
@@ -119,11 +121,11 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
         log_keys = log_keys.expand(row_entropy.shape[0], -1, row_entropy.shape[2])
         counted = log_keys > 0
         # A sink is one more key.
-        most = log_keys if call.sinks is None else log_keys.exp().add(1).log()
-        normalised = torch.where(counted, row_entropy / most.where(counted, 1.0), 0.0)
+        largest = log_keys if call.sinks is None else log_keys.exp().add(1).log()
+        normalised = torch.where(counted, row_entropy / largest.where(counted, 1.0), 0.0)
         rows = counted.sum(-1).float()  # (batch, 1 or heads)
         entropy = normalised.sum(-1) / rows.clamp(min=1)
-    return output, entropy, rows.amax(-1)
+    return output, entropy, rows.amax(-1)  # all heads of a sample count the same rows
 
 
 def _repeat_groups(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -121,52 +121,59 @@ class Drawn:
 
 
 def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSection, draws: Draws) -> Drawn:
-    """Return the samples to score on, to choose on, to refit on and to promise on."""
-    split, asked = splits.calibration.split, splits.held_out
-    own, further = None, draws.held_out
-    if draws.held_out and asked is not None:
-        count = asked.samples or draws.held_out
-        if splits.divided:
-            own, _ = _divided(splits, asked, load)
-            own = own.select(range(splits.until(own, count)))
-        else:
-            own = load(asked.split, samples=count, shuffle_seed=draws.seed)
-        further = 0
-    most = max(draws.scoring + further, draws.compensation + further * draws.apart)
-    drawn = load(split, samples=most, shuffle_seed=draws.seed)
+    """Return the samples to score on, to choose on, to refit on, and to judge a promise on."""
+    split, separate = splits.calibration.split, _separate_held_out(splits, load, draws)
+    # How many held-out rows come from the calibration split.
+    needed = draws.held_out if separate is None else 0
+    count = max(draws.scoring + needed, draws.compensation + (needed if draws.apart else 0))
+    drawn = load(split, samples=count, shuffle_seed=draws.seed)
     # Of queries and documents, rows with a query come first, and others cannot be judged.
-    there = splits.counted(drawn)
-    if further and there <= splits.until(drawn, draws.scoring):
-        what = options.judged_on_held_out or draws.compound or "alpha: auto"
-        remedies = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha", draws.compound: "leave it out"}
-        remedy = remedies.get(what, "choose another budget")
-        raise RequestError(
-            f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {there}; "
-            f"lower calibration.samples, name other rows as held_out, or {remedy}"
-        )
-
+    available = splits.counted(drawn)
+    if needed and available <= splits.until(drawn, draws.scoring):
+        raise RequestError(_too_few(options, draws, split, available))
     _warn_of_fewer("calibration.samples", draws.scoring, len(drawn), split)
-    section = options.compensation
-    # The default is as many as there are, up to a number.
-    if section is not None and "samples" in section.model_fields_set:
+    # By default layers are refitted on as many rows as there are, up to a number.
+    if options.compensation is not None and "samples" in options.compensation.model_fields_set:
         _warn_of_fewer("prune.compensation.samples", draws.compensation, len(drawn), split)
-    if own is not None and asked is not None and asked.samples is not None:
-        _warn_of_fewer("held_out.samples", asked.samples, len(own), asked.split)
+    if separate is not None and splits.held_out is not None and splits.held_out.samples is not None:
+        _warn_of_fewer("held_out.samples", splits.held_out.samples, len(separate), splits.held_out.split)
 
     def part(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
         return rows.select(list(range(splits.until(rows, start), splits.until(rows, start + count))))
 
-    # Nothing is promised on rows that are refitted on. If there are too few for both, two thirds are held out.
-    promises = further > 0 and (draws.promised > 0 or options.goal.keep is not None)
-    left = max(there - further, there // 3 if promises else 0)
-    behind = max(draws.scoring, min(draws.compensation, left) if draws.apart else 0)
-    held_out = part(drawn, behind, further) if own is None else own
+    # A promise is not judged on rows that layers are refitted on. Where there are too few rows for both, a third is
+    # left for the refit.
+    promises = needed > 0 and (draws.promised > 0 or options.goal.keep is not None)
+    for_refit = max(available - needed, available // 3 if promises else 0)
+    start = max(draws.scoring, min(draws.compensation, for_refit) if draws.apart else 0)
+    held_out = part(drawn, start, needed) if separate is None else separate
     chosen_on = min(draws.held_out - draws.promised, len(held_out) // 2) if draws.promised else len(held_out)
     return Drawn(
         scoring=part(drawn, 0, draws.scoring),
         held_out=part(held_out, 0, chosen_on),
-        compensation=part(drawn, 0, min(draws.compensation, behind) if promises else draws.compensation),
+        compensation=part(drawn, 0, min(draws.compensation, start) if promises else draws.compensation),
         promised=part(held_out, chosen_on, len(held_out)),
+    )
+
+
+def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], draws: Draws) -> datasets.Dataset | None:
+    """Return the held-out rows of the split that the recipe names for them; None if it needs or names none."""
+    if not draws.held_out or splits.held_out is None:
+        return None
+    count = splits.held_out.samples or draws.held_out
+    if not splits.divided:
+        return load(splits.held_out.split, samples=count, shuffle_seed=draws.seed)
+    rows, _ = _divided(splits, splits.held_out, load)
+    return rows.select(range(splits.until(rows, count)))
+
+
+def _too_few(options: PruneSection, draws: Draws, split: str, available: int) -> str:
+    what = options.judged_on_held_out or draws.compound or "alpha: auto"
+    remedies = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha", draws.compound: "leave it out"}
+    remedy = remedies.get(what, "choose another budget")
+    return (
+        f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {available}; "
+        f"lower calibration.samples, name other rows as held_out, or {remedy}"
     )
 
 

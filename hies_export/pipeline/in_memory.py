@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..data.rows import common_values, drawn_order, has_one_value, number_rows, run_end, side_by_side
+from ..data.rows import common_values, fixed_permutation, has_one_value, number_rows, run_end, side_by_side
 from ..errors import RequestError
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import kind_of_rows
@@ -176,21 +176,26 @@ def _rows_in_memory(
 
 
 def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Return rows, and a drawn quarter of them, which is held out: none if they are of one query.
+    """Divide rows at random into three quarters to score on and a quarter to hold out; None if all are of one query.
 
-    Rows, not batches: queries and documents, or windows of one text, must come together. Rows of one value in the
-    column `together` are on one side. Of those without one, documents to search in, a quarter is held out too.
+    Rows of one value in the column `together` stay on one side. Of those without a value, documents to search in, a
+    quarter is held out too. Rows are divided, not batches, so that a query is in a batch with its documents.
     """
-    order = values = drawn_order(len(rows))
+    order = fixed_permutation(len(rows))
+    values = order  # without a column, every row is a group of its own
     if together is not None and has_one_value(rows, together):  # what reads other columns refuses them
         values = np.array(common_values(rows, together), dtype=object)
         order = side_by_side(order, values)
         values = values[order]
-    there = sum(value is not None for value in values) or len(rows)
-    first = there - run_end(values[:there][::-1].tolist(), max(1, there // 4))
-    end = len(rows) - (len(rows) - there) // 4
-    if not first:
+    grouped = sum(value is not None for value in values) or len(rows)  # they come first
+    # Counted from the end, so that no group is divided.
+    split = grouped - run_end(values[:grouped][::-1].tolist(), max(1, grouped // 4))
+    split_of_others = len(rows) - (len(rows) - grouped) // 4
+    if not split:
         return rows, None
-    parts = [*range(first), *range(there, end)], [*range(first, there), *range(end, len(rows))]
+    parts = (
+        [*range(split), *range(grouped, split_of_others)],
+        [*range(split, grouped), *range(split_of_others, len(rows))],
+    )
     scored, held_out = (rows.select(np.sort(order[part])) for part in parts)
     return scored, held_out

@@ -173,13 +173,16 @@ def _pruning(
 
 
 def _check(asked: _Asked, pruning: Pruning, delivery: Delivery) -> None:
+    """Check that the loaded model and rows allow what the recipe asks for, and warn of rows that serve two uses."""
     task, rows = pruning.task, pruning.rows
-    check_pruning(pruning, all_looks(type(task), delivery.deploy, classifies=False)[-1])
+    fewest = all_looks(type(task), delivery.deploy, classifies=False)[-1]  # what a deployment must look at, at least
+    check_pruning(pruning, fewest)
     check_delivery(pruning, delivery)
     if task.images and not task.text:
         check_one_size([*rows.score, *rows.held_out, *rows.refit, *rows.evaluation])
-    if not check_apart(pruning) and delivery.splits is not None:
-        _warn_of_one_source(asked.recipe, delivery.splits)
+    warned = check_apart(pruning)
+    if not warned and delivery.splits is not None:
+        _warn_of_overlap(asked.recipe, delivery.splits)
 
 
 def _texts(recipe: PruningRecipe, asked: VocabularySection, task: Task) -> Texts:
@@ -229,16 +232,16 @@ def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
     )
 
 
-def _warn_of_one_source(recipe: PruningRecipe, splits: Splits) -> None:
-    """Warn if what is scored and what is evaluated may be the same rows, although few were drawn for both."""
+def _warn_of_overlap(recipe: PruningRecipe, splits: Splits) -> None:
+    """Warn if the splits that are scored and evaluated overlap, even if no row was drawn for both this time."""
     scored, evaluated = splits.calibration.split, splits.evaluation.split
     one, other, files = whole_split(scored), whole_split(evaluated), recipe.data.files
     if one != other and files is not None and _same_file(files[one], files[other]):
-        evaluated = one + evaluated.removeprefix(other)
+        evaluated = one + evaluated.removeprefix(other)  # two names of one file
     if may_overlap(scored, evaluated):
         logger.warning(
-            "calibration.split %r and evaluation.split %r are of the same rows, so that some may both be fitted and "
-            "judge; give other files, or slices such as train[:80%%] and train[80%%:]",
+            "calibration.split %r and evaluation.split %r overlap, so that a model may be judged on rows that it was "
+            "fitted on; give other files, or slices such as train[:80%%] and train[80%%:]",
             scored,
             splits.evaluation.split,
         )

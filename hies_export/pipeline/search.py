@@ -266,7 +266,7 @@ class Cuts:
         known = 0 if best is None else best.size
         within = max(1, round(GUESS_WITHIN * len(self._sizes))) if self._guess else 1
         size = largest(len(self._sizes), partial(self._holds, scores, weights), at_least=known, within=within)
-        return best if size == known else self._at(scores, weights, size)
+        return best if size == known else self._judged(scores, weights, size)
 
     def near(self, guessed: Guess, at_least: int = 0) -> TriedCut | None:
         """Return the largest cut that keeps the promise, by few failing cuts around a guess; None if none does."""
@@ -278,7 +278,7 @@ class Cuts:
             size = max((cut.size for cut in self._known.values() if cut.met), default=at_least)
             if size <= at_least:
                 raise
-        return self._at(scores, weights, size) if size > at_least else None
+        return self._judged(scores, weights, size) if size > at_least else None
 
     def _trial(self, scores: Scores, weights: float, size: int) -> Trial:
         return Trial(scores, select(self._pruning, scores, self._sizes[size - 1]), weights)
@@ -292,7 +292,8 @@ class Cuts:
             self._tell(trial, found)
         return self._known[key].met
 
-    def _at(self, scores: Scores, weights: float, size: int) -> TriedCut:
+    def _judged(self, scores: Scores, weights: float, size: int) -> TriedCut:
+        """Return a cut that was judged, by its size; sizes that keep the same units share what was found."""
         trial = self._trial(scores, weights, size)
         return replace(self._known[key_of(trial)], trial=trial, size=size)
 

@@ -220,7 +220,7 @@ class Outcome:
 
     @property
     def met(self) -> bool:
-        """Whether the slim model keeps the budget, which must be known."""
+        """Whether the slim model meets the budget; `found` must be known."""
         assert self.found is not None
         return self.budget.met(self.found)
 

@@ -324,10 +324,11 @@ def edges_by_slope(curves: Iterable[tuple[Sequence[float], Sequence[float]]]) ->
 
 
 def hull(saved: Sequence[float], effects: Sequence[float]) -> list[Edge]:
-    """Return the lower convex hull of a chain's points, from (0, 0) on; slopes, of effect per unit saved, ascend.
+    """Return the edges of the lower convex hull of a chain's points, from (0, 0) on, by ascending slope.
 
     `saved` and `effects` are totals over the first 1, 2, ... removals. A point that saves no more than an earlier one
-    is never the end of an edge. An estimated effect that falls counts as level.
+    is never the end of an edge. The slope is effect per unit saved. Where an estimated effect falls, the highest so far
+    counts.
     """
     points = [(0.0, 0.0, 0)]
     highest = 0.0

@@ -217,9 +217,9 @@ def per_layer_config(
 
 
 def set_layers(config: PreTrainedConfig, layers: PerLayer | None) -> None:
-    """Let a config say at its top what its layers have; nothing if there is nothing to say, or if it refuses to.
+    """Write the sizes of layers into a config's `per_layer_config`; remove it if there are none, or if it cannot load.
 
-    A config without a width of heads gets the dense one: readers would compute it from a layer's own number of heads.
+    A config without `head_dim` gets the dense model's: readers would compute it from a layer's own number of heads.
     """
     if layers:
         trial = copy.deepcopy(config)

@@ -70,16 +70,17 @@ class FillMask(TextGeneration):
             yield data.as_batch(found, self.processor, self.config)
 
     def _masked(self, ids: list[int], special: list[int], text: str) -> tuple[list[int], list[int]]:
-        mask = self.processor.mask_token_id
-        words = [place for place, mark in enumerate(special) if not mark and ids[place] != mask]
-        if not words:
+        """Return the ids with `SHARE` of the tokens masked, and the labels; the text is the seed of the draw."""
+        mask_id = self.processor.mask_token_id
+        maskable = [place for place, is_special in enumerate(special) if not is_special and ids[place] != mask_id]
+        if not maskable:
             raise DataError(
                 f"a text must have a token to mask, but {quoted(text)} has none within the {len(ids)} that are read; "
                 "leave it out, or raise max_length"
             )
         generator: Any = np.random.default_rng(zlib.crc32(text.encode()))
-        chosen = set(generator.choice(words, max(1, round(SHARE * len(words))), replace=False).tolist())
-        masked = [mask if place in chosen else token for place, token in enumerate(ids)]
+        chosen = set(generator.choice(maskable, max(1, round(SHARE * len(maskable))), replace=False).tolist())
+        masked = [mask_id if place in chosen else token for place, token in enumerate(ids)]
         return masked, [token if place in chosen else data.IGNORED for place, token in enumerate(ids)]
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:

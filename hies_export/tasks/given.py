@@ -15,7 +15,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
 from ..data.columns import STRINGS, holds_images
 from ..data.processors import tokenizer_of
-from ..data.rows import drawn_order, own_columns
+from ..data.rows import fixed_permutation, own_columns
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, check
 from ..model.text_encoder import TextEncoder
@@ -293,7 +293,7 @@ def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
     count = size_of(batches[0]) if single else len(batches)
     if count == 1 or (single and any(len(value) != count for value in batches[0].values())):
         return batches, []
-    order = drawn_order(count).tolist()
+    order = fixed_permutation(count).tolist()
     parts = sorted(order[: -max(1, count // 4)]), sorted(order[-max(1, count // 4) :])
     if single:
         scored, held_out = ({key: value[part] for key, value in batches[0].items()} for part in parts)

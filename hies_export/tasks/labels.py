@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Numbers that stand for no label: of data sets, and of transformers' losses.
-_HIDDEN = (-1, -100)
+_NO_LABEL = (-1, -100)
 # Columns of labels, as transformers' collators know them.
 LABELS = ("labels", "label", "label_ids")
 # Those of numbers, such as how alike two texts are.
@@ -103,7 +103,7 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bo
     if numbers:
         found = data.read_numbers(rows, column=column, what="the label of a regression")
         if all(value == -1 for value in found):
-            raise DataError(_hidden(f"in every row of {column!r}"))
+            raise DataError(_no_label_message(f"in every row of {column!r}"))
         return found
     return class_numbers(
         values, feature, column=column, classes=ClassNames(config), place=lambda row: data.row_name(rows, row)
@@ -133,9 +133,9 @@ def class_numbers(
             f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
             f"{data.kind_of(feature)} such as {quoted(values[0])}; a gap makes floats of numbers"
         )
-    for hidden in _HIDDEN:
-        if hidden in values:
-            raise DataError(_hidden(f"for {column!r} in {place(values.index(hidden))}", hidden))
+    for number in _NO_LABEL:
+        if number in values:
+            raise DataError(_no_label_message(f"for {column!r} in {place(values.index(number))}", number))
     names = _names_of_values(values, feature, classes)
     numbers = {value: classes.find(name) for value, name in names.items()}
     if any(found and value not in found for value, found in numbers.items()):
@@ -204,7 +204,8 @@ def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -
     return {value: str(value) for value in values} if classes.are_numbers else {}
 
 
-def _hidden(where: str, given: int = -1) -> str:
+def _no_label_message(where: str, given: int = -1) -> str:
+    """Return the message that refuses rows whose label is a number that stands for none."""
     return (
         f"every row must have a label, got {given} {where}, which stands for a hidden label, as in GLUE's test splits, "
         "or for one that annotators did not agree on, as in SNLI; leave such rows out, or use a split with labels"

@@ -165,24 +165,26 @@ def ended(answer: str, end: str) -> str:
 def tokenise(
     text: str, spans: Iterable[tuple[int, int]], tokenizer: Any, *, special: bool | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a text, and which of them are in `spans` of its characters.
+    """Return the token ids of a text, and a mask of those that lie in `spans`, from a first character to an end.
 
-    A tokenizer may merge characters across a border. So the tokens before it are those that the text up to it has too.
-    By default the tokenizer adds its special tokens, unless the text begins with the begin-of-text token.
+    A tokenizer may merge characters across the edge of a span. So a token counts as before an edge only if the text
+    that ends at that edge has the same tokens up to it. By default the tokenizer adds its special tokens, unless the
+    text begins with the begin-of-text token.
     """
     if special is None:
         special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
     options: dict[str, Any] = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
     ids = list(tokenizer(text, **options)["input_ids"])
 
-    def tokens_before(border: int) -> int:
-        if border == len(text):
+    def tokens_before(edge: int) -> int:
+        if edge == len(text):
             return len(ids)
-        alone = tokenizer(text[:border], **options)["input_ids"]
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
+        prefix = tokenizer(text[:edge], **options)["input_ids"]
+        differ = (place for place, (one, other) in enumerate(zip(prefix, ids, strict=False)) if one != other)
+        return next(differ, min(len(prefix), len(ids)))
 
-    judged = [False] * len(ids)
+    in_spans = [False] * len(ids)
     for start, end in spans:
         first, last = tokens_before(start), tokens_before(end)
-        judged[first:last] = [True] * (last - first)
-    return ids, judged
+        in_spans[first:last] = [True] * (last - first)
+    return ids, in_spans

@@ -99,7 +99,7 @@ class HeadObserver(LinearObserver):
         def taken(name: str, value: Any) -> Any:
             if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2):
                 return value
-            if not value.numel() or self._below(value)[0]:
+            if not value.numel() or self._leaves_of(value)[0]:
                 return value
             own = nn.Parameter(value.detach())
             passed = own.clone()  # a model may write into it, but not into a leaf

@@ -84,7 +84,7 @@ class LinearObserver:
         """Record what the input of a linear layer depends on."""
         self._calls[name] = self._calls.get(name, -1) + 1
         call = (name, self._calls[name])
-        leaves, parameters = self._below(x)
+        leaves, parameters = self._leaves_of(x)
         constant = torch.is_grad_enabled() and not x.requires_grad
         self.reads[call] = Read(name, x.shape[-1], set(leaves), constant, signature=signature(x))
         for leaf in leaves:
@@ -119,11 +119,14 @@ class LinearObserver:
         tensors = list(tensors_in(outputs))
         self.outputs = signature(*tensors)
         for tensor in tensors:
-            for leaf in self._below(tensor)[0]:
+            for leaf in self._leaves_of(tensor)[0]:
                 self.readers.setdefault(leaf, set()).add(("", 0))
 
-    def _below(self, x: Tensor) -> tuple[dict[Call, Tensor], dict[str, nn.Parameter]]:
-        """Return the features, and the parameters outside of linear layers, that a tensor depends on."""
+    def _leaves_of(self, x: Tensor) -> tuple[dict[Call, Tensor], dict[str, nn.Parameter]]:
+        """Return what a tensor depends on, by its graph: features, in the order of their calls, and parameters.
+
+        The parameters are those outside of linear layers.
+        """
         leaves: dict[Call, Tensor] = {}
         parameters: dict[str, nn.Parameter] = {}
         if not x.requires_grad or not torch.is_grad_enabled():
@@ -134,15 +137,14 @@ class LinearObserver:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            variable = getattr(node, "variable", None)
+            variable = getattr(node, "variable", None)  # that of a leaf, which is where gradients would be added up
             if variable is None:
                 stack += [following for following, _ in node.next_functions]
             elif variable in self._leaves:
                 leaves[self._leaves[variable]] = variable
             elif id(variable) in self._parameters:
                 parameters[self._parameters[id(variable)]] = variable
-        order = list(self.reads)
-        return {call: leaves[call] for call in sorted(leaves, key=order.index)}, parameters
+        return {call: leaves[call] for call in self.reads if call in leaves}, parameters
 
 
 def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> list[Reach]:

@@ -73,15 +73,15 @@ def trim_vocabulary(
     keep: Sequence[str] = (),
     multiple_of: int = 1,
 ) -> Trimmed:
-    """Remove the tokens that texts do not use from a model and its tokenizer; both stay as they are.
+    """Return copies of a model and its tokenizer without the tokens that texts do not use; the originals stay.
 
-    The texts are cut into the same tokens as before, and the model's outputs on them are the same: a row of an
-    embedding or of a head is a unit of its own. Other texts are read too, in more tokens where theirs are gone.
+    The texts are tokenized as before, and the model's outputs on them are the same, because each token has its own row
+    of the embedding and of the head. Other texts are read too, in more tokens where theirs are gone.
 
     Special and other added tokens stay, and what any text needs: all bytes if the tokenizer falls back to them, else
-    all single characters. So does what is read around texts: a chat template, with every role and the use of a tool,
-    and the prompts of a SentenceTransformer. Texts are counted by themselves, and inside of that. Rows beyond the
-    tokenizer's tokens go.
+    all single characters. So do the tokens of what is read around texts: a chat template, with every role and the use
+    of a tool, and the prompts of a SentenceTransformer. Tokens are counted in the bare texts and in the texts with that
+    around them. Rows beyond the tokenizer's tokens go.
 
     Args:
         model: A model of transformers that reads texts.
@@ -101,7 +101,8 @@ def trim_vocabulary(
         RequestError: The tokenizer is of another kind or another model's, an option is out of range, or nothing goes.
         DataError: There are no texts, or they use no token often enough.
         UnsupportedModelError: The model is an encoder-decoder, or has no vocabulary, or several.
-        CutMismatchError: A text whose tokens stay is cut otherwise, or outputs differ by 1e-4 or more.
+        CutMismatchError: A text whose tokens stay is tokenized otherwise, or outputs differ by more than 1e-4 of the
+            largest.
 
     Source: Ushio et al. 2023, https://arxiv.org/abs/2305.15020
 
@@ -115,16 +116,24 @@ def trim_vocabulary(
     tokenizer = tokenizer_of(processor)
     prompts = model.reader.prompts if isinstance(model, TextEncoder) else []
     backend, texts = check_request(tokenizer, texts), [text for text in texts if text.strip()]
-    inside = [*([prompt + text for text in texts] for prompt in prompts), *in_chat(processor, texts)]
+    wrapped = [*([prompt + text for text in texts] for prompt in prompts), *in_chat(processor, texts)]
     counts = Counter(read or {})
-    for within in inside:
-        counts |= count_tokens(backend, within)
-    options: dict[str, Any] = {"min_count": min_count, "keep": keep, "multiple_of": multiple_of, "read": counts}
-    options |= {"named": named_tokens(model, total), "around": [*prompts, *chat_texts(processor)]}
-    kept = find_kept(tokenizer, texts, total=total, **options)
+    for some in wrapped:
+        counts |= count_tokens(backend, some)  # the larger count: these are the same texts
+    kept = find_kept(
+        tokenizer,
+        texts,
+        total=total,
+        named=named_tokens(model, total),
+        read=counts,
+        around=[*prompts, *chat_texts(processor)],
+        min_count=min_count,
+        keep=keep,
+        multiple_of=multiple_of,
+    )
     slim, smaller = apply_kept(model, processor, kept)
-    for within in (texts, *inside):
-        check_cuts(tokenizer, tokenizer_of(smaller), within, kept)
+    for some in (texts, *wrapped):
+        check_cuts(tokenizer, tokenizer_of(smaller), some, kept)
     return Trimmed(slim, smaller, kept, compare_rows(model, slim, kept, tokenizer, texts))
 
 

@@ -173,7 +173,7 @@ def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFi
     assert counts(load_pruning(recipe_of(folder, **sliced))) == (85, 45)
     assert not warned(caplog)
     load_pruning(recipe_of(folder, evaluation__split="train[70%:]"))
-    assert "'train' and evaluation.split 'train[70%:]' are of the same rows, so that some may" in caplog.text
+    assert "'train' and evaluation.split 'train[70%:]' overlap, so that a model may be judged" in caplog.text
 
 
 def test_a_loss_of_a_metric_is_promised_on_rows_of_the_evaluated_split(folder: Path, tmp_path: Path) -> None:

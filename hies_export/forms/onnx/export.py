@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.beside import copy_documents, name_tokenizer, write_config
+from ...checkpoint.beside import copy_documents, use_version4_names, write_config
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...errors import DataError, ExportError, ParityError, RecipeError, RequestError, UnsupportedModelError
 from ...model.copies import convert, share_weights
@@ -137,7 +137,7 @@ def export_onnx(
                 described.generation_config.to_json_file(staging / "generation_config.json")
             if processor is not None:
                 processor.save_pretrained(staging)
-                name_tokenizer(staging)
+                use_version4_names(staging)
             names = _names(programs)
             # A graph has copies of the weights, transposed or joined; the comparison reads the files.
             _release(programs, spent, model)
@@ -305,17 +305,19 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
     return copied
 
 
-def _release(programs: dict[str, Any], spent: PreTrainedModel | None, model: PreTrainedModel) -> None:
-    """Free the weights of graphs, and the tensors of the copy that they were traced from that are not the model's own.
+def _release(programs: dict[str, Any], traced: PreTrainedModel | None, model: PreTrainedModel) -> None:
+    """Free the weights of exported graphs and of the copy that was traced, but for tensors that it shares with a model.
 
-    The graphs themselves live on in what the patterns of onnxscript last matched.
+    To drop our references is not enough: rewrite patterns of onnxscript keep their last match, and with it its graph.
     """
     for program in programs.values():
         for value in program.graph.initializers.values():
             value.const_value = None
     programs.clear()
+    if traced is None:
+        return
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    for tensor in () if spent is None else (*spent.parameters(), *spent.buffers()):
+    for tensor in (*traced.parameters(), *traced.buffers()):
         if tensor.untyped_storage().data_ptr() not in own:
             tensor.data = tensor.data.new_empty(0)
 
