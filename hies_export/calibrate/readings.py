@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 from ..data.batches import size_of
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..model.internals import uncompiled
+from ..model.memory import lean_memory
 from ..model.modes import Watched, evaluating, frozen, output_alone, threads_for, watch, wide_products
 from ..model.tokens import real_tokens, refuse_tokens_first
 from ..processes import is_own, mapped
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule
-from .walk import Call, Walk, blocks_of, lean_memory
+from .walk import Call, Walk, blocks_of
 
 
 @dataclass(frozen=True)

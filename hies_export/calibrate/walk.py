@@ -12,12 +12,11 @@ between blocks.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,15 +27,13 @@ from transformers import PreTrainedModel
 
 from ..data.batches import in_rows, inputs_of
 from ..errors import UnsupportedModelError
+from ..model.memory import give_back_memory
 from ..model.modes import HALVES, evaluating, output_alone, threads_for, wide_products
 from ..model.tokens import short_samples
 from ..units.units import PrunableModule
 
 # The name of the one block of a model that is not a row of blocks.
 WHOLE = ""
-# Tensors of this size and more are mapped in a walk; outside, of the largest size that glibc itself sets.
-LEAN_BYTES, USUAL_BYTES = 1 << 20, 32 << 20
-M_MMAP_THRESHOLD = -3  # glibc's number of the option
 
 
 @dataclass(eq=False)
@@ -328,34 +325,3 @@ def _leaf(value: Any) -> Any:
 def _alone(value: Any) -> Any:
     """Return a tensor without the graph that it comes from, which still takes a gradient if it did."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-@cache
-def _libc() -> Any:
-    """Return glibc, whose allocator keeps freed memory for itself; None elsewhere."""
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        return libc if hasattr(libc, "malloc_trim") else None
-    except OSError:
-        return None
-
-
-def give_back_memory() -> None:
-    """Give memory that was freed back to the operating system, where the allocator would keep it."""
-    if (libc := _libc()) is not None:
-        libc.malloc_trim(0)
-
-
-@contextmanager
-def lean_memory() -> Iterator[None]:
-    """Let the allocator map each tensor for itself inside the block, so that memory is given back once it is freed.
-
-    Tensors of many sizes leave holes between them else: on SmolLM2-135M a third of what was resident was free.
-    """
-    if (libc := _libc()) is not None:
-        libc.mallopt(M_MMAP_THRESHOLD, LEAN_BYTES)
-    try:
-        yield
-    finally:
-        if libc is not None:
-            libc.mallopt(M_MMAP_THRESHOLD, USUAL_BYTES)

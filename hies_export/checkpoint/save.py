@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..equal import SAME_CODE, Difference
 from ..errors import PlanError, ReloadMismatchError, refusing
-from ..model.copies import LARGE_BYTES, convert, parameter_bytes
+from ..model.copies import convert, parameter_bytes
 from ..model.internals import (
     attention_undecided,
     auto_classes,
@@ -33,6 +33,7 @@ from ..model.internals import (
     saved_state,
     share_tensors,
 )
+from ..model.memory import LARGE_BYTES
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import longest_sequence, short_samples, shortest_limit

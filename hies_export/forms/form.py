@@ -20,7 +20,8 @@ from ..entry_points import Registry
 from ..errors import HiesError
 from ..evaluate.interval import CONFIDENCE
 from ..evaluate.predict import Predictor, predict_by
-from ..model.copies import convert, let_go, map_weights
+from ..model.copies import convert
+from ..model.memory import let_go, map_weights
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of

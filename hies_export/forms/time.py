@@ -21,7 +21,7 @@ import torch
 
 from ..data.batches import Batch
 from ..errors import NonFiniteError, RecipeError
-from ..model.copies import LARGE_BYTES
+from ..model.memory import LARGE_BYTES
 from ..progress import SILENT, Progress
 from ..units.counts import Shape
 from .form import Form

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable, Mapping, MutableMapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import RequestError
 
@@ -20,9 +15,6 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 # Devices that models are scored and timed on: sums are in float64, and clocks wait for the device. MPS, for one, has no
 # float64. "meta" has no values at all.
 DEVICES = ("cpu", "cuda", "meta")
-# Weights of more bytes are not held twice: they are mapped from a file while other programs run the model, compared
-# with what was saved without loading it, and timed without a copy.
-LARGE_BYTES = 1 << 30
 
 
 def refuse_devices(model: torch.nn.Module) -> None:
@@ -109,32 +101,3 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 def parameter_bytes(model: torch.nn.Module) -> int:
     """Return the bytes that the parameters take in memory, tied ones once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
-# Parameters that are mapped -> the file, and the name of the tensor there.
-_MAPPED: MutableMapping[torch.Tensor, tuple[Path, str]] = WeakIdKeyDictionary()
-
-
-def map_weights(model: torch.nn.Module, file: Path) -> None:
-    """Write a large model's weights to a file, and map them from there in place: other work may have their memory.
-
-    The file must stay in its place for as long as the model is used.
-    """
-    if parameter_bytes(model) <= LARGE_BYTES or os.name == "nt":  # there, a file that is mapped cannot be removed
-        return
-    named = {str(number): one for number, one in enumerate(model.parameters()) if one.device.type == "cpu"}
-    save_file({name: parameter.detach().contiguous() for name, parameter in named.items()}, file)
-    _MAPPED.update({parameter: (file, name) for name, parameter in named.items()})
-    let_go(model)
-
-
-def let_go(model: torch.nn.Module) -> None:
-    """Let go of what was read of weights that `map_weights` mapped; it is read again when it is used."""
-    files: dict[Path, dict[str, torch.Tensor]] = {}
-    for parameter in filter(_MAPPED.__contains__, model.parameters()):
-        file, name = _MAPPED[parameter]
-        files.setdefault(file, {})[name] = parameter
-    for file, named in files.items():
-        with safe_open(file, "pt") as mapped:
-            for name, tensor in named.items():
-                tensor.data = mapped.get_tensor(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from collections import Counter
@@ -24,6 +25,7 @@ from ...model.internals import (
     note_newer_release,
     require_onnx_exporter,
 )
+from ...model.memory import give_back_memory
 from ...model.modes import output_alone
 from ...model.tokens import forward_inputs, longest_sequence, refuse_encoder_decoder, short_samples
 from ...progress import quiet
@@ -141,6 +143,9 @@ def export_onnx(
             names = _names(programs)
             # A graph has copies of the weights, transposed or joined; the comparison reads the files.
             _release(programs, spent, model)
+            if size >= INSIDE_BYTES:  # copies of graphs are cycles, which hold their weights until they are collected
+                gc.collect()
+                give_back_memory()
             with quiet(verbose=talk), exact_products():
                 check, runtime = check_parity if kind == "encoder" else check_generation, compared_on(provider)
                 max_abs = check(staging, partial(_float32_copy, model), batches, dtype, runtime)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.classes import load_config
 from ...equal import OTHER_PROGRAM, Difference
 from ...errors import MissingRuntimeError, ParityError
-from ...model.copies import let_go
+from ...model.memory import let_go
 from ..runtimes.ort import DECODER_FILE, OnnxRuntime
 from ..runtimes.ort_gpu import CudaOnnxRuntime
 from ..runtimes.pytorch import TorchRuntime

@@ -7,8 +7,8 @@ import torch
 from support.models import bert, text_batch
 
 from hies_export.evaluate.predict import predict
-from hies_export.model import copies
-from hies_export.model.copies import let_go, map_weights
+from hies_export.model import copies, memory
+from hies_export.model.memory import let_go, map_weights
 from hies_export.model.modes import wide_products
 
 
@@ -18,7 +18,7 @@ def test_mapped_weights_are_those_of_the_model(tmp_path: Path, monkeypatch: pyte
     before, logits = {n: p.clone() for n, p in model.named_parameters()}, predict(model, [batch]).values
     map_weights(model, tmp_path / "small")
     assert not (tmp_path / "small").exists()  # a small model stays where it is
-    monkeypatch.setattr(copies, "LARGE_BYTES", 0)
+    monkeypatch.setattr(memory, "LARGE_BYTES", 0)
     map_weights(model, tmp_path / "weights")
     assert str(tmp_path / "weights") in Path("/proc/self/maps").read_text()
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
@@ -27,7 +27,7 @@ def test_mapped_weights_are_those_of_the_model(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads the maps of Linux")
 def test_what_was_read_of_mapped_weights_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "LARGE_BYTES", 0)
+    monkeypatch.setattr(memory, "LARGE_BYTES", 0)
     layer, file = torch.nn.Linear(1024, 2048, bias=False), tmp_path / "weights"
     before = layer.weight.detach().clone()
     map_weights(layer, file)
