@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.beside import copy_documents, use_version4_names, write_config
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...errors import DataError, ExportError, ParityError, RecipeError, RequestError, UnsupportedModelError
-from ...model.copies import convert, share_weights
+from ...model.copies import convert, parameter_bytes, share_weights
 from ...model.internals import (
     configs_in,
     exact_products,
@@ -160,8 +160,10 @@ def export_onnx(
             **names,
         )
 
-    # A vision-language model has three graphs, and no runtime reads them, so that none is exported often.
-    traces = None if kind == "vision-language" else traces
+    # A vision-language model has three graphs, and no runtime reads them, so that none is exported often. What is learned
+    # from another graph of a large model takes the memory of its weights.
+    if kind == "vision-language" or parameter_bytes(traced) >= INSIDE_BYTES:
+        traces = None
     key = kind, provider, dtype, *sample
     programs = {ONNX_FILE: None if traces is None else traces.resized(key, traced)}
     if programs[ONNX_FILE] is not None:
