@@ -29,7 +29,7 @@ DOUBLE = 1.75  # in float64: factorisations, solutions and products of matrices 
 HEAD = 0.75  # in a language model's head
 HEADS = 6.0  # a token and two inputs of a projection of heads, in the order of removal, which is many small systems
 PASSED = 220.0  # a token and a neuron at each step of an order: 8 ns, of which few are multiplications
-RIDGES = 8  # factorisations of a refit
+RIDGES = 5.0  # a refit solves for three or four ridges in float32, and for one in float64
 # Seconds below which nothing is said.
 WORTH_SAYING = 60.0
 # Bytes that Python, torch and this package take, and copies of logits that the loss of a batch holds.
@@ -94,7 +94,7 @@ class Size:
         rank = (1 - self.ranked) * (rank + 2 * self.scored * self.forward) + self.refitted * self.forward
         kept = [replace(m, inputs=round(self.left * m.inputs)) for m in modules]
         sums = sum(self.refitted * m.inputs * (m.inputs / 2 + m.outputs) for m in kept)
-        fits = sum(RIDGES * double * (m.inputs**3 / 3 + 2 * m.inputs**2 * m.outputs) for m in kept)
+        fits = sum(RIDGES * (m.inputs**3 / 3 + 2 * m.inputs**2 * m.outputs) for m in kept)
         walks = 1 + self.left if self.sequential else 1
         refit = walks * self.refitted * self.forward + (1 - self.done) * (sums + fits)
         judge = 2 * self.judged * (self.forward + head)

@@ -50,7 +50,7 @@ def test_work_by_hand() -> None:
     heads, neurons = 6 * 1000 * 10**2 + 4 / 3 * 10**3, 1000 * 40 * (40 + 50 * 0.8) + 4 / 3 * 40**3
     assert work["rank"] == pytest.approx(4000 * forward + products + 2 * 1000 * forward + 2 * (heads + neurons))
     sums = 2 * 4000 * (5 * (2.5 + 10) + 20 * (10 + 10))
-    fits = 2 * 8 * sum(f**3 / 3 + 2 * f**2 * 10 for f in (5, 20))
+    fits = 2 * 5 * sum(f**3 / 3 + 2 * f**2 * 10 for f in (5, 20))
     assert work["refit"] == pytest.approx(1.5 * 4000 * forward + sums + fits)
 
 

@@ -160,8 +160,8 @@ def export_onnx(
             **names,
         )
 
-    # A vision-language model has three graphs, and no runtime reads them, so that none is exported often. What is learned
-    # from another graph of a large model takes the memory of its weights.
+    # A vision-language model has three graphs, and no runtime reads them, so that none is exported often. To learn from
+    # the graph of a large model takes the memory of its weights.
     if kind == "vision-language" or parameter_bytes(traced) >= INSIDE_BYTES:
         traces = None
     key = kind, provider, dtype, *sample
