@@ -93,24 +93,28 @@ def test_a_deep_model_with_large_outputs_is_cut(
     moved = (first_output(slim, batch) - masked).abs().max().item()
     assert moved > 1e-4
     found = compare_cut(deep, slim, kept, modules, batch)
-    assert 0 < found < 0.1 * moved
+    assert found < 0.1 * moved
     monkeypatch.setattr(check_module, "SURE_IN_FLOAT32", 0.0)  # every block once more in float64
-    assert compare_cut(deep, slim, kept, modules, batch) < 1e-3 * found
+    assert compare_cut(deep, slim, kept, modules, batch) < 1e-9
 
 
 def test_a_block_that_does_not_run_in_float64_is_compared_in_float32_alone(
     deep: Any, deep_cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slim, kept, modules, batch = deep_cut
-    monkeypatch.setattr(check_module, "SURE_IN_FLOAT32", 0.0)
-    in_float64 = compare_cut(deep, slim, kept, modules, batch)
+    monkeypatch.setattr(check_module, "SURE_IN_FLOAT32", 0.0)  # so that float64 is tried
+    refused = []
+    with torch.no_grad():  # or both blocks may round alike
+        slim.model.layers[15].mlp.down_proj.weight.mul_(1 + 1e-5)
 
     def refuse(layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if args[0].dtype == torch.float64:
+            refused.append(layer)
             raise RuntimeError("not implemented for double")
 
     slim.model.layers[15].mlp.down_proj.register_forward_pre_hook(refuse)
-    assert compare_cut(deep, slim, kept, modules, batch) > 100 * in_float64
+    assert 0 < compare_cut(deep, slim, kept, modules, batch) < 1e-4
+    assert refused
     with torch.no_grad():
         slim.model.layers[15].mlp.down_proj.weight.mul_(1.5)
     with pytest.raises(CutMismatchError, match=r"to 0\.0001 of the largest output, but model.layers.15 differs by"):
