@@ -297,10 +297,12 @@ def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[st
         # transformers reads the values of a padding mask, which meta tensors lack; and without one, the positions of a
         # decoder's tokens, to see whether a row holds several texts. A mask changes no FLOPs.
         meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
-        masked = {"attention_mask": torch.ones_like(meta["input_ids"])} if "input_ids" in meta else {}
-        for mask in ({}, masked) if masked else ({},):
-            with suppress(RuntimeError):  # NotImplementedError is one
-                known[shapes] = _count(share_weights(model, device="meta"), {**meta, **mask})
+        ids = meta.get("input_ids")
+        masked = {} if ids is None else forward_inputs(model, {**meta, "attention_mask": torch.ones_like(ids)})
+        for tensors in filter(None, (meta, masked)):
+            # NotImplementedError is a RuntimeError. A mask that was not given may not suit: only a real pass says what fails.
+            with suppress(RuntimeError if tensors is meta else Exception):
+                known[shapes] = _count(share_weights(model, device="meta"), tensors)
                 break
         else:
             return _count(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})

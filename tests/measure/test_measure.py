@@ -116,6 +116,18 @@ def test_flops_of_a_forward_that_reads_values_are_counted_for_real(copies):
     assert copies == ["meta", "meta", None]
 
 
+def test_flops_of_a_forward_that_reads_values_and_takes_no_mask(copies):
+    class Alone(BertForSequenceClassification):
+        def forward(self, input_ids):
+            assert int(input_ids.max()) >= 0
+            return super().forward(input_ids)
+
+    model = tiny_bert(Alone)
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
+    assert count_flops(model, batch) == bert_flops((4, 4, 4), rows=2, tokens=5)
+    assert copies[-1] is None
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_flops_of_a_decoder_are_counted_without_data_with_a_mask_and_without(copies, masked) -> None:
     """Without a mask, transformers reads the positions' values."""
