@@ -264,7 +264,7 @@ def first_line(error: BaseException) -> str:
 
 
 def memory_failure(error: BaseException) -> str | None:
-    """Return a sentence for an error of Python or torch that says that there is not enough memory; None for others."""
+    """Return a message for an error by which Python or torch reports that memory ran out; None for any other error."""
     # Of torch, the CPU allocator and some GPU libraries raise a plain RuntimeError.
     phrases = ("out of memory", "not enough memory", "can't allocate memory")
     said = isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)

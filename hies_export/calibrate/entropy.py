@@ -86,7 +86,9 @@ class Entropies:
 
 
 def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return `attend_with_entropy`'s entropy, (batch, heads) float32, and number of rows, (batch,), of a map.
+    """Return the length-normalised entropy of an attention map, (batch, heads) float32, and the rows counted, (batch,).
+
+    Both are as `attend_with_entropy` returns them.
 
     Args:
         attention: (batch, heads, query, keys). A row sees the keys that have a weight in any head.

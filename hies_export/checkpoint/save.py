@@ -144,8 +144,9 @@ def save_slim(
 
 @layers_unwarned()
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
-    """Load a folder by this package, by the Auto classes of its task and as `AutoModel`, and compare the outputs.
+    """Load a folder in every way that it should load, and return the largest difference from the model's outputs.
 
+    The ways are this package, the Auto classes of its task, and `AutoModel`; a difference too large is refused.
     One way is tried at a time. Models of more than `LARGE_BYTES` are `_built` and not loaded.
     """
     if isinstance(model, TextEncoder):

@@ -467,7 +467,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def refused_compilations(who: str) -> Iterator[None]:
-    """Turn what torch's compiler raises into an ExportError, which begins with who compiles."""
+    """Raise an error of torch's compiler inside the block as an ExportError whose message begins with `who`."""
     from torch._dynamo.exc import TorchDynamoException
 
     try:

@@ -22,7 +22,7 @@ _MAP_ELEMENTS = 2**22
 
 
 class VisibleKeys:
-    """Find the keys that each query row sees, once per mask, because the layers of a model share their masks.
+    """Finds the keys that each query row sees, and remembers them by mask, which the layers of a model share.
 
     The result for a mask is dropped with the mask, so one object serves any number of forward passes.
     """

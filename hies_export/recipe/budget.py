@@ -167,7 +167,7 @@ class Budget(Section):
         return None if self.keep is None else self.keep.by
 
     def met(self, found: Found) -> bool:
-        """Return whether what was found keeps the budget; a share of heads is met by any cut."""
+        """Return whether a measured result meets the budget; of a budget of heads, any result does."""
         if self.share is not None:
             return found.decides >= self.share
         limit = self.by if self.searched else self.ratio

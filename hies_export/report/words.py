@@ -117,7 +117,7 @@ def form_step(time: FormTime | LatencyRow) -> str:
 
 
 def agreement(report: Report) -> str:
-    """Return the name of the stability: when two predictions count as the same."""
+    """Return what the stability is called in a table, such as "same label", or "same within 0.1" of a regression."""
     word, tolerance = report.details.stability_of, report.details.stability_tolerance
     return f"same {word}" if tolerance is None else f"same within {tolerance:g}"
 

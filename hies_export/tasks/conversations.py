@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import DataError, listed
 from .late import data, datasets
-from .prompts import end_of_text, ended, is_list, tokenise
+from .prompts import end_of_text, ended, is_list, tokenize_spans
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # ShareGPT's names of roles -> those of chat templates.
@@ -109,7 +109,7 @@ class Conversations:
         if isinstance(parts[0], str):
             prompt, completion = parts
             text = prompt + ended(completion, self.end)
-            return tokenise(text, [(len(prompt), len(text))], self.tokenizer)
+            return tokenize_spans(text, [(len(prompt), len(text))], self.tokenizer)
         turns = [_messages(part) for part in parts]
         messages = [message for part in turns for message in part]
         render = partial(self.tokenizer.apply_chat_template, tokenize=False)
@@ -125,7 +125,7 @@ class Conversations:
             if begin is not None and text.startswith(until):
                 spans.append((len(begin), self._end(text, len(begin), len(until))))
         self.unclear += not spans
-        return tokenise(text, spans or [(0, len(text))], self.tokenizer, special=False)
+        return tokenize_spans(text, spans or [(0, len(text))], self.tokenizer, special=False)
 
     def _end(self, text: str, begin: int, end: int) -> int:
         """Return where the end-of-text token ends in a part of a text, or the end of the part if it has none."""

@@ -78,7 +78,7 @@ class FeatureExtraction(Task):
 
     @property
     def scored_pairs(self) -> bool:
-        """Whether texts come in pairs with a known similarity."""
+        """Whether rows are two texts and a label, which is their similarity."""
         return len(self.columns.text) > 1 and self.columns.label is not None
 
     def check_targets(self, rows: datasets.Dataset) -> None:

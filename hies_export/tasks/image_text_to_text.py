@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, refusing
 from .late import data, torch
-from .prompts import answer_text, end_of_text, tokenise
+from .prompts import answer_text, end_of_text, tokenize_spans
 from .registry import register_task
 from .task import AT_ONCE, Task, Use, batched
 from .text_generation import TextGeneration, check_answer, with_positions
@@ -78,7 +78,7 @@ class ImageTextToText(TextGeneration):
             for row in rows:
                 prompt, answer = self.prompt_and_answer(texts[row], None if choices is None else choices.text[row])
                 written.append(prompt + answer_text(prompt, answer, end))
-                _, judged = tokenise(written[-1], [(len(prompt), len(written[-1]))], tokenizer)
+                _, judged = tokenize_spans(written[-1], [(len(prompt), len(written[-1]))], tokenizer)
                 check_answer(judged, data.row_name(samples, row), limit)
                 answer_tokens.append(sum(judged))
             encoded = self._encoded(samples, part, written, tokenizer)

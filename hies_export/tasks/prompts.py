@@ -162,7 +162,7 @@ def ended(answer: str, end: str) -> str:
     return answer if answer.endswith(end) else answer + end
 
 
-def tokenise(
+def tokenize_spans(
     text: str, spans: Iterable[tuple[int, int]], tokenizer: Any, *, special: bool | None = None
 ) -> tuple[list[int], list[bool]]:
     """Return the token ids of a text, and a mask of those that lie in `spans`, from a first character to an end.

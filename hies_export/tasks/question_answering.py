@@ -206,7 +206,7 @@ class QuestionAnswering(Task):
         return nowhere, nowhere
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch whose `start_positions` and `end_positions`, (batch,) each, are `labels`, (batch, 2).
+        """Return a batch with `labels`, (batch, 2), in place of `start_positions` and `end_positions`, (batch,) each.
 
         Raises:
             DataError: Only one of both is given, or they are no tokens of their rows, in order.

@@ -25,7 +25,7 @@ from .prompts import (
     one_row_per_question,
     right_choice,
     template_fields,
-    tokenise,
+    tokenize_spans,
 )
 from .registry import register_task
 from .task import AT_ONCE, AnyTask, Predictions, Task, Use, batched
@@ -235,7 +235,7 @@ class TextGeneration(Task):
         for number, row in enumerate(self.texts(samples)):
             prompt, answer = self.prompt_and_answer(row, None if choices is None else choices.text[number])
             text = prompt + answer_text(prompt, answer, end)
-            ids, judged = tokenise(text, [(len(prompt), len(text))], tokenizer)
+            ids, judged = tokenize_spans(text, [(len(prompt), len(text))], tokenizer)
             check_answer(judged, data.row_name(samples, number), limit)
             found.append(cut_on_the_left(ids, judged, limit, tokenizer.bos_token_id))
         return found

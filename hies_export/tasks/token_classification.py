@@ -221,7 +221,7 @@ class TokenClassification(Task):
         return (labels != data.IGNORED).sum(-1)
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
-        """Return the margins of each sample's words over the runner-up, summed with random signs, (batch,).
+        """Return (batch,): by how much each word's best logit exceeds the second, summed over words with random signs.
 
         The mean of its square over such signs is the sum of the squared changes, so that words cannot make up for each
         other; see `random_projection`.

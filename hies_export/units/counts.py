@@ -249,7 +249,7 @@ def innermost(name: str, modules: Iterable[str]) -> str | None:
 
 
 def _layers(modules: Sequence[PrunableModule]) -> dict[str, str]:
-    """Return the layer of every module by name.
+    """Return module -> the dotted name of the layer that it is in.
 
     That of an attention module is the innermost numbered module around it, such as model.layers.3, else itself. That of
     a feed-forward block is the layer of an attention module around it, else the innermost numbered module around its
@@ -300,7 +300,7 @@ def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[st
         ids = meta.get("input_ids")
         masked = {} if ids is None else forward_inputs(model, {**meta, "attention_mask": torch.ones_like(ids)})
         for tensors in filter(None, (meta, masked)):
-            # NotImplementedError is a RuntimeError. A mask that was not given may not suit: only a real pass says what fails.
+            # NotImplementedError is a RuntimeError. Whatever fails of a mask that was not given, a real pass decides.
             with suppress(RuntimeError if tensors is meta else Exception):
                 known[shapes] = _count(share_weights(model, device="meta"), tensors)
                 break

@@ -242,7 +242,10 @@ def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str 
 
 
 def _continue(folder: str | Path, batch: dict[str, Tensor], most: int) -> Tensor:
-    """Return prompts and at most `most` new tokens, (batch, sequence); a RequestError says that it cannot generate."""
+    """Return the prompts with up to `most` new token ids each, (batch, sequence).
+
+    Raises RequestError if the checkpoint cannot generate.
+    """
     if any((Path(folder) / name).is_file() for name in (ONNX_FILE, QUANTIZED_FILE, DECODER_FILE)):
         return OnnxGenerator.from_folder(folder).generate(**batch, max_new_tokens=most)
     model = load(folder, dtype=torch.float32).eval()
