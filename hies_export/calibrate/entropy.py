@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.attention import AttentionCall, on_interface, use_attention
-from ..model.internals import attention_maps
+from ..model.internals import attention_maps, forwards_set
 from ..model.kernels import VisibleKeys, attend, attend_with_entropy
 from ..units.units import PrunableModule
 
@@ -41,9 +41,10 @@ class Entropies:
                 stack.enter_context(use_attention(self._model, self))
             elif self._modules:
                 stack.enter_context(attention_maps(self._model))
-                for module in self._modules:
-                    layer = self._model.get_submodule(module.name)
-                    stack.enter_context(layer.register_forward_hook(partial(self._take_map, module)))
+                # Not by hooks: a walk computes a block by its forward alone, and a block may be such a module.
+                layers = {self._model.get_submodule(module.name): module for module in self._modules}
+                reading = {layer: partial(self._with_map, module, layer.forward) for layer, module in layers.items()}
+                stack.enter_context(forwards_set(reading))
             yield
 
     @contextmanager
@@ -64,13 +65,15 @@ class Entropies:
         self._calls.setdefault(name, []).append((entropy, rows))
         return output
 
-    def _take_map(self, module: PrunableModule, layer: nn.Module, args: Any, outputs: Any) -> None:
+    def _with_map(self, module: PrunableModule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
         found = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
         shaped = [o for o in found if o.dim() == 4 and o.shape[1] == module.units]  # (batch, heads, query, keys)
         maps = [o for o in shaped if (o >= 0).all() and (o.sum(-1) - 1).abs().amax() < 1e-2]
         if self._batch is not None and len(maps) == 1:
             entropy = entropy_of_map(maps[0].detach(), self._batch.get("attention_mask"))
             self._calls.setdefault(module.name, []).append(entropy)
+        return outputs
 
     def take(self) -> dict[str, tuple[Tensor, int]]:
         """Return the entropies of the recorded batch, and discard them.

@@ -23,10 +23,11 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ..data.batches import in_rows, inputs_of
 from ..errors import UnsupportedModelError
+from ..model.internals import forwards_set
 from ..model.memory import give_back_memory
 from ..model.modes import HALVES, evaluating, output_alone, threads_for, wide_products
 from ..model.tokens import short_samples
@@ -73,7 +74,7 @@ class Walk:
     ):
         self._batches, self._run = batches, run
         self._layers = {name: model.get_submodule(name) for name in layers}
-        self._through = {name: layer.forward for name, layer in self._layers.items()}
+        self._through: dict[str, Callable[..., Any]] = {}
         self._device = device_of_blocks(model)
         self._runs: dict[int, greenlet] = {}
         # Block -> its calls, once a forward with gradients has passed it.
@@ -110,7 +111,7 @@ class Walk:
                 if layer == last and not to_the_end:
                     return
                 for call in calls:
-                    output = call.output
+                    output = tree.tree_map(_writable, call.output) if gradients else call.output
                     if not gradients:  # whoever still has the call holds no hidden states by it
                         call.args, call.kwargs, call.output = (), {}, None
                     waiting[call.batch] = self._switch(call.batch, output)
@@ -150,8 +151,9 @@ class Walk:
             read: Returns the tensors, after the block has been computed anew.
             hand_on: Add the gradients of what the block was called with to the outputs before; once for each call.
         """
-        outer = [t for t in _floats((call.args, call.kwargs)) if t.requires_grad]
-        inner = {id(t): t.detach().requires_grad_() for t in outer}
+        # A block may be called with one tensor several times.
+        outer = {id(t): t for t in _floats((call.args, call.kwargs)) if t.requires_grad}
+        inner = {place: t.detach().requires_grad_() for place, t in outer.items()}
         with torch.enable_grad():
             output = self._computed(call, lambda t: inner.get(id(t), t))
             wanted = [*read(), *inner.values()]
@@ -166,7 +168,7 @@ class Walk:
                 found = torch.autograd.grad(values, wanted, gradients, allow_unused=True)
         inside = len(wanted) - len(inner)
         if hand_on:
-            given = [(t, g) for t, g in zip(outer, found[inside:], strict=True) if g is not None]
+            given = [(t, g) for t, g in zip(outer.values(), found[inside:], strict=True) if g is not None]
             if given:
                 # Several blocks may read one tensor, through what the model computes between them.
                 torch.autograd.backward([t for t, _ in given], [g for _, g in given], retain_graph=True)
@@ -207,20 +209,14 @@ class Walk:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Let calls of the layers switch to the caller inside the block."""
-        # accelerate and others put one there.
-        own = {name: vars(layer)["forward"] for name, layer in self._layers.items() if "forward" in vars(layer)}
-        for name, layer in self._layers.items():
-            layer.forward = partial(self._wait, name)
-        try:
-            yield
-        finally:
-            for run in self._runs.values():
-                if run:  # started, and not at its end
-                    run.throw()
-            for name, layer in self._layers.items():
-                del layer.forward
-                if name in own:
-                    layer.forward = own[name]
+        self._through = {name: layer.forward for name, layer in self._layers.items()}
+        with forwards_set({layer: partial(self._wait, name) for name, layer in self._layers.items()}):
+            try:
+                yield
+            finally:
+                for run in self._runs.values():
+                    if run:  # started, and not at its end
+                        run.throw()
 
     def _switch(self, number: int, output: Any = None) -> Call | None:
         """Start a batch, or send it a layer's output; return its next call, None at its end."""
@@ -237,6 +233,8 @@ class Walk:
         if getcurrent() not in self._runs.values():  # somebody else runs the model meanwhile
             return self._through[name](*args, **kwargs)
         mode = torch.is_grad_enabled()
+        # A cache that the model makes unasked would keep what a block adds each time it is computed.
+        args, kwargs = tree.tree_map(lambda v: None if isinstance(v, Cache) else v, (args, kwargs))
         output = getcurrent().parent.switch(Call(name, running(), args, kwargs))
         torch.set_grad_enabled(mode)
         return output
@@ -320,6 +318,22 @@ def _floats(value: Any) -> list[Tensor]:
 def _leaf(value: Any) -> Any:
     is_float = isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if is_float else value
+
+
+class _Handed(torch.autograd.Function):
+    """The identity, whose result the model may change in place, as it may not change a leaf or a view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _writable(value: Any) -> Any:
+    return _Handed.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _alone(value: Any) -> Any:

@@ -10,13 +10,18 @@ _COSTS = {"flops": "FLOPs", "parameters": "parameters", "latency": "time"}
 
 
 def asked_words(outcome: Outcome) -> str:
-    """Return what is asked: "99 % of the predictions", "a loss of at most 0.01 of F1", "at most 0.8 of the FLOPs"."""
+    """Return what is asked: "99 % of the predictions", "a loss of at most 0.01 of F1", "at most 0.8 of the FLOPs".
+
+    The budget must not be one of heads alone.
+    """
     budget, keep = outcome.budget, outcome.budget.keep
     if keep is None:
         return f"at most {budget.ratio:g} of the {_COSTS[budget.kind]}"
     index = {None: "", "dense": " with your index as it is", "slim": " with everything re-embedded"}
     kept = _counted(outcome) or f"{title_of(str(keep.metric))}{index[keep.index]}"
-    return f"at most {budget.by:g} of {kept}" if budget.share is None else f"{100 * budget.share:g} % of {kept}"
+    if budget.share is None:
+        return f"a loss of at most {budget.by:g} of {kept}"
+    return f"{100 * budget.share:g} % of {kept}"
 
 
 def loss_words(asked: KeepBudget) -> str:

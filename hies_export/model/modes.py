@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .internals import ask_for_output_alone, attributes_set, configs_of, uncompiled
+from .internals import ask_for_output_alone, attributes_set, configs_of, forwards_set, uncompiled
 from .linear import is_linear
 
 
@@ -77,13 +77,8 @@ def wide_products(model: nn.Module) -> Iterator[None]:
         bias = None if layer.bias is None else layer.bias.float()
         return nn.functional.linear(x.float(), layer.weight.float(), bias).to(x.dtype)
 
-    for layer in halves:
-        layer.forward = partial(forward, layer)  # type: ignore[method-assign]
-    try:
+    with forwards_set({layer: partial(forward, layer) for layer in halves}):
         yield
-    finally:
-        for layer in halves:
-            del layer.forward
 
 
 def requiring_gradients(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:

@@ -238,9 +238,10 @@ def short_samples(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[s
 
 
 def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
-    """Return the number of tokens per row that the attention sees: text tokens, or image patches and special tokens."""
+    """Return the number of tokens in each row, padding included, or of hidden states of each image."""
     if "input_ids" in batch:
         return int(batch["input_ids"].shape[-1])
+    # Into how many patches an image goes is in the model's code; on the meta device it computes shapes alone.
     base = share_weights(model.base_model, device="meta").eval()
     inputs = {name: tensor.to("meta") for name, tensor in forward_inputs(base, batch).items()}
     with output_alone(base), torch.no_grad():

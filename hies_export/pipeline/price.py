@@ -130,7 +130,10 @@ class Size:
 
 
 def size_of_pruning(pruning: Pruning) -> Size | None:
-    """Return the size of a pruning that ranks a language model by `compensated` and cuts once; None for others."""
+    """Return what time and memory follow from, of a language model ranked by `compensated`, refitted and cut once.
+
+    None for others.
+    """
     budget, rows, how = pruning.budget, pruning.rows, pruning.options.compensation
     if not pruning.cuts_once or pruning.options.criterion != COMPENSATED or how is None or not pruning.task.generative:
         return None
@@ -164,7 +167,7 @@ def size_of_pruning(pruning: Pruning) -> Size | None:
     )
     if (share := budget.flops or budget.parameters) is None:
         return replace(size, left=1 - (budget.heads or 0))
-    # What goes, goes of the blocks.
+    # The share is of the whole model, but blocks alone get smaller, so they lose more than 1 - share.
     return replace(size, left=max(0.0, 1 - (1 - share) * (1 + size.hidden * size.vocabulary / size.forward)))
 
 

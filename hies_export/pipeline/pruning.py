@@ -124,7 +124,7 @@ class Pruning:
 
     @property
     def budget(self) -> Budget:
-        """The budget of the options: how much is removed."""
+        """How much is removed; not to be asked for where a plan says what stays."""
         return self.options.goal
 
     @property

@@ -144,7 +144,7 @@ def _numbers(report: Report) -> str:
 
 
 def alpha_curves(report: Report) -> list[Curve]:
-    """Return the metric and the stability by alpha, if alpha was chosen on data; no metric without labels."""
+    """Return the metric, unless rows have no labels, and the stability over alpha; nothing if alpha was given."""
     points, metric = report.details.alpha_curve, report.quality.metric
     if len(points) < 2 or report.alpha is None:
         return []
@@ -160,9 +160,9 @@ def alpha_curves(report: Report) -> list[Curve]:
             dots=dots,
             axis=("entropy alone", "importance alone"),
             kind=kind,
-            ticks=[alpha / 5 for alpha in range(6)],
+            ticks=[fifth / 5 for fifth in range(6)],
             chosen=report.alpha,
-            band=band if len(set(band)) == 2 else (),
+            band=band,
         )
 
     stability = curve("stability", [point.stability for point in points], f"{words.agreement(report)}, share")
@@ -171,5 +171,6 @@ def alpha_curves(report: Report) -> list[Curve]:
         return [stability]
     sign = 1 if higher_is_better(metric) else -1
     best, error = max(judged, key=lambda pair: sign * pair[0])
-    # The band has what is as good as the best.
-    return [curve("quality", [value for value, _ in judged], metric, (best, best - sign * error)), stability]
+    # Values within one standard error of the best count as equally good.
+    band = (best, best - sign * error) if error else ()
+    return [curve("quality", [value for value, _ in judged], metric, band), stability]

@@ -368,7 +368,7 @@ def _promise_text(report: Report, subject: _Subject) -> str:
     promise = subject.promise
     assert promise is not None
     data, word, budget = report.details.data, samples_word(report), promise.budget
-    loss, within = "" if budget.by is None else "a loss of ", "" if budget.metric else _within(report)
+    within = "" if budget.metric else _within(report)
     # A row has many tokens, and many entities.
     of = "on" if budget.metric or report.details.stability_of == "next token" else "of"
     held_out, judged = "", f"{data.evaluation_samples:,} other {word}"
@@ -377,7 +377,7 @@ def _promise_text(report: Report, subject: _Subject) -> str:
         judged = f"{data.evaluation_samples:,} {word} of {data.evaluation_split}"
     elif not data.apart:
         judged = f"{data.evaluation_samples:,} {word}, some of which it was promised on"
-    text, result = f"promised {loss}{asked_words(promise)}{within}{held_out}", _result(report, subject.kept, budget)
+    text, result = f"promised {asked_words(promise)}{within}{held_out}", _result(report, subject.kept, budget)
     # The interval is that of predictions.
     interval = _interval(subject.ends) if budget.metric is None else ""
     interval = interval and f" ({interval})"

@@ -178,9 +178,9 @@ def _empty_twin(
 
 
 def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model the tensors of another one with the same names, the same generation config and mode."""
+    """Let a twin without weights share the model's tensors, take over its generation config and mode; return it."""
     share_tensors(twin, model)
-    if type(twin) is type(model):
+    if type(twin) is type(model):  # else it has names of its own for its tensors in a file
         save_as_loaded(twin, model)
     if model.can_generate():
         twin.generation_config = model.generation_config

@@ -81,7 +81,7 @@ class ImageTextToText(TextGeneration):
                 _, judged = tokenize_spans(written[-1], [(len(prompt), len(written[-1]))], tokenizer)
                 check_answer(judged, data.row_name(samples, row), limit)
                 answer_tokens.append(sum(judged))
-            encoded = self._encoded(samples, part, written, tokenizer)
+            encoded = self._encode_checked(samples, part, written, tokenizer)
             for row, length in zip(rows, encoded["attention_mask"].sum(-1).tolist(), strict=True):
                 if limit is not None and length > limit:
                     raise DataError(
@@ -102,16 +102,17 @@ class ImageTextToText(TextGeneration):
         prompt, answer = super().prompt_and_answer(row, choice)
         return with_image_token(prompt, self.processor), answer
 
-    def _encoded(
+    def _encode_checked(
         self,
         samples: datasets.Dataset,
         part: Sequence[tuple[int, PIL.Image.Image]],
         texts: Sequence[str],
         tokenizer: Any,
     ) -> Batch:
-        """Return a batch of rows and images, after checking that each prompt has a place for its image.
+        """Return a batch of texts, prompt and answer, and their images; `part` has each image with its row's number.
 
-        Some processors look for it, and others leave that to the model.
+        Raises:
+            DataError: The processor fails on a row, or its text has no place for the image, which only some check.
         """
         from ..model.tokens import placeholders
 
@@ -119,14 +120,14 @@ class ImageTextToText(TextGeneration):
         remedy = "write the model's image token into data.prompt, and take it out of columns, or mend the chat template"
         try:
             encoded = self._encode([image for _, image in part], texts, tokenizer)
-        except Exception:  # each processor raises its own kinds
+        except Exception:  # each processor raises its own kinds; row by row, to name the one that fails
             for (row, image), text in zip(part, texts, strict=True):
                 with refusing(f"{must} the processor fails on {data.row_name(samples, row)}", remedy, DataError):
                     self._encode([image], [text], tokenizer)
             raise
         places = placeholders(self.config).to(encoded["input_ids"])
-        for (row, _), ids in zip(part, encoded["input_ids"] if len(places) else (), strict=False):
-            if not torch.isin(ids, places).any():
+        for (row, _), ids in zip(part, encoded["input_ids"], strict=True):
+            if len(places) and not torch.isin(ids, places).any():
                 raise DataError(f"{must} {data.row_name(samples, row)} has none; {remedy}")
         return encoded
 

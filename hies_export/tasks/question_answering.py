@@ -319,14 +319,17 @@ def _f1(given: Sequence[Any], wanted: Sequence[Any]) -> float:
     return 2 * (Counter(given) & Counter(wanted)).total() / (len(given) + len(wanted))
 
 
-def _real(output: Tensor, batch: Batch) -> Tensor:
-    """Return which tokens are no padding, (windows, tokens) bool on the device of the output."""
+def _token_mask(output: Tensor, batch: Batch) -> Tensor:
+    """Return a mask of the tokens that are not padding, (windows, tokens) bool; of all tokens without a mask.
+
+    `output` is (windows, 2, tokens), on whose device the mask is.
+    """
     mask = batch.get("attention_mask")
     return torch.ones_like(output[:, 0], dtype=torch.bool) if mask is None else mask.to(output.device) != 0
 
 
 def _of_text(output: Tensor, batch: Batch) -> Tensor:
-    return output.masked_fill(~_real(output, batch)[:, None], torch.finfo(output.dtype).min)
+    return output.masked_fill(~_token_mask(output, batch)[:, None], torch.finfo(output.dtype).min)
 
 
 def _places(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -336,7 +339,7 @@ def _places(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """
     if "begins" in batch:
         return batch["begins"].cpu(), batch["ends"].cpu()
-    real = _real(output, batch).cpu()
+    real = _token_mask(output, batch).cpu()
     place = torch.arange(real.shape[1]).expand_as(real)
     return place.where(real, -1), (place + 1).where(real, -1)
 

@@ -149,7 +149,7 @@ class TextGeneration(Task):
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of blocks or of plain texts, or of prompts with answers or conversations, cut on the left."""
         if samples.column_names == [BLOCK]:
-            yield from (self._blocks(samples, part) for part in batched(range(len(samples)), size))
+            yield from (self._batch_of_blocks(samples, part) for part in batched(range(len(samples)), size))
             return
         tokenizer, limit = self.prepare_tokenizer()
         counted, choices = self._rows(samples, use, limit)
@@ -199,8 +199,11 @@ class TextGeneration(Task):
         own = asked == "auto" and self.processor("a", verbose=False)["input_ids"][:1] == [token]
         return [token] if asked is True or own else []
 
-    def _blocks(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        """Return a batch of packed blocks: all tokens are real, and all but what a block begins with are labels."""
+    def _batch_of_blocks(self, samples: datasets.Dataset, part: list[int]) -> Batch:
+        """Return packed blocks by their numbers as a batch, (blocks, tokens), without padding.
+
+        A begin-of-text token, if the model has one, is put in front of each, and is no label as all others are.
+        """
         begin = self._begin
         ids = torch.tensor([begin + block for block in samples[part][BLOCK]])
         data.check_vocabulary(ids, self.config)
@@ -375,9 +378,13 @@ class TextGeneration(Task):
         return torch.cat([*found]).cpu()
 
     def _are_answers(self, batches: Sequence[Batch]) -> bool:
-        # In plain text every token but the first is a label; a prompt, of two tokens or more, has none. Where labels
-        # stand at their places, every token is a prediction of its own. Tokens that end or pad a text tell nothing:
-        # collators that pad with the end of text take its label away everywhere, and may leave out the mask.
+        """Return whether the label tokens of a sample are one answer to a prompt, judged as a whole.
+
+        In plain text and conversations, and where labels stand at the places of their tokens, each is a prediction of
+        its own. A prompt shows by real tokens after the first that have no label, so one of a single token does not.
+        """
+        # Tokens that end or pad a text tell nothing: collators that pad with the end of text take its label away
+        # everywhere, and may leave out the mask.
         from ..model.tokens import token_ids
 
         config = self.config.get_text_config()
@@ -387,8 +394,8 @@ class TextGeneration(Task):
                 return False
             labels = batch["labels"]
             mask, ids = batch.get("attention_mask", torch.ones_like(labels)), batch.get("input_ids", labels)
-            counts = (mask != 0) & ~torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
-            if bool((counts & (mask.cumsum(-1) > 1) & (labels == data.IGNORED)).any()):
+            tells = (mask != 0) & ~torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
+            if bool((tells & (mask.cumsum(-1) > 1) & (labels == data.IGNORED)).any()):
                 return True
         return False
 

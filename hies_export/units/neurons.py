@@ -67,14 +67,15 @@ def layers_of_linears(model: PreTrainedModel) -> dict[str, str]:
 def found_blocks(
     model: nn.Module, dense: LinearObserver, layers: Mapping[str, str]
 ) -> tuple[list[FoundBlock], dict[str, str]]:
-    """Return the feed-forward blocks in the order of the run, and near misses: layer -> why it is no consumer.
+    """Return the feed-forward blocks in the order of the run, and near misses: linear layer -> why it does not end one.
 
-    Near misses are only reported in layers that have no block.
+    `layers` has the element of an `nn.ModuleList` that each linear layer is in. Near misses are left out of elements
+    that have a block.
     """
     reasons: dict[str, str] = {}
     blocks = _name_layers(model, _blocks(dense, reasons), layers)
-    having = {layers[block.consumer] for block in blocks}
-    return blocks, {name: why for name, why in reasons.items() if layers[name] not in having}
+    with_block = {layers[block.consumer] for block in blocks}
+    return blocks, {name: why for name, why in reasons.items() if layers[name] not in with_block}
 
 
 def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[FoundBlock]:

@@ -81,7 +81,11 @@ class HeadObserver(LinearObserver):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the arguments of all modules with linear layers inside the block."""
+        """Hook, inside the context, every module that has a linear layer as a child.
+
+        Its arguments that depend on no features are replaced by copies, whose gradients show which heads they reach;
+        and each tensor's maker is noted.
+        """
         with ExitStack() as hooks:
             for name, module in self._model.named_modules():
                 if name and any(map(is_linear, module.children())):

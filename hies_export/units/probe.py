@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import inputs_of
 from ..model.copies import copy_with
-from ..model.internals import ask_for_output_alone, configs_of, forget_hooks
+from ..model.internals import ask_for_output_alone, configs_of, forget_hooks, forwards_set
 from ..model.linear import features_of, is_linear, set_parameter
 
 # Larger parameters are embeddings or experts, whose values do not matter: one number replaces all of them.
@@ -112,7 +112,7 @@ class Probe:
         }
         forwards = {module: stand_in(name, module) for name, module in layers}
         with (
-            _forwards(forwards),
+            forwards_set(forwards),
             _parameters(self.model, parts),
             torch.enable_grad(),
             torch.random.fork_rng(devices=[]),
@@ -246,17 +246,6 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
 
 def _linear_parameters(model: nn.Module) -> set[int]:
     return {id(p) for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
-
-
-@contextmanager
-def _forwards(functions: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    for module, function in functions.items():
-        module.forward = function
-    try:
-        yield
-    finally:
-        for module in functions:
-            del module.forward
 
 
 @contextmanager

@@ -10,6 +10,8 @@ CUT = {
     "bros": "places that all heads share, also when a layer has one head",
     "clip": "images through a tower of its own",
     "deberta-v2": "attention of its own",
+    "flaubert": "attention that is a block, adds to a cache nobody asked for, and is followed by a change in place",
+    "funnel": "one tensor given to a block three times",
     "gemma4_text": "keys and values that layers share",
     "gpt2": "fused, transposed weights",
     "gpt_oss": "sinks",

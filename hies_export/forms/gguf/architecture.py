@@ -112,7 +112,10 @@ def refused(model: PreTrainedModel, problem: str, remedy: str = "export it to ON
 
 
 def _problems(model: PreTrainedModel) -> Iterator[str]:
-    """Yield what llama.cpp cannot carry, of what the comparison of logits would miss or fail on."""
+    """Yield why llama.cpp cannot run a model: reasons on which the comparison of logits would fail, or not see them.
+
+    Take the first alone: checks count on those before them.
+    """
     base: Any = model.base_model
     config = model.config.get_text_config()
     if not model.can_generate():

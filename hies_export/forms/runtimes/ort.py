@@ -80,10 +80,12 @@ class OnnxRuntime(GraphRuntime):
         self.threads = threads
         try:
             self._session = self._open(self._file)
+        except ExportError:
+            raise
         except Exception as error:  # ONNX Runtime has a class for each status, and no common one
-            older = "; a later ONNX Runtime may have it" if "NOT_IMPLEMENTED" in str(error) else ""
+            hint = "; a later ONNX Runtime may have it" if "NOT_IMPLEMENTED" in str(error) else ""
             raise ExportError(
-                f"ONNX Runtime must load {self._file.name}, and refused: {first_line(error)}{older}"
+                f"ONNX Runtime must load {self._file.name}, and refused: {first_line(error)}{hint}"
             ) from error
         if self.provider != self.requested:
             raise self._missing(f"its session fell back to {self.provider}")
