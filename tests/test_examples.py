@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SAID = {
     "bert_stage_by_stage": r"cut against masked: (0\.0e\+00|\d\.\de-0[5-9])\n(?s:.*)ONNX against torch: \d\.\de-0[4-9]",
     "recover_with_trainer": r"without 70 % of the heads 0\.[67]\d+\n(?s:.*)after one epoch: 0\.[89]\d+, with 5 heads",
+    "heal_with_lora": r"cut: perplexity [2-9]\.\d+\n(?s:.*)healed: perplexity 1\.\d+",
     "llama_generate_from_onnx": r"cache: 256 -> 192 bytes per token\n(?s:.*)torch writes the same: True",
     "llava_both_towers": r"graphs: decoder_model_merged.onnx, embed_tokens.onnx, vision_encoder.onnx",
     "custom_criterion": r"his-per-weight  70% of the heads removed: accuracy \d\.\d+",

@@ -161,7 +161,8 @@ class Gradients:
                 _check_finite([predicted], f"predictions of batch {named}")
                 total = predicted.sum()
             if total.requires_grad:  # else it depends on nothing that is read
-                total.backward()
+                # What a model computes before a block may go around it too, and is needed again for that block.
+                total.backward(retain_graph=True)
 
     def collect(
         self,

@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -415,11 +415,13 @@ def exact_products() -> Iterator[None]:
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
     backends: Any = torch.backends
-    names = ("cuda.matmul", "cudnn.conv", "mkldnn.matmul", "mkldnn.conv")
+    names = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv")
     places = [functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), backends) for name in names]
     exact: list[tuple[Any, str, Any]] = [(p, "fp32_precision", "ieee") for p in places if hasattr(p, "fp32_precision")]
-    if not exact:  # releases of torch before 2.9; asking both ways is an error in later ones
-        exact = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+    older = [backends.cudnn] if exact else [backends.cudnn, backends.cuda.matmul]  # releases of torch before 2.9
+    with suppress(RuntimeError):  # raised by torch where only the newer flags were set
+        # Code of models may call torch.backends.cudnn.flags, which fails where the older flag says something else.
+        exact = [(flags, "allow_tf32", False) for flags in older if flags.allow_tf32 is not None] + exact
     with attributes_set(exact):
         yield
 

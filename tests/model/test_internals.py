@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from torch import nn
 
 from hies_export.errors import MissingRuntimeError
 from hies_export.forms.formats import require_exporters
 from hies_export.model import internals
+
+
+def test_a_model_may_set_flags_of_cudnn_where_products_are_exact() -> None:
+    with internals.exact_products(), torch.backends.cudnn.flags(enabled=False):
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    with torch.backends.cudnn.flags(enabled=False):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ NEURONS = {
     "bert": "separate layers with biases",
     "gpt2": "transposed weights, in a field of the config that is unset",
     "llama": "gated",
+    "mobilevit": "what goes into blocks goes around them too",
     "phi3": "gate and up fused",
     "vit": "images",
 }
