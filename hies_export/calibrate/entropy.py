@@ -1,4 +1,4 @@
-"""Compute the entropies of attention rows during a forward pass: the one statistic that only attention has."""
+"""Compute the entropies of attention rows during a forward pass."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.attention import AttentionCall, on_interface, use_attention
-from ..model.internals import attention_maps, forwards_set
+from ..model.internals import attention_maps, attributes_set, forwards_set
 from ..model.kernels import VisibleKeys, attend, attend_with_entropy
 from ..units.units import PrunableModule
 
 
 class Entropies:
-    """The attention function of calibration; its outputs equal those of the model's own.
+    """The attention function of calibration, which records entropies; its outputs equal those of the model's own.
 
-    A model that computes its attention by code of its own keeps it, and entropies are those of the maps it returns, if
-    it does.
-
-    Entropies are computed inside of `recorded` alone: a block that is computed again must not count twice.
+    A model with attention code of its own keeps that; entropies are then those of the maps that it returns, if any.
+    They are computed inside of `recorded` alone, as a block that is computed again must not count twice.
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
@@ -35,7 +33,10 @@ class Entropies:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Compute the attention of the model, or take its maps, inside the block; without modules leave it alone."""
+        """Let the model compute attention by this object, or return its maps, inside the block.
+
+        Without modules the model is left alone.
+        """
         with ExitStack() as stack:
             if self._modules and on_interface(self._model):
                 stack.enter_context(use_attention(self._model, self))
@@ -49,15 +50,12 @@ class Entropies:
 
     @contextmanager
     def recorded(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """Record entropies inside the block, of a batch whose masks say which tokens are real."""
-        self._batch = batch
-        try:
+        """Record the entropies of a batch, whose masks say which tokens are real, inside the block."""
+        with attributes_set([(self, "_batch", batch)]):
             yield
-        finally:
-            self._batch = None
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """Return the heads' outputs, (batch, heads, queries, value width)."""
+        """Compute one attention call: return the heads' outputs, (batch, heads, queries, value width)."""
         name = self._names.get(call.module)
         if name is None or self._batch is None:
             return attend(call, self._visible)
@@ -66,6 +64,7 @@ class Entropies:
         return output
 
     def _with_map(self, module: PrunableModule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand in for a module's forward: record the entropy of the only attention map in its outputs, if any."""
         outputs = forward(*args, **kwargs)
         found = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
         shaped = [o for o in found if o.dim() == 4 and o.shape[1] == module.units]  # (batch, heads, query, keys)
@@ -76,9 +75,10 @@ class Entropies:
         return outputs
 
     def take(self) -> dict[str, tuple[Tensor, int]]:
-        """Return the entropies of the recorded batch, and discard them.
+        """Return and discard the entropies of the recorded batch.
 
-        By module: entropies in [0, 1], (batch, heads) float64 on CPU, and the number of samples that have a row.
+        Returns:
+            Module -> entropies in [0, 1], (batch, heads) float64 on CPU, and the number of samples with a counted row.
         """
         found = {}
         for name, calls in self._calls.items():
@@ -95,8 +95,8 @@ def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
 
     Args:
         attention: (batch, heads, query, keys). A row sees the keys that have a weight in any head.
-        mask: Which tokens are real, (batch, tokens), for maps from these tokens to themselves; None if all are. What a
-            padding token sees is arbitrary.
+        mask: Which tokens are real, (batch, tokens); None if all are. It is used for maps from these tokens to
+            themselves, as the rows of padding tokens are arbitrary.
     """
     seen = (attention > 0).any(1)
     keys = seen.sum(-1)  # (batch, query)

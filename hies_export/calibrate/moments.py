@@ -7,7 +7,7 @@ tokens, and from moments the ridge regression.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..model.internals import exact_products
 from ..model.linear import features_of, weight_of
 from ..processes import added_up, mapped, on_main
 from ..progress import SILENT, Progress
-from ..units.units import PrunableModule, Selection
+from ..units.units import PrunableModule
 from .readings import Gradients, Read, Reading, read_forward
 from .walk import device_of_blocks
 
@@ -38,8 +38,8 @@ SHARE_OF_FREE = 0.5
 FREE_IF_UNKNOWN = 8 << 30
 
 
-# Takes a ridge and returns a weight (outputs, inputs) and a bias (outputs,); None where that ridge is too small.
 Solve: TypeAlias = Callable[..., "tuple[Tensor, Tensor | None] | None"]
+"""Takes a ridge and returns a weight (outputs, inputs) and a bias (outputs,); None where that ridge is too small."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Moments:
         return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def solver(self, weight: Tensor, *, centred: bool) -> Solve:
-        """Return what fits y to x with a ridge, and shrinks towards `weight`, (outputs, inputs), not zero.
+        """Return the ridge regression of y on x that shrinks towards `weight`, (outputs, inputs), instead of zero.
 
         The ridge is relative to the mean of the diagonal of the moments of x. If `centred`, a bias (outputs,) is fitted
         as well, from centred moments; else it is None. With `quick`, the system of a wide layer is solved in float32.
@@ -73,7 +73,7 @@ class Moments:
         if centred:
             xx = xx - torch.outer(mean_x, mean_x)
             yx = yx - torch.outer(self.y / self.tokens, mean_x)
-        left = (yx - weight @ xx).T  # the part that the weight does not explain
+        unexplained = (yx - weight @ xx).T  # (inputs, outputs)
         scale = xx.diagonal().mean()
 
         def solve(ridge: float, *, quick: bool = False) -> tuple[Tensor, Tensor | None] | None:
@@ -83,9 +83,9 @@ class Moments:
             damped.diagonal().add_(ridge * scale)
             try:
                 if wide:
-                    change = torch.cholesky_solve(left.to(dtype), torch.linalg.cholesky(damped))
+                    change = torch.cholesky_solve(unexplained.to(dtype), torch.linalg.cholesky(damped))
                 else:
-                    change = torch.linalg.solve(damped, left)
+                    change = torch.linalg.solve(damped, unexplained)
             except torch.linalg.LinAlgError:  # the moments are singular
                 return None
             fitted = weight + change.T
@@ -107,21 +107,18 @@ class Moments:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean (inputs,) and second moments (inputs, inputs) of the inputs of a consumer, float64.
+    """Mean and second moments of the inputs of a consumer over tokens, float64."""
 
-    The moments are the mean of x x^T over tokens; if centred, of the differences to the mean.
-    """
-
-    mean: Tensor
-    moments: Tensor
+    mean: Tensor  # (inputs,)
+    moments: Tensor  # (inputs, inputs), the mean of x x^T or, if centred, the covariance
 
     @classmethod
     def of(cls, x: Tensor, *, centred: bool) -> Spread:
         """Return the spread of x (tokens, inputs)."""
         x = x.double()
         mean = x.mean(0)
-        distance = x - mean if centred else x
-        return cls(mean, distance.T @ distance / len(x))
+        x = x - mean if centred else x
+        return cls(mean, x.T @ x / len(x))
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ class Sums:
     """Sums over the weighted tokens of one part of the samples, added up in place; named as in `Moments`."""
 
     def __init__(self, inputs: int, device: torch.device):
-        self._counts = torch.zeros(2, dtype=torch.float64)
+        self._counts = torch.zeros(2, dtype=torch.float64)  # the sum of the weights, and the number of tokens
         self.x, self._xx = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in (inputs, (inputs,) * 2))
         self._dtype = torch.float64 if inputs < WIDE else torch.float32
 
@@ -167,10 +164,15 @@ class Sums:
     def _add(self, x: Tensor, y: Tensor, root_x: Tensor, root_y: Tensor) -> None:
         """Add tokens times their weights to the plain sums, and tokens times the roots of their weights to products."""
         self.x += x.sum(0, dtype=torch.float64)
-        _add_products(self._xx, root_x)
+        # For a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum
+        # is float64; only blocks from the diagonal on are computed. On MiniLM's neurons no entry (i, j) is off by more
+        # than 1e-6 of the root of (i, i) times (j, j), and the held-out error of a fit changes by 1e-6 of itself.
+        rows = BLOCK if len(self._xx) >= WIDE else len(self._xx)
+        for start in range(0, len(self._xx), rows):
+            self._xx[start : start + rows, start:] += root_x[:, start : start + rows].T @ root_x[:, start:]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return what tokens are added to."""
+        """Return the tensors that `add` changes in place."""
         return self._counts, self.x, self._xx
 
     @cached_property
@@ -184,7 +186,7 @@ class Sums:
 
 
 class TargetSums(Sums):
-    """Sums with the targets y; named as in `Moments`."""
+    """Sums with any targets y; named as in `Moments`."""
 
     def __init__(self, inputs: int, outputs: int, device: torch.device):
         super().__init__(inputs, device)
@@ -198,15 +200,15 @@ class TargetSums(Sums):
         self.yy += root_y.pow(2).sum(dtype=torch.float64)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return what tokens are added to."""
+        """Return the tensors that `add` changes in place."""
         return *super().tensors(), self.y, self.yx, self.yy
 
 
 class LayerSums(Sums):
-    """Sums whose targets are the outputs W x + b of a layer, so that those over targets follow from xx."""
+    """Sums whose targets are the outputs W x + b of a layer, so that sums over targets follow from those over x."""
 
-    def __init__(self, layer: nn.Module, device: torch.device):
-        super().__init__(features_of(layer)[1], device)
+    def __init__(self, layer: nn.Module):
+        super().__init__(features_of(layer)[1], weight_of(layer).device)
         self._layer = layer
 
     def target(self) -> tuple[Tensor, Tensor]:
@@ -229,7 +231,7 @@ class LayerSums(Sums):
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """Sums of one consumer over fitting and over held-out samples, from which `mixed` takes moments.
+    """Sums of one consumer over fitting and over held-out samples, from which `mixed` makes moments.
 
     In `uniform` sums all tokens weigh one. In `weighted` ones, if they were collected, a token weighs the squared norm
     of the gradient of the sample's prediction with respect to the consumer's input there.
@@ -239,7 +241,7 @@ class LayerMoments:
     weighted: tuple[Sums, Sums] | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return what tokens are added to."""
+        """Return the tensors that `add_reading` changes in place."""
         return [tensor for part in (*self.uniform, *(self.weighted or ())) for tensor in part.tensors()]
 
     @property
@@ -250,7 +252,7 @@ class LayerMoments:
     def spread(self, *, centred: bool, last: bool = False) -> Spread:
         """Return the mean and the second moments of the inputs over all tokens, each weighing one.
 
-        With `last`, the sums are not used again, and their memory is.
+        With `last`, the sums are overwritten, which saves memory.
         """
         fitting, held_out = self.uniform
         mean = (fitting.x + held_out.x) / self.counted
@@ -260,9 +262,9 @@ class LayerMoments:
     def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:
         """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
 
-        Here q is the squared norm of the gradient. If nothing reads the consumer, q is zero and all weigh one. Orders
-        of removal need only the inputs: `spread` leaves out the sums over targets, which take longer. With `columns`,
-        (columns,) int64, the moments are of these inputs only.
+        Here q is the squared norm of the gradient; if q is zero everywhere, because no output depends on the consumer,
+        all tokens weigh one. With `columns`, (columns,) int64, the moments are of these inputs only. `spread`, without
+        the sums over targets, takes less time.
         """
         check_mix(mix, weighted=self.weighted is not None)
         if self.weighted is None or mix == 1:
@@ -282,7 +284,7 @@ def check_mix(mix: float, *, weighted: bool) -> None:
 
 
 def _moments(parts: Sequence[tuple[float, Sums]], columns: Tensor | None) -> Moments:
-    """Return the moments of one or two sums, each times its factor, for some of the inputs."""
+    """Return the moments of one or two sums, each times its factor, for the inputs `columns`; None for all inputs."""
     sums = parts[0][1]
     columns = None if columns is None else columns.to(sums.xx.device)
 
@@ -301,33 +303,14 @@ def _moments(parts: Sequence[tuple[float, Sums]], columns: Tensor | None) -> Mom
         yx = weight @ rows + torch.outer(bias, x)
     else:
         yx = total("yx", columns)
-    return Moments(
-        tokens=sum(factor * part.tokens for factor, part in parts),
-        x=x,
-        y=total("y"),
-        xx=rows if columns is None else rows[columns],
-        yx=yx,
-        yy=total("yy"),
-        counted=sums.counted,
-    )
-
-
-def _add_products(total: Tensor, x: Tensor) -> None:
-    """Add x^T x, with x (tokens, inputs), to a total (inputs, inputs); for wide ones only from the diagonal on."""
-    # For a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum is
-    # float64. On MiniLM's neurons no entry (i, j) is off by more than 1e-6 of the root of (i, i) times (j, j), and the
-    # held-out error of a fit changes by 1e-6 of itself.
-    if len(total) < WIDE:
-        total += x.T @ x
-        return
-    for start in range(0, len(total), BLOCK):
-        total[start : start + BLOCK, start:] += x[:, start : start + BLOCK].T @ x[:, start:]
+    tokens, xx = sum(factor * part.tokens for factor, part in parts), rows if columns is None else rows[columns]
+    return Moments(tokens, x, total("y"), xx, yx, total("yy"), sums.counted)
 
 
 class MomentStore:
     """The moments of every consumer over some rows, collected block by block when first asked for.
 
-    Those of all modules are kept for other cuts if `keep` is set and they fit into half of the free memory; else each
+    Those of all modules are kept for later uses if `keep` is set and they fit into half of the free memory; else each
     use collects them again. A module takes 16 bytes for each pair of inputs, twice that if `weighted`: tokens are then
     also added up weighted by the gradient of the prediction, which takes a walk backward, and uses a language model's
     labels if the batches have them.
@@ -346,10 +329,14 @@ class MomentStore:
         self.weighted, self.kept = weighted, dict[str, LayerMoments]()
         self._dense, self._modules, self._batches = dense, modules, batches
         widths = [features_of(dense.get_submodule(module.consumer))[1] for module in modules]
-        self.keeps = keep and 16 * (1 + weighted) * sum(width**2 for width in widths) < SHARE_OF_FREE * free(dense)
+        needed = 16 * (1 + weighted) * sum(width**2 for width in widths)
+        device = device_of_blocks(dense)
+        # One process decides for all of them.
+        free = on_main(lambda: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_on_cpu())
+        self.keeps = keep and needed < SHARE_OF_FREE * free
 
     def all_kept(self, progress: Progress = SILENT) -> Mapping[str, LayerMoments]:
-        """Return the moments of all modules, collected now if they were not, where they are kept; else nothing."""
+        """Return the moments of all modules, collected now if needed; empty if they are not kept."""
         if self.keeps and not self.kept:
             self.each(lambda modules, sums: None, progress=progress)
         return self.kept
@@ -362,7 +349,10 @@ class MomentStore:
         name: str = "moments",
         progress: Progress = SILENT,
     ) -> None:
-        """Give modules, None for all, to `work` with their moments: those of a block, or where they are kept all."""
+        """Call `work` with modules and their moments, block by block, or once for all if these are kept already.
+
+        `names` are those of the wanted modules; None for all.
+        """
         collected: dict[str, LayerMoments] = {}
 
         def block(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
@@ -386,27 +376,24 @@ def collect_moments(
     batches: Sequence[dict[str, Tensor]],
     work: Callable[[Sequence[PrunableModule], Mapping[str, LayerMoments]], None],
     *,
-    selection: Selection | None = None,
     weighted: bool = False,
     name: str = "moments",
     progress: Progress = SILENT,
 ) -> None:
-    """Give the modules of each block to `work` with their moments over the batches; see `MomentStore`.
-
-    With a selection, these cover only the inputs of the units that it keeps.
-    """
+    """Call `work` with the modules of each block and their moments over the batches; see `MomentStore`."""
     check_samples(batches)
     first = [0, *accumulate(map(size_of, batches))]
 
+    def new_sums(module: PrunableModule) -> tuple[Sums, Sums]:
+        layer = dense.get_submodule(module.consumer)
+        return LayerSums(layer), LayerSums(layer)
+
     def block(inside: list[PrunableModule], read: Read) -> None:
-        sums = {module.name: new_sums(dense, module, selection, weighted=weighted) for module in inside}
-        columns = {m.name: None if selection is None else m.columns(selection[m.name].units) for m in inside}
+        sums = {m.name: LayerMoments(new_sums(m), new_sums(m) if weighted else None) for m in inside}
 
         def add(number: int, _: Any) -> None:
             for one in read(number):
-                kept = columns[one.name]
-                x = one.inputs if kept is None else one.inputs.index_select(-1, kept.to(one.inputs.device))
-                add_reading(sums[one.name], replace(one, inputs=x), first[number])
+                add_reading(sums[one.name], one, first[number])
 
         mapped(batches, add)
         added_up(tensor for found in sums.values() for tensor in found.tensors())
@@ -418,47 +405,23 @@ def collect_moments(
         read_forward(dense, batches, modules, block, name=name, progress=progress)
 
 
-def free(model: nn.Module) -> int:
-    """Return how many bytes are free where the blocks of a model compute, the same number in all processes."""
-    device = device_of_blocks(model)
-    if device.type == "cuda":
-        return on_main(lambda: torch.cuda.mem_get_info(device)[0])
-    return on_main(free_on_cpu)
-
-
 def free_on_cpu() -> int:
-    """Return how many bytes of main memory are free, or can be freed at once."""
+    """Return how many bytes of main memory are available; a guess outside of Linux."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not on Linux
+    except (OSError, StopIteration):
         return FREE_IF_UNKNOWN
 
 
-def new_sums(
-    dense: PreTrainedModel, module: PrunableModule, selection: Selection | None, *, weighted: bool = False
-) -> LayerMoments:
-    """Return sums of zero for the inputs of a consumer, or with a selection for those of the kept units."""
-    layer = dense.get_submodule(module.consumer)
-    device = weight_of(layer).device
-
-    def new() -> Sums:
-        if selection is None:
-            return LayerSums(layer, device)
-        # With only some of the inputs, sums over targets do not follow from those over inputs.
-        return TargetSums(len(selection[module.name].units) * module.unit_width, features_of(layer)[0], device)
-
-    return LayerMoments((new(), new()), (new(), new()) if weighted else None)
-
-
 def add_reading(sums: LayerMoments, read: Reading, first: int) -> None:
-    """Add a consumer's tokens in one batch to the sums for fitting, or for judging if their samples are held out.
+    """Add a consumer's tokens in one batch, whose first sample has the number `first`, to the sums, in place.
 
-    `first` is the number of the batch's first sample.
+    Tokens of samples that are held out go to the second of each pair of sums.
     """
     x = read.inputs
     held = torch.arange(first, first + len(x), device=x.device) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-    # Sums over targets that follow from those over inputs need no y.
+    # `LayerSums` need no y.
     y = read.outputs if isinstance(sums.uniform[0], TargetSums) else read.outputs[..., :0]
     for part, samples in enumerate((~held, held)):
         rows = (read.real & samples[:, None]).flatten().nonzero()[:, 0]

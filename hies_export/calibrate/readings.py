@@ -1,12 +1,12 @@
-"""Read the inputs of consumers block by block, and the gradients of a loss or of the prediction there."""
+"""Read the inputs of consumers block by block, and the gradients of a loss or of the prediction to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -33,12 +33,12 @@ class Reading:
     name: str  # of the module
     inputs: Tensor  # (batch, tokens, inputs)
     outputs: Tensor  # (batch, tokens, outputs)
-    gradients: Tensor | None  # (batch, tokens, inputs), of the sum over all samples; None if not asked for
+    gradients: Tensor | None  # to the inputs, (batch, tokens, inputs), of the sum over samples; None if not asked for
     real: Tensor  # (batch, tokens) bool, the tokens that are not padding
 
 
 Read: TypeAlias = Callable[[int], list[Reading]]
-"""Runs a batch, by its number, through a block; returns a reading for each call of a consumer, by module."""
+"""Runs a batch, by its number, through a block; returns a reading for each call of a consumer, module by module."""
 
 Work: TypeAlias = Callable[[list[PrunableModule], Read], None]
 """Works on the modules of a block. It must read each batch that `mapped` gives this process, once."""
@@ -55,28 +55,28 @@ def read_forward(
     name: str = "",
     progress: Progress = SILENT,
 ) -> None:
-    """Take batches forward through a model, and give the modules of each block to `work`, in the model's order.
+    """Take batches forward through a model, and call `work` with the modules of each block, in the model's order.
 
-    Labels are left out, and nothing after the last of the modules' blocks is run. The model is restored afterwards.
+    Labels are left out, and nothing after the last block with modules is run. The model is restored afterwards.
     """
     blocks = blocks_of(model, modules, batches[0])
     last = max(number for number, inside in enumerate(blocks.values()) if inside)
     blocks = dict([*blocks.items()][: last + 1])
     walk = walk_forward(model, batches, [*blocks])
 
-    def compute(call: Call, seen: Watched) -> list[None]:
+    def compute(call: Call, _: Watched) -> Iterator[None]:
         call.output = walk.compute(call)
-        return [None] * sum(map(len, seen.inputs.values()))
+        return repeat(None)
 
-    with walking(model, batches), closing(walk.forward(to_the_end=False)) as steps:
+    with walking(model, batches), closing(walk.forward()) as steps:
         for block in progress.track([*blocks], name) if name else blocks:
             _, calls = next(steps)
             with _reading(model, blocks[block], batches, calls, compute) as read:
-                _give(work, blocks[block], read, calls)
+                _work_on(work, blocks[block], read, calls)
 
 
-def _give(work: Work | None, modules: list[PrunableModule], read: Read, calls: Sequence[Call]) -> None:
-    """Give the modules of a block to `work`; run the calls of a block that nobody works on."""
+def _work_on(work: Work | None, modules: list[PrunableModule], read: Read, calls: Sequence[Call]) -> None:
+    """Call `work` with the modules of a block; without work or modules, only run the block's calls."""
     if work is not None and modules:
         work(modules, read)
         return
@@ -85,14 +85,14 @@ def _give(work: Work | None, modules: list[PrunableModule], read: Read, calls: S
 
 
 def walk_forward(model: PreTrainedModel, batches: Batches, blocks: Sequence[str]) -> Walk:
-    """Return a walk of the batches that `mapped` gives this process, by `run_forward`."""
+    """Return a walk that takes the batches of this process (see `mapped`) forward by `run_forward`."""
     return Walk(model, own(batches), blocks, lambda _, batch: run_forward(model, batch))
 
 
 def run_forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Run a batch without its labels, and without the head of a language model as far as it can be left out."""
+    """Run a batch without its labels, and if possible the head of a language model for the last token only."""
     with torch.no_grad():
-        # The head of a language model costs as much as many layers.
+        # That head costs as much as many layers.
         least: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
         task_of(model, batch).output(model, {**batch, **least})
 
@@ -116,17 +116,17 @@ def own(batches: Sequence[Any]) -> dict[int, Any]:
 class Gradients:
     """Readings with gradients, of one block at a time, after all batches went forward and backward once.
 
-    What every block was called with, and the gradients of its output, may be kept, two hidden states of all batches for
-    each block. From these, `of` computes a block anew at any time.
+    The inputs of every block and the gradients of its output may be kept, which takes two hidden states of all batches
+    for each block. From these, `of` computes a block anew at any time.
 
     Args:
         model: The model; it is restored after each use.
-        batches: Its inputs, with labels where the gradients are of a loss.
+        batches: Its inputs, with labels if `target` is "loss".
         modules: Those whose consumers are read.
-        target: Of what the gradients are: of the sum of all terms of the "loss" of a batch (`Task.loss`), or of the
-            sum of each sample's "effect" (`Task.effect`).
+        target: What is differentiated: the sum of all terms of the "loss" of a batch (`Task.loss`), or of each sample's
+            "effect" (`Task.effect`).
         numbers: The number of each batch in messages, where batches are parts of others.
-        within: Opens what must be open around a walk.
+        within: Makes a context that is open during each walk.
     """
 
     def __init__(
@@ -148,8 +148,7 @@ class Gradients:
         self._block_of = {module.name: block for block, inside in self.blocks.items() for module in inside}
         self._walk = Walk(model, own(batches), [*self.blocks], self._run)
         self._calls: dict[str, list[Call]] = {}
-        # How many terms of the loss belong to each sample, by batch.
-        self.counts: dict[int, Tensor] = {}
+        self.counts: dict[int, Tensor] = {}  # batch -> number of terms of the loss that belong to each sample, (batch,)
 
     def _run(self, number: int, batch: dict[str, Tensor]) -> None:
         with torch.enable_grad():
@@ -173,13 +172,13 @@ class Gradients:
         name: str = "",
         progress: Progress = SILENT,
     ) -> None:
-        """Take all batches forward and backward, and give the modules of each block to `work`, the last block first.
+        """Take all batches forward and backward, and call `work` with the modules of each block, the last block first.
 
         Args:
-            work: As for `read_forward`, of readings with gradients; None to keep these alone.
+            work: As for `read_forward`, with gradients in the readings; None if they are only kept for `of`.
             keep: Keep what `of` needs.
-            around: Opens what is open while a batch, by its number, goes forward through a block.
-            name: What the loop over the blocks, there and back, is shown as.
+            around: Makes a context from a batch's number that is open while the batch goes forward through a block.
+            name: Title of the loop over the blocks, forward and backward.
             progress: Shows it.
         """
         steps = iter(progress.track([*self.blocks] * 2, name) if name else ())
@@ -194,14 +193,14 @@ class Gradients:
             for block, calls in self._walk.backward():
                 next(steps, None)
                 with self._reading(block, calls, hand_on=True) as read:
-                    _give(work, self.blocks[block], read, calls)
+                    _work_on(work, self.blocks[block], read, calls)
                 if keep and self.blocks[block]:
                     self._calls[block] = calls
         next(steps, None)
         self._walk.trail.clear()
 
     def of(self, modules: Sequence[PrunableModule], work: Work) -> None:
-        """Give the modules of a block to `work` again; what was kept for them is then dropped."""
+        """Call `work` again with all modules of the block of `modules`, and drop what was kept for that block."""
         block = self._block_of[modules[0].name]
         read, at_hand = self._reading(block, self._calls.pop(block), hand_on=False), self._walk.at_hand(block)
         with walking(self._model, self.batches, gradients=True), self._within(), at_hand, read as reads:
@@ -211,10 +210,9 @@ class Gradients:
         modules = self.blocks[block]
 
         def compute(call: Call, seen: Watched) -> list[Tensor]:
-            def read() -> list[Tensor]:
-                return [x for module in modules for x in seen.inputs[module.name]]
-
-            found = self._walk.gradients_in(call, read, hand_on=hand_on)
+            found = self._walk.gradients_in(
+                call, lambda: [x for module in modules for x in seen.inputs[module.name]], hand_on=hand_on
+            )
             _check_finite(found, f"gradients of batch {self._numbers[call.batch]} in {block}")
             return found
 
@@ -238,43 +236,37 @@ def _reading(
     modules: Sequence[PrunableModule],
     batches: Batches,
     calls: Sequence[Call],
-    compute: Callable[[Call, Watched], Sequence[Tensor | None]],
+    compute: Callable[[Call, Watched], Iterable[Tensor | None]],
     *,
     gradients: bool = False,
 ) -> Iterator[Read]:
-    """Yield what reads the consumers of a block; `compute` runs a call, and gives gradients of what is read."""
+    """Yield a function that reads the consumers of a block.
+
+    `compute` runs a call and returns the gradients of what each module's consumer read, in the order of the modules.
+    """
     by_batch = {call.batch: call for call in calls}
     with watch(model, {m.name: m.consumer for m in modules}, outputs=True, gradients=gradients) as seen:
 
         def read(number: int) -> list[Reading]:
             seen.clear()
-            # A batch may pass over a block, as texts alone pass over an image tower.
-            found = compute(by_batch[number], seen) if number in by_batch else []
-            return _readings(model, modules, seen, batches[number], found)
+            if number not in by_batch:  # a batch may skip a block, as texts alone skip an image tower
+                return []
+            batch, found = batches[number], iter(compute(by_batch[number], seen))
+            readings = []
+            for name in (module.name for module in modules):
+                for call in zip(seen.inputs[name], seen.outputs[name], strict=True):
+                    x, y = (by_sample(model, name, batch, t.detach()) for t in call)
+                    gradient = next(found)
+                    gradient = None if gradient is None else by_sample(model, name, batch, gradient)
+                    readings.append(Reading(name, x, y, gradient, real_tokens(model, name, batch, x)))
+            return readings
 
         yield read
-        seen.clear()  # what was read last has a graph, which has the weights of the block
-
-
-def _readings(
-    model: PreTrainedModel,
-    modules: Sequence[PrunableModule],
-    seen: Watched,
-    batch: Mapping[str, Tensor],
-    gradients: Sequence[Tensor | None],
-) -> list[Reading]:
-    """Return what consumers read in a batch, with the gradients of their calls in the same order."""
-    calls = [(module.name, call) for module in modules for call in range(len(seen.inputs[module.name]))]
-    found = []
-    for (name, call), gradient in zip(calls, gradients, strict=True):
-        x, y = (by_sample(model, name, batch, of[name][call]) for of in (seen.inputs, seen.outputs))
-        gradient = None if gradient is None else by_sample(model, name, batch, gradient)
-        found.append(Reading(name, x.detach(), y.detach(), gradient, real_tokens(model, name, batch, x)))
-    return found
+        seen.clear()  # the graph of the last reading holds the weights of the block
 
 
 def by_sample(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Return the input or output x of a module's consumer as (batch, tokens, features).
+    """Return the input, output or gradient x of a module's consumer as (batch, tokens, features).
 
     Some feed-forward blocks, such as OPT's, flatten the tokens of all samples into one axis. Swin's attention reads
     several windows of each sample, and ConvNeXt's blocks read rows and columns.
@@ -306,7 +298,7 @@ def _check_finite(values: Sequence[Tensor], what: str) -> None:
 class LayerEffects:
     """Inputs of one consumer at the real tokens of all samples, and the gradients there.
 
-    They take 8 bytes for each token and input, e.g. 25 MB for 8,000 tokens and a width of 384.
+    They take 8 bytes for each token and input: 25 MB for 8,000 tokens and a width of 384.
     """
 
     inputs: Tensor  # (tokens, inputs) float32
@@ -316,7 +308,7 @@ class LayerEffects:
 
 
 def effects_of(model: PreTrainedModel, batches: Batches, modules: Sequence[PrunableModule], read: Read) -> Any:
-    """Return module -> `LayerEffects`, of the modules of one block, from readings with gradients."""
+    """Return module -> `LayerEffects`, for the modules of one block, from readings with gradients."""
     first = [0, *accumulate(map(size_of, batches))]
 
     def effects(number: int, batch: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:

@@ -21,10 +21,10 @@ from .walk import running
 
 @dataclass(frozen=True)
 class Place:
-    """Where to read the residual stream that a consumer's output is added to: the last input or output of a layer."""
+    """Where to read the residual stream that a consumer's output is added to."""
 
     layer: str
-    returned: bool
+    returned: bool  # whether it is the layer's output, or else its first input
 
 
 def residual_places(
@@ -32,7 +32,7 @@ def residual_places(
 ) -> dict[str, Place | None]:
     """Return module -> where to read the residual stream that its output is added to, in the order of the calls.
 
-    The stream is recognised by its numbers: it is the earlier tensor that equals what a later layer reads minus the
+    The stream is recognised by its numbers: it is the earlier tensor that equals a later layer's input minus the
     module's output. The place is None if no layer reads such a sum, for example if the output is normalised first.
 
     Raises:
@@ -40,8 +40,8 @@ def residual_places(
     """
     consumers = {module.consumer: module.name for module in modules}
     names = {layer: name for name, layer in model.named_modules() if name}
-    earlier: list[tuple[Place, Tensor]] = []  # what layers read and returned since the last consumer
-    # That consumer's module, its output, and what was earlier than it.
+    earlier: list[tuple[Place, Tensor]] = []  # inputs and outputs of layers since the last consumer
+    # That consumer's module, its output, and the inputs and outputs before it.
     last: tuple[str, Tensor, list[tuple[Place, Tensor]]] | None = None
     calls: list[str] = []
     found: dict[str, Place | None] = {}
@@ -88,7 +88,7 @@ def residual_places(
 
 @contextmanager
 def streams(model: nn.Module, places: Mapping[str, Place | None]) -> Iterator[dict[int, Tensor]]:
-    """Yield what the last of the places that a batch of a walk reached holds, by the number of the batch."""
+    """Record residual streams in a walk: yield batch number -> the tensor at the last place that the batch reached."""
     found: dict[int, Tensor] = {}
 
     def keep(place: Place, layer: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,21 +24,28 @@ from .entropy import Entropies
 from .moments import MomentStore
 from .readings import Gradients, Read, Reading, own, walking
 
+# Statistics that every run collects.
+DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
+
+Collect: TypeAlias = Callable[
+    [PreTrainedModel, Sequence[dict[str, Tensor]], Sequence[PrunableModule]], Mapping[str, Tensor]
+]
+"""Takes the model, calibration batches and modules, and returns module -> (units,) float64 on CPU."""
+
+# Statistics that criteria bring, by name, see `score.criteria.criterion`.
+OWN: dict[str, Collect] = {}
+
 
 def weight_l2(model: PreTrainedModel, module: PrunableModule) -> Tensor:
     """Return the L2 norm of every unit's weights in the producers and the consumer, (units,) float64."""
-
-    def squares(name: str) -> Tensor:
-        return weight_of(model.get_submodule(name)).detach().double().pow(2)
-
-    return sum_by_unit(module, squares).sqrt()
+    return sum_by_unit(module, lambda name: weight_of(model.get_submodule(name)).detach().double().pow(2)).sqrt()
 
 
 def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
-    """Return the sum of a number per weight over every unit, (units,) float64 on CPU.
+    """Return the sum over every unit's weights of one number per weight, (units,) float64 on CPU.
 
     A group's sum counts for each of its units. `elements` gives the numbers of a layer by its name, (out_features,
-    in_features) float64 on any device, one layer at a time.
+    in_features) float64 on any device; it is called for one layer at a time.
     """
     of_units = elements(module.consumer).sum(0).cpu().view(module.units, -1).sum(1)
     of_groups = torch.zeros(module.groups, dtype=torch.float64)
@@ -56,19 +62,6 @@ def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Te
 def slices_of(module: PrunableModule, producer: str) -> list[Slice]:
     """Return the slices of a producer, those owned by units before those owned by groups."""
     return sorted((part for part in module.slices if part.tensor == producer), key=lambda part: part.per_group)
-
-
-logger = logging.getLogger(__name__)
-
-# Statistics that every run collects.
-DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
-
-# Takes the model, calibration batches and modules, and returns module -> (units,) float64 on CPU.
-Collect: TypeAlias = Callable[
-    [PreTrainedModel, Sequence[dict[str, Tensor]], Sequence[PrunableModule]], Mapping[str, Tensor]
-]
-# Statistics that criteria bring, by name, see `score.criteria.criterion`.
-OWN: dict[str, Collect] = {}
 
 
 @dataclass(frozen=True)
@@ -88,10 +81,10 @@ class Statistics:
         values: Statistic -> module -> (units,) float64 on CPU. "his" is the mean over samples of the absolute gradient
             of the loss with respect to a mask of one on the unit's output, and "fisher" that of its square. "entropy"
             (attention only) is the mean entropy of the head's attention rows, normalised by their length to [0, 1].
-            "weight_l2" is the L2 norm of the unit's weights. The docstring of `hies_export.calibrate` lists the others.
+            "weight_l2" is the L2 norm of the unit's weights. `collect_statistics` describes all of them.
         calibration: The run that produced them.
-        moments: What consumers read on the rows to refit on, collected when first asked for; None without such rows.
-        gradients: Those of the losses, if they were kept.
+        moments: Moments of the consumers over the rows to refit on, collected when first used; None without such rows.
+        gradients: Those of the losses; None if they were not kept.
     """
 
     values: Mapping[str, Mapping[str, Tensor]]
@@ -132,12 +125,9 @@ def collect_statistics(
     If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
     all N label tokens of the batch, so the gradient of N times that loss is divided by n_i.
 
-    Several processes share the batches, and add up their sums at the end.
-
-    An embedding has no loss: its place takes a random projection of it, and every text is scored by several;
-    see `tasks/feature_extraction.py`. A regression without labels has none either: its number takes that place.
-
-    No key/value cache is kept.
+    An embedding has no loss: several random projections of it stand in, see `tasks/feature_extraction.py`. For a
+    regression without labels, the predicted number does. Several processes share the batches. No key/value cache is
+    kept.
 
     Args:
         model: The model; its weights, mode and gradients are restored. It may be in half precision: all sums are
@@ -163,48 +153,38 @@ def collect_statistics(
         >>> statistics.calibration.samples, statistics.calibration.labels, statistics["his"][modules[0].name].shape
         (32, 'data', torch.Size([6]))
     """
-    labelled = _check_labels(model, batches)
+    calibration = _calibration(model, batches)
     brought = {name: OWN[name](model, batches, modules) for name in dict.fromkeys(needs) if name in OWN}
-    found = _Walked(model, batches, modules, needs)
+    found = _SampleSums(model, batches, modules, needs)
     found.collect(keep=keep, progress=progress)
-    calibration = _calibration(batches, labelled=labelled)
     values = found.values(task_of(model, batches[0]).repeats * calibration.samples) | brought
     return Statistics(values, calibration, gradients=found.gradients if keep else None)
 
 
 def no_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Statistics:
-    """Return what is known of the calibration rows without a pass over them, for criteria that read no statistic.
+    """Return statistics without values, and without a pass over the batches, for criteria that read none.
 
     Raises:
         DataError: There is no batch, or a sample has no label token.
     """
-    labelled = _check_labels(model, batches)
-    return Statistics({}, _calibration(batches, labelled=labelled))
+    return Statistics({}, _calibration(model, batches))
 
 
-def _calibration(batches: Sequence[dict[str, Tensor]], *, labelled: bool) -> Calibration:
-    return Calibration(
-        samples=sum(map(size_of, batches)),
-        labels="data" if labelled else "predictions",
-        fingerprint=batches_fingerprint(list(batches)),
-    )
-
-
-def _check_labels(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> bool:
-    """Return whether the batches have labels; refuse batches without labels that the loss needs."""
+def _calibration(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Calibration:
+    """Describe the calibration batches; refuse none at all, and batches without labels that the loss needs."""
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
-    labelled = "labels" in batches[0] and OWN_KEY not in batches[0]
     task_of(model, batches[0]).check_batches(batches)
-    return labelled
+    labels = "data" if "labels" in batches[0] and OWN_KEY not in batches[0] else "predictions"
+    return Calibration(sum(map(size_of, batches)), labels, batches_fingerprint(batches))
 
 
 def mask_gradients(readings: Sequence[Reading], modules: Sequence[PrunableModule], counts: Tensor) -> dict[str, Tensor]:
     """Return module -> gradients of each sample's own loss to masks of one on its units, (batch, units) float64 on CPU.
 
     Args:
-        readings: A batch's, with gradients of the sum of all terms of its loss.
-        modules: The modules that they may be of.
+        readings: Readings of one batch, with gradients of the sum of all terms of its loss.
+        modules: All modules of the block; those without a reading get zeros.
         counts: The number of these terms that belong to each sample, (batch,).
     """
     units = {module.name: module.units for module in modules}
@@ -217,8 +197,8 @@ def mask_gradients(readings: Sequence[Reading], modules: Sequence[PrunableModule
     return {name: values / counts.clamp(min=1).cpu()[:, None] for name, values in found.items()}
 
 
-class _Walked:
-    """Sums over the samples of batches: of every unit, (units,) float64 on the CPU, by statistic and module."""
+class _SampleSums:
+    """Sums over calibration samples: statistic -> module -> (units,) float64 on the CPU."""
 
     def __init__(
         self,
@@ -231,7 +211,7 @@ class _Walked:
         attention = [module for module in modules if module.kind == ATTENTION]
         self._entropies = Entropies(model, attention)
         self._norms = "activation_l2" in needs
-        # Also the samples with attention rows, and the batches with maps.
+        # "rows" are samples with attention rows that count, "maps" batches with attention maps.
         self._sums = {name: _zeros(modules) for name in ("his", "fisher", "norms", "tokens")}
         self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
         device, task = next(model.parameters()).device, task_of(model, batches[0])
@@ -247,7 +227,7 @@ class _Walked:
         self.gradients = Gradients(model, self._batches, modules, "loss", numbers=numbers, within=within)
 
     def collect(self, *, keep: bool, progress: Progress) -> None:
-        """Take the batches forward and backward."""
+        """Take the batches forward and backward, and add up; `keep` the gradients."""
         self.gradients.collect(self._add, keep=keep, around=self._recorded, name="score", progress=progress)
         added_up(chain(*(sums.values() for sums in self._sums.values())))
 
@@ -274,7 +254,7 @@ class _Walked:
             self._sums["maps"][name] += 1
 
     def values(self, samples: int) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> values of its units, float64 on CPU, after `samples`."""
+        """Return statistic -> module -> (units,) float64 on CPU, averaged over the number of samples."""
         sums = self._sums
         found = {what: {name: total / samples for name, total in sums[what].items()} for what in ("his", "fisher")}
         if all(seen.all() for seen in sums["maps"].values()):

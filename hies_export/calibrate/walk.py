@@ -1,13 +1,11 @@
 """Take all batches through a model one block at a time, forward and backward.
 
 A model is a row of blocks, the elements of its `nn.ModuleList`s. All batches wait in front of a block until it has been
-read, changed or run; so what is held is one block's, beside the hidden states in front of the blocks. The model's own
-forward runs in a coroutine (a greenlet) for each batch, and a block's `forward` is replaced by a switch to the caller,
-who computes the output and sends it back. So no family of models needs code of its own: how it calls its blocks, and
-what it computes between them, stay its own.
+read, changed or run, so memory holds the activations of one block at a time, beside the hidden states between blocks.
+The model's own forward runs in a coroutine (a greenlet) for each batch. A block's `forward` is replaced by a switch to
+the caller, who computes the output and sends it back. So every family of models calls its blocks by its own code.
 
-Backward, the last block first, a block is computed anew from what it was called with, so no graph is held but that
-between blocks.
+Backward, the last block first, each block is computed anew from its inputs; only the graph between blocks is held.
 """
 
 from __future__ import annotations
@@ -33,15 +31,14 @@ from ..model.modes import HALVES, evaluating, output_alone, threads_for, wide_pr
 from ..model.tokens import short_samples
 from ..units.units import PrunableModule
 
-# The name of the one block of a model that is not a row of blocks.
-WHOLE = ""
+WHOLE = ""  # the name of the one block of a model that is not a row of blocks
 
 
 @dataclass(eq=False)
 class Call:
-    """What a batch calls a layer with, and what the layer gave."""
+    """The arguments with which a batch calls a layer, and the layer's output."""
 
-    layer: str
+    layer: str  # its dotted name
     batch: int  # number of the batch
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -56,17 +53,15 @@ Steps: TypeAlias = Generator[tuple[str, list[Call]], None, None]
 class Walk:
     """Batches on their way through the blocks of a model, or through the layers of one block.
 
-    Blocks compute where `device_of_blocks` says: the weights of one at a time go there and back, while the others, and
-    all that is handed from block to block, stay with the model. On a CPU a block of half precision computes in float32,
-    in which products of its numbers are exact, and which is several times faster on most processors; what is handed
-    from block to block keeps the model's dtype.
+    Blocks compute on `device_of_blocks`: the weights of one at a time go there and back. The other weights, and the
+    hidden states between blocks, stay on the model's device. On a CPU a block of half precision computes in float32,
+    which gives exact products and is several times faster; hidden states between blocks keep the model's dtype.
 
     Args:
-        model: The model; its forward methods are replaced inside of `forward` alone.
-        batches: What `run` takes, by number; a process of several has its own ones only.
+        model: The model; the forward methods of its layers are replaced inside of `forward` alone.
+        batches: Number -> batch, as `run` takes it. Each of several processes has its own batches only.
         layers: Names of the blocks or layers to wait in front of, in the order in which they are called.
-        run: Runs the model on a batch, given with its number. What comes after the last layer is done for one batch
-            after the other.
+        run: Runs the model on the number and the batch. After the last layer, one batch runs after the other.
     """
 
     def __init__(
@@ -74,32 +69,28 @@ class Walk:
     ):
         self._batches, self._run = batches, run
         self._layers = {name: model.get_submodule(name) for name in layers}
-        self._through: dict[str, Callable[..., Any]] = {}
+        self._forwards: dict[str, Callable[..., Any]] = {}  # layer -> its own forward
         self._device = device_of_blocks(model)
         self._runs: dict[int, greenlet] = {}
-        # Block -> its calls, once a forward with gradients has passed it.
-        self.trail: dict[str, list[Call]] = {}
+        self.trail: dict[str, list[Call]] = {}  # block -> its calls, once a forward with gradients has passed it
 
-    def forward(self, *, gradients: bool = False, to_the_end: bool = True) -> Steps:
+    def forward(self, *, gradients: bool = False) -> Steps:
         """Yield every layer with its calls, in order; the caller sets `output` of each call.
 
-        A batch may pass over layers, as texts alone pass over an image tower: it then waits for the others.
+        A batch may skip layers, as texts alone skip an image tower: it then waits for the others. What comes after the
+        last layer runs unless the caller closes the generator there.
 
         Args:
             gradients: Keep the calls for `backward`.
-            to_the_end: Run what comes after the last layer; else stop in front of it.
 
         Raises:
             UnsupportedModelError: A layer is called again, or in another order.
         """
         with self._waiting():
-            self._runs = {
-                number: greenlet(partial(self._run, number, batch)) for number, batch in self._batches.items()
-            }
-            for number, run in self._runs.items():
+            for number, batch in self._batches.items():
+                run = self._runs[number] = greenlet(partial(self._run, number, batch))
                 run.gr_context, run.number = copy_context(), number
             waiting = {number: self._switch(number) for number in self._runs}
-            last = [*self._layers][-1] if self._layers else ""
             for layer in self._layers:
                 calls = [call for call in waiting.values() if call is not None and call.layer == layer]
                 with self.at_hand(layer):
@@ -108,8 +99,6 @@ class Walk:
                     self.trail[layer] = calls
                     for call in calls:
                         call.output = tree.tree_map(_leaf, call.output)
-                if layer == last and not to_the_end:
-                    return
                 for call in calls:
                     output = tree.tree_map(_writable, call.output) if gradients else call.output
                     if not gradients:  # whoever still has the call holds no hidden states by it
@@ -117,21 +106,22 @@ class Walk:
                     waiting[call.batch] = self._switch(call.batch, output)
                 del calls
                 give_back_memory()
-            for call in filter(None, waiting.values()):
+            if late := next(filter(None, waiting.values()), None):
                 raise UnsupportedModelError(
-                    f"layers must be called once and in their order, but {call.layer} is called after {last}; please "
+                    f"layers must be called once and in their order, but {late.layer} is called after {layer}; please "
                     "report this architecture"
                 )
 
     def compute(self, call: Call, dtype: torch.dtype | None = None) -> Any:
-        """Return the output of a layer for a call, without gradients, computed and given in a dtype if one is named."""
+        """Return the output of a layer for a call, without gradients, computed and returned in `dtype` if given."""
         with self.at_hand(call.layer, dtype), torch.no_grad():
             return self._computed(call, dtype=dtype)
 
     def backward(self) -> Iterator[tuple[str, list[Call]]]:
-        """Yield every block with its calls, the last first, after a `forward` with gradients whose ends ran backward.
+        """Yield every block with its calls, the last first, after a `forward` with gradients.
 
-        The caller takes the gradients of each call by `gradients_in`, which also hands them on to the blocks before.
+        `run` must have called `backward` on what it made of the last block's output. The caller passes each call to
+        `gradients_in`, which also hands the gradients on to earlier blocks.
         """
         for block, calls in reversed(self.trail.items()):
             for call in calls:
@@ -142,47 +132,47 @@ class Walk:
             give_back_memory()
 
     def gradients_in(self, call: Call, read: Callable[[], Sequence[Tensor]], *, hand_on: bool = True) -> list[Tensor]:
-        """Run one block backward, and return the gradients of tensors that are read inside of it, zeros without any.
+        """Run one block backward, and return the gradients of tensors inside of it; zeros where there is none.
 
         The block must be `at_hand`, as it is while `backward` yields it.
 
         Args:
             call: One of those that `backward` yields.
             read: Returns the tensors, after the block has been computed anew.
-            hand_on: Add the gradients of what the block was called with to the outputs before; once for each call.
+            hand_on: Add the gradients of the call's arguments to those of earlier outputs; at most once for each call.
         """
-        # A block may be called with one tensor several times.
+        # By id, as a block may be called with one tensor several times.
         outer = {id(t): t for t in _floats((call.args, call.kwargs)) if t.requires_grad}
         inner = {place: t.detach().requires_grad_() for place, t in outer.items()}
         with torch.enable_grad():
             output = self._computed(call, lambda t: inner.get(id(t), t))
-            wanted = [*read(), *inner.values()]
-            pairs = [
-                (value, gradient)
-                for value, gradient in zip(_floats(output), call.gradients, strict=True)
-                if gradient is not None and value.requires_grad
-            ]
+            inside = read()
+            wanted = [*inside, *inner.values()]
+            pairs = zip(_floats(output), call.gradients, strict=True)
+            pairs_used = [(value, g) for value, g in pairs if g is not None and value.requires_grad]
             found: Sequence[Tensor | None] = [None] * len(wanted)
-            if pairs:
-                values, gradients = zip(*pairs, strict=True)
+            if pairs_used:
+                values, gradients = zip(*pairs_used, strict=True)
                 found = torch.autograd.grad(values, wanted, gradients, allow_unused=True)
-        inside = len(wanted) - len(inner)
         if hand_on:
-            given = [(t, g) for t, g in zip(outer.values(), found[inside:], strict=True) if g is not None]
+            given = [(t, g) for t, g in zip(outer.values(), found[len(inside) :], strict=True) if g is not None]
             if given:
                 # Several blocks may read one tensor, through what the model computes between them.
                 torch.autograd.backward([t for t, _ in given], [g for _, g in given], retain_graph=True)
             call.args, call.kwargs = tree.tree_map(_alone, (call.args, call.kwargs))
-        return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted[:inside], found[:inside], strict=True)]
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(inside, found, strict=False)]
 
     def _computed(
-        self, call: Call, instead: Callable[[Any], Any] = lambda value: value, dtype: torch.dtype | None = None
+        self, call: Call, replaced: Callable[[Any], Any] = lambda value: value, dtype: torch.dtype | None = None
     ) -> Any:
-        """Return the output of a layer, with other tensors in place of some of the call, where the call's own are."""
+        """Return the output of a layer, on the device of the call's tensors, after `replaced` has mapped each of them.
+
+        It is computed and returned in `dtype`; None for the dtypes that the class describes.
+        """
         own = next(iter(_floats((call.args, call.kwargs))), torch.empty(0, device=self._device))
         computes_in = dtype or (torch.float32 if self._widens(own) else None)
-        args, kwargs = tree.tree_map(lambda t: _to(instead(t), self._device, computes_in), (call.args, call.kwargs))
-        output = self._through[call.layer](*args, **kwargs)
+        args, kwargs = tree.tree_map(lambda t: _to(replaced(t), self._device, computes_in), (call.args, call.kwargs))
+        output = self._forwards[call.layer](*args, **kwargs)
         return tree.tree_map(lambda t: _to(t, own.device, dtype or (computes_in and own.dtype)), output)
 
     def _widens(self, tensor: Tensor) -> bool:
@@ -190,26 +180,29 @@ class Walk:
 
     @contextmanager
     def at_hand(self, name: str, dtype: torch.dtype | None = None) -> Iterator[None]:
-        """Let a layer hold its weights where it computes, in that dtype, inside the block; changes are taken back."""
+        """Move a layer's weights to where it computes, and to `dtype` if given, inside the block.
+
+        Afterwards they are the tensors from before, with the changes that were made inside.
+        """
         layer = self._layers[name]
-        away: list[tuple[Tensor, Tensor]] = []
+        moved: list[tuple[Tensor, Tensor]] = []
         for tensor in (*layer.parameters(), *layer.buffers()):
             here = _to(tensor.data, self._device, dtype or (torch.float32 if self._widens(tensor) else None))
             if (here.device, here.dtype) != (tensor.device, tensor.dtype):
-                away.append((tensor, tensor.data))
+                moved.append((tensor, tensor.data))
                 tensor.data = here
         try:
             yield
         finally:
-            for tensor, data in away:
+            for tensor, data in moved:
                 if not torch.equal(changed := tensor.data.to(data), data):
                     data.copy_(changed)
                 tensor.data = data
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Let calls of the layers switch to the caller inside the block."""
-        self._through = {name: layer.forward for name, layer in self._layers.items()}
+        """Let calls of the layers switch to the caller inside the block; end the coroutines afterwards."""
+        self._forwards = {name: layer.forward for name, layer in self._layers.items()}
         with forwards_set({layer: partial(self._wait, name) for name, layer in self._layers.items()}):
             try:
                 yield
@@ -219,7 +212,7 @@ class Walk:
                         run.throw()
 
     def _switch(self, number: int, output: Any = None) -> Call | None:
-        """Start a batch, or send it a layer's output; return its next call, None at its end."""
+        """Start a batch, or send it a layer's output; return its next call, or None at its end."""
         # Whether gradients are taken is a mode of the thread: each side gets its own back.
         run, mode = self._runs[number], torch.is_grad_enabled()
         try:
@@ -229,9 +222,9 @@ class Walk:
         return found if isinstance(found, Call) and not run.dead else None
 
     def _wait(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for a layer's forward."""
-        if getcurrent() not in self._runs.values():  # somebody else runs the model meanwhile
-            return self._through[name](*args, **kwargs)
+        """Stand in for a layer's forward: wait until the caller sends its output."""
+        if getcurrent() not in self._runs.values():  # the model is run outside of the walk meanwhile
+            return self._forwards[name](*args, **kwargs)
         mode = torch.is_grad_enabled()
         # A cache that the model makes unasked would keep what a block adds each time it is computed.
         args, kwargs = tree.tree_map(lambda v: None if isinstance(v, Cache) else v, (args, kwargs))
@@ -241,7 +234,7 @@ class Walk:
 
 
 def device_of_blocks(model: nn.Module) -> torch.device:
-    """Return where blocks compute: where their model is, but on the GPU if there is one beside a model on the CPU."""
+    """Return where blocks compute: on the model's device, but on the GPU, if there is one, for a model on the CPU."""
     own = next(model.parameters()).device
     return torch.device("cuda", torch.cuda.current_device()) if own.type == "cpu" and torch.cuda.is_available() else own
 
@@ -255,16 +248,16 @@ def running() -> int:
 def blocks_of(
     model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Tensor]
 ) -> dict[str, list[PrunableModule]]:
-    """Return block -> the modules inside, both in the model's order.
+    """Return block -> the modules inside, in the order in which a few tokens of the batch call the blocks.
 
     A block is the innermost element of an `nn.ModuleList` around a module, or the one around that if the list is in
-    another block. Elements of other lists are blocks without modules: between blocks, the graph of all batches is held.
-    They are in the order in which a few tokens of the batch call them. The whole model is one block if a module is in
-    no list, or if a block is called several times (as in ALBERT).
+    another block. Elements of other lists are blocks without modules, because the graph between blocks is held for all
+    batches. The whole model is one block if a module is in no list, or if a block is called several times (as in
+    ALBERT).
     """
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    places = {name: place for place, name in enumerate(names)}
-    elements = [name for name in names if name and isinstance(model.get_submodule(_above(name)), nn.ModuleList)]
+    parts = dict(model.named_modules(remove_duplicate=False))
+    places = {name: place for place, name in enumerate(parts)}
+    elements = [name for name in parts if isinstance(parts[name.rpartition(".")[0]], nn.ModuleList)]
     modules = sorted(modules, key=lambda module: places[module.consumer])
     around = [max((e for e in elements if _inside(module.consumer, e)), key=len, default=WHOLE) for module in modules]
     if WHOLE in around:
@@ -282,16 +275,12 @@ def blocks_of(
     return {block: [module for module in modules if _inside(module.consumer, block)] for block in blocks}
 
 
-def _above(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _inside(name: str, block: str) -> bool:
     return name.startswith(f"{block}.")
 
 
 def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str, Tensor]) -> list[str]:
-    """Return the blocks in the order of their calls."""
+    """Return the names of the blocks in the order in which a batch calls them, once for each call."""
     called: list[str] = []
     with ExitStack() as stack:
         for block in blocks:
@@ -305,23 +294,27 @@ def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str,
 
 
 def _to(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return a tensor on a device, and if it is floating in a dtype; None for its own."""
+    """Return a tensor on a device and, if it is floating, in `dtype` if given; return any other value as it is."""
     if not isinstance(value, Tensor):
         return value
     return value.to(device, dtype if value.is_floating_point() else None)
 
 
+def is_float(value: Any) -> bool:
+    """Return whether a value is a tensor of floating-point numbers."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _floats(value: Any) -> list[Tensor]:
-    return [t for t in tree.tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
+    return [leaf for leaf in tree.tree_leaves(value) if is_float(leaf)]
 
 
 def _leaf(value: Any) -> Any:
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().requires_grad_() if is_float else value
+    return value.detach().requires_grad_() if is_float(value) else value
 
 
-class _Handed(torch.autograd.Function):
-    """The identity, whose result the model may change in place, as it may not change a leaf or a view of one."""
+class _Identity(torch.autograd.Function):
+    """Returns a leaf as a tensor that the model may change in place, which is forbidden for leaves and their views."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -333,9 +326,10 @@ class _Handed(torch.autograd.Function):
 
 
 def _writable(value: Any) -> Any:
-    return _Handed.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
+    with torch.enable_grad():  # also for a caller inside of `torch.no_grad`
+        return _Identity.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _alone(value: Any) -> Any:
-    """Return a tensor without the graph that it comes from, which still takes a gradient if it did."""
+    """Return a tensor detached from its graph, which still takes a gradient if it did; other values as they are."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

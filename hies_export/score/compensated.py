@@ -59,8 +59,8 @@ class RemovalOptions:
 
     ridge: float = 0.1
     per_sample: bool = True  # a sample has a single prediction, so that the effects of its tokens also add up
-    device: str | torch.device = "cpu"  # where orders are computed; effects that are elsewhere are copied there
-    unit: str = "group"  # what goes at once of an attention layer: a group, or a head of every group ("query")
+    device: str | torch.device = "cpu"  # where orders are computed; effects on other devices are copied there
+    unit: str = "group"  # what an attention layer loses at once: a group, or a head of every group ("query")
 
     def __post_init__(self) -> None:
         if not self.ridge > 0:
@@ -93,10 +93,9 @@ def score_compensated(
         moments: The moments of at least these modules, from rows with more tokens than `batches` have: with few tokens,
             some neurons wrongly look free to remove. By default those of `batches`.
         gradients: Those of the predictions on the batches or, which is the same in a language model, of the loss;
-            collected by default.
+            collected by default. They replace `batches`, and are used up.
         ridge, per_sample, unit: See `RemovalOptions`.
-        known: Module -> its chain, of modules that were ranked before; new ones are put in as soon as they are found.
-            A block without other modules is walked through, but nothing is computed of it.
+        known: Module -> its chain, for modules that were ranked before; new chains are added as soon as they are found.
         progress: Shows the loops over the blocks.
 
     Returns:
@@ -115,10 +114,9 @@ def score_compensated(
     options = RemovalOptions(ridge, per_sample, device_of_blocks(model), unit)
     batches = batches if gradients is None else gradients.batches
     samples, chains = sum(map(size_of, batches)), {} if known is None else known
-    once = moments is not None and not moments.keeps
 
     def rank(modules: Sequence[PrunableModule], read: Read, sums: Mapping[str, LayerMoments]) -> None:
-        if all(module.name in chains for module in modules):
+        if all(module.name in chains for module in modules):  # the walk goes through this block all the same
             for number in own(batches):
                 read(number)
             return
@@ -126,7 +124,8 @@ def score_compensated(
 
         def order(_: int, module: PrunableModule) -> Chain:
             layer, found = effects.pop(module.name), sums.get(module.name)
-            spread = None if found is None else found.spread(centred=layer.centred, last=once)
+            last = moments is not None and not moments.keeps
+            spread = None if found is None else found.spread(centred=layer.centred, last=last)
             return removal_chain(layer, module, samples, spread=spread, options=options)
 
         chains.update(zip((module.name for module in modules), mapped(modules, order), strict=True))
@@ -137,26 +136,27 @@ def score_compensated(
                 found.of(block, lambda block, read: rank(block, read, sums))
 
     found = gradients or Gradients(model, batches, modules, "effect")
-    kept = moments.all_kept(progress) if moments is not None and gradients is None else {}
-    if gradients is None and (moments is None or kept):
+    if gradients is None and (moments is None or moments.keeps):
+        kept = {} if moments is None else moments.all_kept(progress)
         found.collect(lambda block, read: rank(block, read, kept), name="modules ranked", progress=progress)
     else:
         if gradients is None:
             found.collect(keep=True, name="effects", progress=progress)
-        new = [block for block in found.blocks.values() if not all(module.name in chains for module in block)]
-        for block in found.blocks.values():
-            if block and block not in new:
+        new: list[PrunableModule] = []
+        for block in filter(None, found.blocks.values()):
+            if all(module.name in chains for module in block):
                 found.of(block, lambda *_: None)  # which drops what was kept for it
-        names = {module.name for block in new for module in block}
+            else:
+                new += block
         if moments is None:
-            rank_again([module for module in modules if module.name in names], {})
-        elif names:
-            moments.each(rank_again, names, name="modules ranked", progress=progress)
+            rank_again(new, {})
+        elif new:
+            moments.each(rank_again, {module.name for module in new}, name="modules ranked", progress=progress)
     return scores_of_chains(modules, [chains[module.name] for module in modules], options)
 
 
 def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:
-    """Return the scores of chains, one per module: the rank of a unit in the merged chains of its kind, in [0, 1).
+    """Return the scores of one chain per module: the rank of a unit in the merged chains of its kind, in [0, 1).
 
     The last removal of every module ranks after all others, because every module keeps something.
     """
@@ -187,8 +187,8 @@ def removal_chain(
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
 
-    Neurons go 1 % of a layer at a time. Where a head of every group goes at once, the groups take turns. `spread` has
-    mu and C from more tokens than the effects have.
+    Each step removes 1 % of a layer's neurons, one group of heads, or, with the unit "query", one head of every group.
+    `spread` has mu and C from more tokens than the effects have; None to take them from the effects.
     """
     steps: list[list[tuple[int, range | None]]]
     if options.unit == "query" and module.group_size > 1:
@@ -198,7 +198,7 @@ def removal_chain(
         step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
         steps = [[(min(step, module.groups - start), None)] for start in range(0, module.groups, step)]
     state = _Greedy(layer, module, samples, spread, options)
-    # Read at the end alone: a GPU would wait for every number that is asked for on the way.
+    # Results are read at the end, because a GPU would wait at each read.
     removed = [[state.remove(count, among) for count, among in turns] for turns in steps]
     effects = torch.stack([turns[-1][1] for turns in removed]).tolist()
     chain = []
@@ -219,17 +219,12 @@ class _Greedy:
     """
 
     def __init__(
-        self,
-        layer: LayerEffects,
-        module: PrunableModule,
-        samples: int,
-        spread: Spread | None,
-        options: RemovalOptions,
+        self, layer: LayerEffects, module: PrunableModule, samples: int, spread: Spread | None, options: RemovalOptions
     ):
         self._width = module.unit_width * module.group_size
         self._samples, self._per_sample = samples, options.per_sample
         self._sample = layer.sample.to(options.device)
-        # A neuron's numbers are many and its system is one by one, so single precision is enough and twice as fast.
+        # For neurons, whose systems are one by one, single precision is enough and twice as fast.
         dtype = torch.float64 if self._width > 1 else torch.float32
         spread = spread or Spread.of(layer.inputs, centred=layer.centred)
         mean = spread.mean.to(options.device)
@@ -239,10 +234,9 @@ class _Greedy:
         self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
         read = layer.inputs.to(options.device, dtype)
         self._read = (read - mean.to(dtype) if layer.centred else read) @ self._inverse  # (tokens, kept columns)
-        # (tokens, kept columns), changed in place
-        self._gradient = layer.gradients.to(options.device, dtype, copy=True)
-        self._of_token = self._read.new_zeros(len(read))
-        # Groups by their columns, and which of them are left. Columns that are gone are dropped now and then.
+        self._gradient = layer.gradients.to(options.device, dtype, copy=True)  # likewise; both change in place
+        self._of_token = self._read.new_zeros(len(read))  # change of the prediction at each token, d_t
+        # The groups of the columns, and which of them are left. Removed columns are dropped now and then.
         self._groups = torch.arange(module.groups, device=options.device)
         self._left = torch.ones(module.groups, dtype=torch.bool, device=options.device)
         self._left_count = module.groups
@@ -251,7 +245,8 @@ class _Greedy:
     def remove(self, count: int, among: range | None = None) -> tuple[Tensor, Tensor]:
         """Remove the `count` groups that raise the effect least; return them, (count,) least first, and the new effect.
 
-        Among equals the later group goes first. Both tensors stay on the device. With a range, of these groups only.
+        Among equals the later group goes first. Both tensors stay on the device. With `among`, only groups in this
+        range are removed.
         """
         left = self._left
         if among is not None:
@@ -259,7 +254,7 @@ class _Greedy:
         sizes = torch.where(left, self._candidates, torch.inf)
         places = len(sizes) - 1 - sizes.flip(0).argsort(stable=True)[:count]
         groups, columns = self._groups[places], self._columns(places)
-        # (G_SS)^-1; without checks, for which a GPU would wait. G stays positive definite by its damping.
+        # (G_SS)^-1, without the checks of `inv`, for which a GPU would wait. G is positive definite by its damping.
         solved = torch.linalg.inv_ex(self._inverse[columns][:, columns].double()).inverse.to(self._inverse)
         taken_over = solved @ self._inverse[columns]  # -P
         self._inverse.addmm_(self._inverse[:, columns], taken_over, alpha=-1)
@@ -279,6 +274,7 @@ class _Greedy:
         return groups, self._size(self._of_token[:, None])[0]
 
     def _move(self, tokens: slice, columns: Tensor, solved: Tensor, taken_over: Tensor) -> None:
+        """Add the removal of columns to the effects of tokens, and let the other columns take over, in place."""
         read, gradient = self._read[tokens], self._gradient[tokens]
         gone_read, gone_gradient = read[:, columns], gradient[:, columns]
         self._of_token[tokens] += (gone_gradient * (gone_read @ solved.to(gone_read))).sum(1)
@@ -287,12 +283,13 @@ class _Greedy:
         gradient.addmm_(gone_gradient, moved, alpha=-1)
 
     def _columns(self, places: Tensor) -> Tensor:
+        """Return the columns of groups by their places, (places * width,)."""
         return (places[:, None] * self._width + torch.arange(self._width, device=places.device)).flatten()
 
     def _neurons(self, *gone: Tensor) -> Tensor:
-        """Let the others take over from `gone` neurons, as in `_move`; return what `_heads` does.
+        """Return what `_heads` does, for neurons; first `_move` by the arguments `gone`, if any.
 
-        Both in one pass over the tokens, whose numbers are then still in the cache.
+        One pass over the tokens does both, so that their numbers are still in the processor's cache.
         """
         # With p = h r, D the diagonal of the inverse and d the effects so far: sum_t (p_t / D + d_t)^2, term by term.
         width = self._read.shape[1]

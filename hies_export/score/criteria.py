@@ -67,6 +67,7 @@ class Scores:
 
 
 ScoreFunction = Callable[..., Mapping[str, Tensor]]
+"""Takes `Statistics` and, by keyword, any of `alpha`, `normalize` and `seed`; returns module -> (units,) float64."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,6 @@ class Criterion:
     """A named function that scores units."""
 
     name: str  # its name in recipes
-    # Takes `Statistics` and, by keyword, any of `alpha`, `normalize` and `seed`; returns one float64 tensor of shape
-    # (units,) per module.
     function: ScoreFunction
     needs: tuple[str, ...]  # statistics it reads, by their names in `collect_statistics`
     kinds: tuple[str, ...]  # kinds of modules it can score, see `PrunableModule.kind`
@@ -86,7 +85,7 @@ class Criterion:
 
     @cached_property
     def options(self) -> tuple[str, ...]:
-        """The options that the function takes, among `alpha`, `normalize` and `seed`."""
+        """Names of the options that the function takes, among `alpha`, `normalize` and `seed`."""
         return tuple(inspect.signature(self.function).parameters)[1:]
 
 
@@ -104,20 +103,23 @@ class DegenerateRangeWarning(UserWarning):
 
 
 def min_max(values: Mapping[str, Tensor], *, normalize: str, what: str) -> Mapping[str, Tensor]:
-    """Return (s - min) / (max - min) for every unit, (units,) by module, over the model or over each module."""
-    if normalize == "model":
-        return _min_max(values, what)
-    return {name: _min_max({name: v}, f"{what} in {name}")[name] for name, v in values.items()}
+    """Return (s - min) / (max - min) of every unit, (units,) by module, over the model or over each module.
 
-
-def _min_max(values: Mapping[str, Tensor], what: str) -> Mapping[str, Tensor]:
-    everything = torch.cat(list(values.values()))
-    low, high = everything.min(), everything.max()
-    if high == low:
-        message = f"{what} is the same for every head, so it cannot tell them apart and counts as 0"
-        warnings.warn(message, DegenerateRangeWarning, stacklevel=4)
-        return {name: torch.zeros_like(v) for name, v in values.items()}
-    return {name: (v - low) / (high - low) for name, v in values.items()}
+    `what` names the values in the warning if all are equal; they then become 0.
+    """
+    whole = normalize == "model"
+    parts = [(what, values)] if whole else [(f"{what} in {name}", {name: v}) for name, v in values.items()]
+    scaled: dict[str, Tensor] = {}
+    for label, part in parts:
+        everything = torch.cat(list(part.values()))
+        low, high = everything.min(), everything.max()
+        if high == low:
+            message = f"{label} is the same for every head, so it cannot tell them apart and counts as 0"
+            warnings.warn(message, DegenerateRangeWarning, stacklevel=3)
+            scaled |= {name: torch.zeros_like(v) for name, v in part.items()}
+        else:
+            scaled |= {name: (v - low) / (high - low) for name, v in part.items()}
+    return scaled
 
 
 def criterion(
@@ -140,7 +142,7 @@ def criterion(
         needs, kinds, effect, ranks: See `Criterion`.
         collects: Statistics that the criterion brings and `needs` names: name -> a function that `collect_statistics`
             calls with the model, the calibration batches and the modules, and which returns module -> (units,) float64
-            on the CPU. `calibrate.readings.reading` gives it what consumers read.
+            on the CPU. It can use `calibrate.readings.read_forward` to read the inputs of consumers.
 
     Returns:
         The function itself.
@@ -211,7 +213,7 @@ def activation(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor
 
 
 def needs_of(*names: str) -> tuple[str, ...]:
-    """Return the statistics that the named criteria read; names that are not in `CRITERIA` are ignored."""
+    """Return the names of the statistics that criteria read; names that are not in `CRITERIA` are ignored."""
     return tuple(dict.fromkeys(need for name in names if name in CRITERIA for need in CRITERIA[name].needs))
 
 
@@ -254,34 +256,28 @@ def score_units(
         >>> scores.parameters
         {'alpha': 0.5, 'normalize': 'model'}
     """
-    options: dict[str, Any] = {"alpha": alpha, "normalize": normalize, "seed": seed}
     _check(statistics, criterion, alpha, normalize, compared=modules is not None)
+    own = CRITERIA[criterion]
+
+    def options_of(found: Criterion) -> dict[str, Any]:
+        options = {"alpha": alpha, "normalize": normalize, "seed": seed}
+        return {name: value for name, value in options.items() if name in found.options}
+
     if modules is None:
-        return Scores(criterion, *_scored(statistics, CRITERIA[criterion], options))
+        return Scores(criterion, options_of(own), own.function(statistics, **options_of(own)))
     scores: dict[str, Tensor] = {}
-    ranked = []
-    parameters: Mapping[str, Any] = {}
-    for kind in dict.fromkeys(module.kind for module in modules):
-        covered = kind in CRITERIA[criterion].kinds
-        found = CRITERIA[criterion if covered else FALLBACK]
-        used, of_kind = _scored(statistics.of([m.name for m in modules if m.kind == kind]), found, options)
-        scores.update(of_kind)
-        parameters = used if covered else parameters
-        if found.ranks:
-            ranked.append(kind)
-    # Ranks cannot compare kinds; the criterion's own effect, or the Fisher information, does.
-    effects = statistics[CRITERIA[criterion].effect]
-    return Scores(criterion, parameters, scores, {name: effects[name] for name in scores}, tuple(ranked))
-
-
-def _scored(
-    statistics: Statistics, found: Criterion, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    used = {name: value for name, value in options.items() if name in found.options}
-    return used, found.function(statistics, **used)
+    kinds = {kind: own if kind in own.kinds else CRITERIA[FALLBACK] for kind in dict.fromkeys(m.kind for m in modules)}
+    for kind, found in kinds.items():
+        of_kind = statistics.of([module.name for module in modules if module.kind == kind])
+        scores |= found.function(of_kind, **options_of(found))
+    parameters = options_of(own) if own in kinds.values() else {}
+    # Ranks cannot compare kinds; the criterion's own effect, or the Fisher information, can.
+    effects = {name: statistics[own.effect][name] for name in scores}
+    return Scores(criterion, parameters, scores, effects, tuple(kind for kind, found in kinds.items() if found.ranks))
 
 
 def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str, *, compared: bool) -> None:
+    """Refuse, in one `RecipeError`, all options of `score_units` that are wrong; `compared` kinds need an effect."""
     problems = []
     if criterion not in CRITERIA:
         problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
@@ -316,8 +312,8 @@ class Edge(NamedTuple):
 def edges_by_slope(curves: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[tuple[int, Edge]]:
     """Return the edges of the hulls of several curves, each with its curve's number, least slope first.
 
-    A curve has the savings and the effect of the first 1, 2, ... removals. Among equal slopes the later curve's come
-    first.
+    A curve has the savings and the effects of the first 1, 2, ... removals. Among equal slopes, edges of later curves
+    come first.
     """
     edges = [(edge.slope, -number, edge) for number, curve in enumerate(curves) for edge in hull(*curve)]
     return [(-number, edge) for _, number, edge in sorted(edges)]
@@ -327,7 +323,7 @@ def hull(saved: Sequence[float], effects: Sequence[float]) -> list[Edge]:
     """Return the edges of the lower convex hull of a chain's points, from (0, 0) on, by ascending slope.
 
     `saved` and `effects` are totals over the first 1, 2, ... removals. A point that saves no more than an earlier one
-    is never the end of an edge. The slope is effect per unit saved. Where an estimated effect falls, the highest so far
+    is never the end of an edge. The slope is effect per saving. Where an estimated effect falls, the highest so far
     counts.
     """
     points = [(0.0, 0.0, 0)]
@@ -347,7 +343,7 @@ def _slope(one: tuple[float, float, int], other: tuple[float, float, int]) -> fl
 
 
 def merged(chains: Sequence[Chain]) -> Iterator[Removal]:
-    """Yield the removals of all chains by least effect per unit; among equals the later chain's come first."""
+    """Yield the removals of all chains by least effect per unit; among equals, those of later chains come first."""
     curves = (
         ([*accumulate(len(removal.units) for removal in chain)], [removal.effect for removal in chain])
         for chain in chains

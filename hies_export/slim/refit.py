@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -32,18 +33,17 @@ from ..calibrate.moments import (
     MomentStore,
     Solve,
     SplitMoments,
+    TargetSums,
     add_reading,
     check_mix,
     check_samples,
-    collect_moments,
-    new_sums,
 )
 from ..calibrate.readings import Reading, by_sample, walk_forward, walking
 from ..calibrate.residual import residual_places, streams
-from ..calibrate.walk import Call, Steps, Walk, blocks_of
+from ..calibrate.walk import Call, Walk, blocks_of
 from ..data.batches import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError, refusing
-from ..model.linear import weight_of
+from ..model.linear import features_of, weight_of
 from ..model.tokens import real_tokens
 from ..processes import added_up, mapped
 from ..progress import SILENT, Progress
@@ -55,8 +55,8 @@ from ..units.units import PrunableModule, Selection
 # held-out tokens decides.
 RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 ENOUGH_TOKENS_PER_INPUT = 4
-# Share of the difference between both models' residual streams that a sequential refit of a layer makes up for. All of
-# it is more than a layer can learn: on SmolLM2 at 0.8 of the FLOPs, half gave 37.8 perplexity, all 38.5, none 40.6.
+# Share of the difference between both models' residual streams that a sequential refit of a layer makes up for. On
+# SmolLM2 at 0.8 of the FLOPs, half of it gave a perplexity of 37.8, all of it 38.5, and none 40.6.
 DRIFT = 0.5
 
 
@@ -73,10 +73,10 @@ class Compensation:
     """Options for refitting the consumers, by the fields of `CompensationSection`.
 
     `method` says what is fitted. `ridge` is relative to the mean of the diagonal of C_KK, and pulls scalars towards
-    one. If `sequential`, layers are refitted one after the other while both models run once. A layer's target is then
-    the dense model's output plus half of the difference between both models' residual streams there (`DRIFT`). With
-    `token_weights` w, each token weighs w + (1 - w) q / mean(q), where q is the squared norm of the gradient of the
-    sample's prediction with respect to the consumer's input at that token.
+    one; None to choose it on held-out tokens. If `sequential`, layers are refitted one after the other while both
+    models run once. A layer's target is then the dense model's output plus half of the difference between both models'
+    residual streams there (`DRIFT`). With `token_weights` w, each token weighs w + (1 - w) q / mean(q), where q is the
+    squared norm of the gradient of the sample's prediction with respect to the consumer's input at that token.
 
     Raises:
         RecipeError: An option is out of range.
@@ -94,24 +94,17 @@ class Compensation:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The refit of one consumer, by the method with the smallest error on held-out tokens.
-
-    That is "least_squares", "scalars" or "bias", or "none" if the consumer was left as it was cut. `error` is the mean
-    squared error of its output on held-out tokens, as a share of the error without a refit.
-    """
+    """The refit of one consumer, by the method with the smallest error on held-out tokens."""
 
     name: str  # of the module
-    method: str
+    method: str  # "least_squares", "scalars" or "bias", or "none" if the consumer was left as it was cut
     ridge: float | None  # of "least_squares" or "scalars", as in `Compensation`
     tokens: int  # including held-out ones
-    error: float
+    error: float  # mean squared error of the output on held-out tokens, as a share of the error without a refit
 
 
 Refits: TypeAlias = MutableMapping[str, tuple[Mapping[str, Tensor], LayerFit]]
 """Module -> the parameters of its consumer after the refit, by their names there, and how it was refitted."""
-
-# Of one consumer: its name, its parameters, how it was refitted, and what to warn of.
-_Refitted: TypeAlias = tuple[str, Mapping[str, nn.Parameter], LayerFit, Sequence[Warning]]
 
 LEAST_SQUARES = Compensation()
 
@@ -139,12 +132,12 @@ def compensate(
         modules: From `find_attention` on the dense model.
         batches: Inputs of the model; padding is excluded by their `attention_mask`.
         how: Method, ridge, order and weights of tokens.
-        known: What was refitted before by a sequential `how` and is taken as it is; what is refitted is put in.
+        known: Earlier refits by a sequential `how`, which are used as they are; new ones are added.
         progress: Shows the loop over the blocks.
 
     Returns:
-        One fit per module that lost units. If least squares is worse than `bias` on held-out tokens, only the bias is
-        refitted, or nothing.
+        One fit per module that lost units, in the order of `modules`. If least squares is worse than `bias` on held-out
+        tokens, only the bias is refitted, or nothing.
 
     Raises:
         RequestError: The method is `bias`, and a consumer has no bias.
@@ -163,18 +156,13 @@ def compensate(
     cut = [module for module in modules if selection[module.name].removed]
     check_samples(batches)
     check_biases(dense, cut, how.method)
-    if how.sequential:
-        fits = _in_order(dense, slim, selection, cut, batches, how, {} if known is None else known, progress)
-    else:
-        fits = []
-
-        def block(inside: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
-            fits.extend(_refit_all(slim, inside, sums, how))
-
-        if cut:
-            weighted = how.token_weights < 1
-            collect_moments(dense, cut, batches, block, selection=selection, weighted=weighted, progress=progress)
-    return _in_order_of(cut, fits)
+    if not how.sequential:
+        moments = MomentStore(dense, cut, batches, weighted=how.token_weights < 1, keep=False)
+        return refit(slim, selection, cut, moments, how, progress)
+    if not cut:
+        return []
+    fits = _refit_in_order(dense, slim, selection, cut, batches, how, {} if known is None else known, progress)
+    return [fits[module.name] for module in cut]
 
 
 def check_biases(model: PreTrainedModel, modules: Sequence[PrunableModule], method: str) -> None:
@@ -195,50 +183,56 @@ def refit(
     modules: Sequence[PrunableModule],
     moments: MomentStore,
     how: Compensation = LEAST_SQUARES,
+    progress: Progress = SILENT,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim` in place from the dense model's moments of all inputs, which fit any plan."""
     selection = selection_of(plan)
-    cut = {module.name: module.columns(selection[module.name].units) for module in modules}
-    cut = {name: columns for name, columns in cut.items() if selection[name].removed}
+    columns = {m.name: m.columns(selection[m.name].units) for m in modules if selection[m.name].removed}
     check_mix(how.token_weights, weighted=moments.weighted)
-    fits: list[LayerFit] = []
-    moments.each(lambda inside, sums: fits.extend(_refit_all(slim, inside, sums, how, cut)), cut)
-    return _in_order_of([module for module in modules if module.name in cut], fits)
+    fits: dict[str, LayerFit] = {}
 
+    def work(inside: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
+        fits.update({name: fit for name, (_, fit) in _refit_all(slim, inside, sums, columns, how).items()})
 
-def _in_order_of(modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[LayerFit]:
-    """Return the fits in the order of their modules; they were made in that of the model."""
-    by_name = {fit.name: fit for fit in fits}
-    return [by_name[module.name] for module in modules]
+    if columns:
+        moments.each(work, columns, progress=progress)
+    return [fits[name] for name in columns]
 
 
 def _refit_all(
     slim: PreTrainedModel,
     modules: Sequence[PrunableModule],
     moments: Mapping[str, LayerMoments],
+    columns: Mapping[str, Tensor | None],
     how: Compensation,
-    columns: Mapping[str, Tensor] | None = None,
-) -> list[LayerFit]:
-    """Refit consumers in place, each from its moments of all inputs, or of those in `columns`."""
+) -> Refits:
+    """Refit consumers in place, each from its moments of the inputs in `columns`; None if these are all it has."""
 
-    def work(_: int, module: PrunableModule) -> _Refitted:
+    def work(_: int, module: PrunableModule) -> tuple[dict[str, nn.Parameter], LayerFit, list[Warning]]:
         consumer = slim.get_submodule(module.consumer)
-        found = moments[module.name].mixed(how.token_weights, None if columns is None else columns[module.name])
-        return (module.consumer, dict(consumer.named_parameters(recurse=False)), *_refit(consumer, module, found, how))
+        mixed = moments[module.name].mixed(how.token_weights, columns[module.name])
+        fit, notes = _refit(consumer, module, mixed, how)
+        return dict(consumer.named_parameters(recurse=False)), fit, notes
 
-    fits = []
-    for consumer, refitted, fit, notes in mapped(modules, work):
+    refits: Refits = {}
+    for module, (parameters, fit, notes) in zip(modules, mapped(modules, work), strict=True):
         for note in notes:
             warnings.warn(note, stacklevel=3)
-        with torch.no_grad():
-            # What another process refitted; a process's own are the same tensors.
-            for name, parameter in slim.get_submodule(consumer).named_parameters(recurse=False):
-                parameter.copy_(refitted[name])
-        fits.append(fit)
-    return fits
+        # Another process may have refitted it.
+        refits[module.name] = _set_parameters(slim, module, parameters), fit
+    return refits
 
 
-def _in_order(
+def _set_parameters(slim: PreTrainedModel, module: PrunableModule, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy values into the parameters of a module's consumer, and return these parameters by name."""
+    parameters: dict[str, Tensor] = dict(slim.get_submodule(module.consumer).named_parameters(recurse=False))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+    return parameters
+
+
+def _refit_in_order(
     dense: PreTrainedModel,
     slim: PreTrainedModel,
     selection: Selection,
@@ -247,65 +241,60 @@ def _in_order(
     how: Compensation,
     known: Refits,
     progress: Progress,
-) -> list[LayerFit]:
-    """Refit modules in the order of their calls, each by what its consumer reads in the slim model then."""
-    if not modules:
-        return []
+) -> dict[str, LayerFit]:
+    """Refit modules in the order of their calls, each by what its consumer reads in the slim model by then."""
     places, by_name = residual_places(dense, modules, batches[0]), {module.name: module for module in modules}
     blocks, first = blocks_of(dense, modules, batches[0]), [0, *accumulate(map(size_of, batches))]
-    models, fits = (dense, slim), list[LayerFit]()
+    models, fits = (dense, slim), dict[str, LayerFit]()
     with ExitStack() as stack:
         walks, steps, residual = [], [], []
         for model in models:
             stack.enter_context(walking(model, batches))
             residual.append(stack.enter_context(streams(model, places)))
             walks.append(walk_forward(model, batches, [*blocks]))
-            steps.append(stack.enter_context(closing(walks[-1].forward(to_the_end=False))))
+            steps.append(stack.enter_context(closing(walks[-1].forward())))
         for block in progress.track([*blocks], "blocks refitted"):
             calls = [next(of_model)[1] for of_model in steps]
             inside = [by_name[name] for name in places if by_name[name] in blocks[block]]
-            with ExitStack() as within:
-                paused = [_paused(*of, [m.consumer for m in inside]) for of in zip(models, walks, calls, strict=True)]
-                for _, consumers in paused:
-                    within.enter_context(closing(consumers))
-                (there, of_dense), (here, of_slim) = paused
+            consumers = [module.consumer for module in inside]
+            there, here = (_walk_inside(*of, consumers) for of in zip(models, walks, calls, strict=True))
+            with closing(there.forward()) as of_dense, closing(here.forward()) as of_slim:
                 waiting = next(of_dense, None)
                 for module in inside:
                     assert waiting is not None
-                    wanted = {}
+                    targets = {}
                     for call in waiting[1]:
                         call.output = there.compute(call)
-                        wanted[call.batch] = call.output, residual[0].pop(call.batch, None)
+                        targets[call.batch] = call.output, residual[0].pop(call.batch, None)
                     # The dense model goes on before the slim one, so only one holds what its next consumer reads.
                     waiting = next(of_dense, None)
                     calls_here = next(of_slim)[1]
-                    sums = None if module.name in known else new_sums(dense, module, selection)
+                    sums = None if module.name in known else _new_sums(dense, module, selection)
                     for call in calls_here:
-                        number, (y, stream) = call.batch, wanted.pop(call.batch)
+                        number, (y, stream) = call.batch, targets.pop(call.batch)
                         both = stream, residual[1].pop(number, None)
                         if sums is not None:
                             found = _reading(dense, module, batches[number], call.args[0], y, *both)
                             add_reading(sums, found, first[number])
                     if sums is None:
-                        fits.append(_put_back(slim, module, known[module.name]))
+                        parameters, fits[module.name] = known[module.name]
+                        _set_parameters(slim, module, parameters)
                     else:
                         added_up(sums.tensors())
-                        fits += _refit_all(slim, [module], {module.name: sums}, how)
-                        parameters = dict(slim.get_submodule(module.consumer).named_parameters(recurse=False))
-                        known[module.name] = parameters, fits[-1]
+                        refits = _refit_all(slim, [module], {module.name: sums}, {module.name: None}, how)
+                        known.update(refits)
+                        fits[module.name] = refits[module.name][1]
                     for call in calls_here:
                         call.output = here.compute(call)
                 next(of_slim, None)  # to the end of the block
     return fits
 
 
-def _put_back(slim: PreTrainedModel, module: PrunableModule, known: tuple[Mapping[str, Tensor], LayerFit]) -> LayerFit:
-    """Give a consumer the parameters that it was refitted to before; return that fit."""
-    stored, fit = known
-    with torch.no_grad():
-        for name, parameter in slim.get_submodule(module.consumer).named_parameters(recurse=False):
-            parameter.copy_(stored[name])
-    return fit
+def _new_sums(dense: PreTrainedModel, module: PrunableModule, selection: Selection) -> LayerMoments:
+    """Return sums of zero for the kept inputs of a consumer, with any targets."""
+    layer, inputs = dense.get_submodule(module.consumer), len(selection[module.name].units) * module.unit_width
+    fitting, held_out = (TargetSums(inputs, features_of(layer)[0], weight_of(layer).device) for _ in range(2))
+    return LayerMoments((fitting, held_out))
 
 
 def _reading(
@@ -317,10 +306,10 @@ def _reading(
     there: Tensor | None,
     here: Tensor | None,
 ) -> Reading:
-    """Return what the slim consumer reads of a batch, x, with the dense one's output y and a share of the drift.
+    """Return a reading of the slim consumer's input x, whose target is the dense output y plus a share of the drift.
 
-    `there` and `here` are the residual streams of the dense and the slim model; None where one is not known, or where
-    the layer that shows it was removed as a whole.
+    The drift is the difference between `there` and `here`, the residual streams of the dense and the slim model. Either
+    is None if it is not known.
     """
     x, y = (by_sample(dense, module.name, batch, t) for t in (x, y))
     if there is not None and here is not None:
@@ -328,22 +317,21 @@ def _reading(
     return Reading(module.name, x, y, None, real_tokens(dense, module.name, batch, x))
 
 
-def _paused(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], consumers: Sequence[str]) -> tuple[Walk, Steps]:
-    """Return a walk of the calls of a block, which pause at its consumers, and its steps."""
+def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], consumers: Sequence[str]) -> Walk:
+    """Return a walk of the calls of a block that waits in front of its consumers."""
 
     def run(_: int, call: Call) -> None:
         call.output = walk.compute(call)
 
-    inner = Walk(model, {call.batch: call for call in calls}, consumers, run)
-    return inner, inner.forward()
+    return Walk(model, {call.batch: call for call in calls}, consumers, run)
 
 
 def _refit(
     layer: nn.Module, module: PrunableModule, moments: SplitMoments, how: Compensation
 ) -> tuple[LayerFit, list[Warning]]:
-    """Refit one consumer in place, unless no fit is better on held-out tokens; return what to warn of, too."""
+    """Refit one consumer in place, unless no fit is better on held-out tokens; return the fit, and what to warn of."""
     name, fitting, held_out = module.name, moments.fitting, moments.held_out
-    # The moments are where the dense block computes; the slim one may be elsewhere.
+    # The moments are on the device where the dense block computes; the slim layer may be on another.
     weight = weight_of(layer).detach().to(fitting.x)
     bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else None
     everything = fitting + held_out
@@ -382,7 +370,7 @@ def _refit(
     with torch.no_grad():
         refitted = bias
         if chosen_ridge is not None:
-            # Of all tokens, the matrix may need a larger ridge.
+            # The matrix over all tokens may need a larger ridge.
             solve, larger = solver(everything), (ridge for ridge in RIDGES if ridge > chosen_ridge)
             solved = ((ridge, solve(ridge)) for ridge in (chosen_ridge, *larger))
             chosen_ridge, (weight, refitted) = next((ridge, fit) for ridge, fit in solved if fit is not None)
@@ -392,26 +380,24 @@ def _refit(
         if refitted is not None and refitted is not bias:
             layer.bias.copy_(refitted)  # type: ignore[operator]
     share = error / untouched if untouched > 0 else 1.0
-    return LayerFit(name=name, method=chosen, ridge=chosen_ridge, tokens=everything.counted, error=share), notes
+    return LayerFit(name, chosen, chosen_ridge, everything.counted, share), notes
 
 
 def _downhill(ridges: Sequence[float], error: Callable[[float], float]) -> tuple[float, float]:
-    """Return the least error and its ridge, found from the middle one on as long as a neighbour is better."""
-    found: dict[int, float] = {}
+    """Return a least error and its ridge, found from the middle ridge on by going to the best neighbour."""
 
-    def known(place: int) -> tuple[float, int]:
-        if place not in found:
-            found[place] = error(ridges[place])
-        return found[place], -place  # where several fail, towards the larger ridge
+    @cache
+    def at(place: int) -> tuple[float, int]:
+        return error(ridges[place]), -place  # if several ridges fail, the largest of them counts as best
 
     place = len(ridges) // 2
-    while (best := min(range(max(0, place - 1), min(len(ridges), place + 2)), key=known)) != place:
+    while (best := min(range(max(0, place - 1), min(len(ridges), place + 2)), key=at)) != place:
         place = best
-    return found[place], ridges[place]
+    return at(place)[0], ridges[place]
 
 
 def _scaling(moments: Moments, weight: Tensor, bias: Tensor | None, *, width: int) -> Solve:
-    """Return what gives the weight with every unit times its scalar, with a ridge that pulls scalars towards one.
+    """Return the solver for a weight whose units are each scaled, with a ridge that pulls the scalars towards one.
 
     The squared error is s^T A s - 2 s^T c + const, with A_uv = tr(W_u^T W_v E x_v x_u^T) and
     c_u = tr(W_u^T E (y - b) x_u^T). Moments are of the kept inputs, `weight` is (outputs, inputs), a unit has `width`
@@ -438,7 +424,7 @@ def _scaling(moments: Moments, weight: Tensor, bias: Tensor | None, *, width: in
 
 
 def _check_finite(module: PrunableModule, moments: Moments) -> None:
-    """Refuse moments of tokens that are no numbers: of errors that are NaN, none is the least, and a fit is NaN too."""
+    """Refuse moments that are NaN or infinite, from which any fit and its error would be NaN."""
     found = (moments.x, moments.y, moments.xx, moments.yx, moments.yy)
     if not all(values.isfinite().all() for values in found):
         raise NonFiniteError(
@@ -449,7 +435,7 @@ def _check_finite(module: PrunableModule, moments: Moments) -> None:
 
 
 def _few_tokens(name: str, moments: Moments, how: Compensation, *, width: int) -> list[Warning]:
-    """Return a warning if there are fewer tokens than four times the unknowns of an output."""
+    """Return a warning if there are fewer tokens than four times the unknowns of each output, else nothing."""
     unknowns = {"bias": 0, "least_squares": len(moments.x), "scalars": len(moments.x) // width}[how.method]
     wanted = ENOUGH_TOKENS_PER_INPUT * unknowns
     if moments.counted >= wanted:

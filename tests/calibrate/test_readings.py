@@ -10,7 +10,7 @@ import transformers
 from support.cuts import effects, moments_by_module
 from support.generative import padded, with_images
 from support.models import bert, causal_lm, image_batch, llama, llava, opt, shake, text_batch, vit, zero_padding
-from support.neurons import half, neurons
+from support.neurons import neurons
 from support.references import read_by_sample
 from support.tolerance import assert_near
 from torch import Tensor
@@ -163,24 +163,6 @@ def test_all_parts_of_an_image_belong_to_its_sample(
             assert_is(part, naive_moments(tokens, 1.0, held_out=held_out))
         assert layers[module.name].sample.tolist() == tokens.sample.tolist()
         np.testing.assert_allclose(layers[module.name].inputs.numpy(), tokens.x, rtol=1e-3, atol=1e-4)
-
-
-def test_what_follows_from_the_inputs_equals_what_is_added_up() -> None:
-    model, batches = bert(), text_batches()
-    modules = neurons(model)
-    selection = half(modules)
-    # Targets of some inputs must be added up.
-    added = moments_by_module(model, modules, batches, selection=selection)
-    whole = moments_by_module(model, modules, batches)
-    for module in modules:
-        derived = whole[module.name].mixed(columns=module.columns(selection[module.name].units))
-        for one, other in (
-            (derived.fitting, added[module.name].mixed().fitting),
-            (derived.held_out, added[module.name].mixed().held_out),
-        ):
-            assert (one.tokens, one.counted) == (other.tokens, other.counted)
-            for name in SUMS:
-                torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-5)
 
 
 def test_moments_need_no_logits() -> None:

@@ -214,12 +214,13 @@ def test_a_walk_that_stops_in_front_of_the_head_does_not_run_it() -> None:
     walk = walk_of(model, batches, {})
     with model.lm_head.register_forward_hook(lambda *_: heads.append(1)):
         for to_the_end in (False, True):
-            seen = []
-            for block, calls in walk.forward(to_the_end=to_the_end):
-                seen.append(block)
-                for call in calls:
-                    call.output = walk.compute(call)
-            assert seen == ["model.layers.0", "model.layers.1"]
+            with closing(walk.forward()) as steps:
+                for name in ("model.layers.0", "model.layers.1"):
+                    block, calls = next(steps)
+                    assert block == name
+                    for call in calls:
+                        call.output = walk.compute(call)
+                assert next(steps, None) is None if to_the_end else True
             assert len(heads) == 2 * to_the_end
     # Nor are blocks after the last that is read.
     with model.model.layers[1].register_forward_hook(lambda *_: heads.append(2)):
