@@ -14,7 +14,7 @@ from torch.utils import _pytree as tree
 from transformers import PreTrainedModel
 
 from ..calibrate.readings import walking
-from ..calibrate.walk import Call, Walk, blocks_of
+from ..calibrate.walk import Call, Walk, blocks_of, is_float
 from ..data.batches import inputs_of
 from ..equal import IN_FLOAT64, SAME_CODE, SURE_IN_FLOAT32, Difference
 from ..errors import CutMismatchError, PlanError, memory_failure
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def masked_units(
     model: PreTrainedModel, plan: PruningPlan | Selection, modules: Sequence[PrunableModule]
 ) -> Iterator[None]:
-    """Multiply the outputs of the removed units by zero where their consumers read them, inside the block.
+    """Zero the outputs of the removed units in front of their consumers, inside the block.
 
     Args:
         model: The dense model; restored after the block.
@@ -57,16 +57,14 @@ def masked_units(
         yield
 
 
-_MODULES = {ATTENTION: "attention modules", MLP: "feed-forward blocks"}
-
-
 def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:
     """Refuse, by a `PlanError`, a selection that does not fit the modules of a model."""
     if list(selection) != [module.name for module in modules]:
         names = {module.name for module in modules}
         missing = [module.name for module in modules if module.name not in selection]
         extra = [name for name in selection if name not in names]
-        kinds = " and ".join(_MODULES[kind] for kind in dict.fromkeys(module.kind for module in modules))
+        words = {ATTENTION: "attention modules", MLP: "feed-forward blocks"}
+        kinds = " and ".join(words[kind] for kind in dict.fromkeys(module.kind for module in modules))
         raise PlanError(
             f"a plan must name the {kinds} of its model, in the model's order, but {len(missing)} are missing from it "
             f"{missing[:2]} and {len(extra)} are not in the model {extra[:2]}; make a plan for this model"
@@ -111,7 +109,7 @@ def compare_cut(
 ) -> float:
     """Compare the cut model with the dense model with the same units masked, block by block.
 
-    Both models go through the rows side by side, in float32. A block of each gets the same input, so that rounding does
+    Both models go through the rows side by side, in float32. A block gets the same input in both, so that rounding does
     not add up. Where its outputs are not clearly equal, the block is computed once more in float64.
 
     Args:
@@ -152,39 +150,33 @@ def compare_cut(
         for (block, there), (_, here) in zip(masked, cut, strict=True):
             for one, other in zip(there, here, strict=True):
                 found, expected = _compared(walks, one, other)
-                one.output = tree.tree_map(lambda t: t.to(dense.dtype) if _is_float(t) else t, expected)
+                one.output = tree.tree_map(lambda t: t.to(dense.dtype) if is_float(t) else t, expected)
                 largest = max(largest, _checked(*found, block or "the model", dense))
                 other.output = one.output
-    # What comes after the blocks is the same code on the same numbers.
+    # After the blocks, both models run the same code on the same numbers.
     return max(largest, _checked(Difference.of(ends[1], ends[0]), SURE_IN_FLOAT32, "the model", dense))
 
 
 def _compared(walks: Sequence[Walk], there: Call, here: Call) -> tuple[tuple[Difference, float], Any]:
     """Return how far the cut block is from the masked one, the share that is allowed, and the masked one's output."""
 
-    def difference(dtype: torch.dtype) -> Difference:
-        outputs[:] = [walk.compute(call, dtype) for walk, call in zip(walks, (there, here), strict=True)]
+    def computed(dtype: torch.dtype) -> tuple[Difference, Any]:
+        outputs = [walk.compute(call, dtype) for walk, call in zip(walks, (there, here), strict=True)]
         expected, found = (next(t for t in tree.tree_leaves(output) if isinstance(t, Tensor)) for output in outputs)
-        return Difference.of(found, expected)
+        return Difference.of(found, expected), outputs[0]
 
-    outputs: list[Any] = []
-    found = difference(torch.float32)
-    output = outputs[0]
+    found, output = computed(torch.float32)
     if found.within(SURE_IN_FLOAT32):
         return (found, SAME_CODE), output
     try:
-        return (difference(torch.float64), IN_FLOAT64), output
+        return (computed(torch.float64)[0], IN_FLOAT64), output
     except RuntimeError as error:  # whatever a kernel or a model's own code raises on a dtype it does not expect
         logger.debug("no comparison in float64: %s", memory_failure(error) or error)
         return (found, SAME_CODE), output
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def _checked(found: Difference, allowed: float, where: str, dense: PreTrainedModel) -> float:
-    """Return the largest difference, or refuse it."""
+    """Return the largest difference of an element; refuse one above the allowed share of the largest output."""
     if not found.within(allowed):
         raise CutMismatchError(
             f"the cut model must equal the masked model to {allowed:g} of the largest output, but {where} differs by "

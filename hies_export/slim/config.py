@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -36,7 +35,7 @@ from ..units.units import PrunableModule, Selection
 
 @dataclass(frozen=True)
 class Sibling:
-    """A family that computes what another one does, if the fields that the other lacks have these values."""
+    """A family that computes the same as another one, if the fields that the other lacks have these values."""
 
     model_type: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -49,11 +48,11 @@ SIBLINGS: dict[str, tuple[Sibling, ...]] = {
 }
 # Keys of a config that say what it is, not what it computes.
 _IDENTITY = ("model_type", "architectures", "transformers_version")
-# What configs call the number of neurons.
+# Names of the field with the number of neurons.
 _NEURONS = ("intermediate_size", "ffn_dim", "hidden_dim")
-# A field below this may be a ratio of the number of neurons to the width of the model.
+# A field up to this value may be a ratio of the number of neurons to the width of the model.
 _LARGEST_RATIO = 64
-# Different numbers of neurons that are tried for one field, such as those of an encoder and of a decoder.
+# Most numbers of neurons that are tried for one field, such as those of an encoder and of a decoder.
 _MOST_COUNTS = 4
 
 PerLayer = dict[str, dict[str, int]]
@@ -68,14 +67,14 @@ def as_sibling(
 ) -> PreTrainedModel | None:
     """Return a cut model as one of another family, with the same tensors; None if no family takes it.
 
-    In a model of several parts, one part changes its family, such as the language model of a LLaVA. `settings` maps the
-    position of a config in `configs_in` to the fields that the cut changed, with their new values.
+    In a model of several parts, one part changes its family, such as the language model of a LLaVA. `settings` are the
+    fields that the cut changed, `shapes` the `tensor_shapes` of the cut model.
     """
     own = configs_in(model.config)
     for position, fields in settings.items():
         for sibling in SIBLINGS.get(own[position].model_type, ()):
             config = _sibling_config(own[position], fields, sibling)
-            twin = None if config is None else _empty_twin(model, config, position, settings)
+            twin = None if config is None else _sibling_model(model, config, position, settings)
             if twin is not None and tensor_shapes(twin) == shapes:
                 return _with_weights(twin, model)
     return None
@@ -94,9 +93,10 @@ def changed_config(
     fields: Mapping[int, Mapping[str, Any]],
     parts: Mapping[int, PreTrainedConfig] | None = None,
 ) -> PreTrainedConfig:
-    """Return a copy of a config with other fields, and other configs as its parts, by position in `configs_in`.
+    """Return a validated copy of a config with other fields, and other configs as its parts.
 
-    It is validated, as an invalid one cannot be saved (LLaMA: hidden size not a multiple of heads).
+    Both are given by the position of a config in `configs_in`. What the config's own code raises on values that cannot
+    be saved, such as a LLaMA's hidden size that is no multiple of its heads, is passed on.
     """
     whole = copy.deepcopy(config)
     places = configs_in(whole)
@@ -116,14 +116,14 @@ def changed_config(
 
 @dataclass(frozen=True)
 class Family:
-    """Model types of both models; they differ if the slim one was written as a sibling."""
+    """Model types of the dense and the slim model; they differ if the slim one was written as a sibling."""
 
     dense: str
     slim: str
 
     @property
     def note(self) -> str:
-        """A note about a model that was written as a sibling; empty if it was not."""
+        """A sentence about a model that was written as a sibling; empty if it was not."""
         if self.dense == self.slim:
             return ""
         return (
@@ -139,12 +139,12 @@ def families(dense: PreTrainedConfig, slim: PreTrainedConfig) -> Family:
 
 
 def tensor_shapes(model: nn.Module) -> dict[str, Any]:
-    """Return the shape of every parameter and buffer; some buffers are computed from the number of heads."""
+    """Return the shape of every parameter and buffer, by name; some buffers depend on the number of heads."""
     return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
 def _sibling_config(config: PreTrainedConfig, settings: Mapping[str, Any], sibling: Sibling) -> PreTrainedConfig | None:
-    """Return the sibling's config with the same meaning, or None if it lacks a field that is in use, or refuses one."""
+    """Return the sibling's config with the same meaning; None if it lacks a field that is in use, or refuses one."""
     target = CONFIG_MAPPING[sibling.model_type]
     known = {field.name for field in dataclasses.fields(target)}
     usual = type(config)()
@@ -162,7 +162,7 @@ def _sibling_config(config: PreTrainedConfig, settings: Mapping[str, Any], sibli
     return made
 
 
-def _empty_twin(
+def _sibling_model(
     model: PreTrainedModel, config: PreTrainedConfig, position: int, settings: Mapping[int, Mapping[str, Any]]
 ) -> PreTrainedModel | None:
     """Return a model without weights, with a sibling's config at a position of `configs_in`; None if there is none."""
@@ -171,16 +171,13 @@ def _empty_twin(
         stock = getattr(transformers, type(model).__name__.replace(own, other, 1), None)
         return None if stock is None or stock is type(model) else empty_model(stock, config, model.dtype)
     others = {place: values for place, values in settings.items() if place != position}
-    try:
-        return empty_model(type(model), changed_config(model.config, others, {position: config}), model.dtype)
-    except Exception:  # whatever a model's own code raises on a config it does not expect
-        return None
+    return _stock_model(model, others, {position: config})
 
 
 def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Let a twin without weights share the model's tensors, take over its generation config and mode; return it."""
+    """Let a twin without weights share the model's tensors, generation config and mode, in place; return it."""
     share_tensors(twin, model)
-    if type(twin) is type(model):  # else it has names of its own for its tensors in a file
+    if type(twin) is type(model):  # a twin of another class saves tensors under names of its own
         save_as_loaded(twin, model)
     if model.can_generate():
         twin.generation_config = model.generation_config
@@ -190,12 +187,11 @@ def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedMo
 def per_layer_config(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
 ) -> PerLayer | None:
-    """Return the fields in which layers differ from the config of the model, after the cut.
+    """Return the fields in which layers differ from the model's config after the cut; None if fields cannot say it.
 
     The config has the numbers of the dense model, except those of a uniform cut of heads that its fields describe.
-
-    None if fields cannot describe it: heads have another width than the dense config says, the config has other names
-    for the numbers, or numbers of its own for every layer, or the model has several stacks of layers.
+    Fields cannot describe heads of another width than the dense config says, a config with other names for the numbers
+    or with own numbers for every layer, or a model with several stacks of layers.
     """
     if layers_differ(model.config):
         return None
@@ -216,30 +212,30 @@ def per_layer_config(
     return found
 
 
-def set_layers(config: PreTrainedConfig, layers: PerLayer | None) -> None:
+def _set_layers(config: Any, layers: PerLayer | None) -> None:
     """Write the sizes of layers into a config's `per_layer_config`; remove it if there are none, or if it cannot load.
 
     A config without `head_dim` gets the dense model's: readers would compute it from a layer's own number of heads.
     """
+
+    def write(config: Any, layers: PerLayer | None) -> None:
+        if layers and any("num_attention_heads" in fields for fields in layers.values()):
+            config.head_dim = head_width(config)
+        describe_layers(config, layers)
+
     if layers:
         trial = copy.deepcopy(config)
-        _write_layers(trial, layers)
+        write(trial, layers)
         try:
             with layers_unwarned():
                 type(config).from_dict(trial.to_dict())
         except Exception:  # whatever a config's own code raises on layers that differ
             layers = None
-    _write_layers(config, layers)
-
-
-def _write_layers(config: Any, layers: PerLayer | None) -> None:
-    if layers and any("num_attention_heads" in fields for fields in layers.values()):
-        config.head_dim = head_width(config)
-    describe_layers(config, layers)
+    write(config, layers)
 
 
 def head_width(config: PreTrainedConfig) -> int | None:
-    """Return the width of the heads of a dense model by its config; None if the config does not say."""
+    """Return the width of a dense model's heads by its config; None if the config does not say."""
     width, hidden, heads = (config_field(config, name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if width is None and type(hidden) is int and type(heads) is int and heads > 0 and hidden % heads == 0:
         width = hidden // heads
@@ -247,10 +243,9 @@ def head_width(config: PreTrainedConfig) -> int | None:
 
 
 def _layer_fields(config: Any, layer: str, module: PrunableModule, selection: Selection) -> dict[str, int] | None:
-    """Return the fields that describe what a module of a layer keeps, or None if the config lacks one of them."""
+    """Return the fields that describe the units that a layer's module keeps; None if the config lacks one of them."""
     kept = selection[module.name]
-    # Of each field its number before and after the cut.
-    numbers: dict[str, tuple[int, int]] = {}
+    numbers: dict[str, tuple[int, int]] = {}  # field -> its value before and after the cut
     if module.kind == ATTENTION:
         if not module.key_width == module.unit_width == head_width(config):
             return None
@@ -266,14 +261,14 @@ def _layer_fields(config: Any, layer: str, module: PrunableModule, selection: Se
         numbers[name] = (module.units, len(kept.units))
     earlier = (getattr(config, "hies_export", None) or {}).get("per_layer_config", {}).get(layer, {})
     for name, pair in numbers.items():
-        # A field that had some other number means something else, such as the neurons of an expert.
+        # A field with another value means something else, such as the neurons of an expert.
         if earlier.get(name, config_field(config, name)) not in pair:
             return None
     return {name: after for name, (_, after) in numbers.items()}
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the slim version of a model class of transformers, which must export it: checkpoints name it."""
+    """Return the slim version of a model class; refuse classes that transformers does not export."""
     if not hasattr(modeling_hies, stock.__name__):
         raise UnsupportedModelError(
             f"a slim checkpoint names its model class, which transformers must export, but it does not export "
@@ -283,12 +278,12 @@ def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def stock_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a model class's stock class of transformers: itself, or the one that it is the slim version of."""
+    """Return the transformers class of which a model class is the slim version, or that class itself."""
     return next(c for c in model_class.__mro__ if c.__module__.startswith("transformers."))
 
 
 def is_slim(model: PreTrainedModel) -> bool:
-    """Return whether a model's config has a `hies_export` block, which its shapes depend on."""
+    """Return whether a model's config has a `hies_export` block, which describes its shapes."""
     return getattr(model.config, "hies_export", None) is not None
 
 
@@ -297,10 +292,9 @@ class Shapes:
     """The shapes and attributes that a cut changed; keys are dotted names."""
 
     linear: dict[str, list[int]] = field(default_factory=dict)  # layer -> [out_features, in_features]
-    parameters: dict[str, list[int]] = field(default_factory=dict)  # outside of linear layers
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # Module -> argument -> which heads it takes.
-    narrowed: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    parameters: dict[str, list[int]] = field(default_factory=dict)  # parameter outside of linear layers -> its shape
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)  # module -> attribute -> its value
+    narrowed: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # module -> argument -> heads that it takes
 
     def __bool__(self) -> bool:
         """Return whether a cut changed anything."""
@@ -310,37 +304,32 @@ class Shapes:
 def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None) -> None:
     """Write the `hies_export` block into the config of a cut model, and change its class to the slim version.
 
-    `layers`, from `per_layer_config`, describes the same as `shapes` in config fields; None if fields cannot describe
-    it.
+    `layers`, from `per_layer_config`, are config fields that describe the same as `shapes`; None if fields cannot.
     """
-    prefix = model.base_model_prefix + "."
-    under_base = (lambda name: name.removeprefix(prefix)) if model.base_model is not model else (lambda name: name)
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."  # names in the block are below the base
     new: dict[str, Any] = {"format": 1, "linear": {}, "attributes": {}, "per_layer_config": {}}
     block = copy.deepcopy(getattr(model.config, "hies_export", None)) or new
-    block["linear"].update({under_base(name): shape for name, shape in shapes.linear.items()})
-    if shapes.parameters:
-        named = {under_base(name): shape for name, shape in shapes.parameters.items()}
-        block.setdefault("parameters", {}).update(named)
-    if shapes.narrowed:
-        block.setdefault("narrowed", {}).update({under_base(name): taken for name, taken in shapes.narrowed.items()})
-    for name, changed in shapes.attributes.items():
-        block["attributes"].setdefault(under_base(name), {}).update(changed)
+    for part in ("linear", "parameters", "narrowed"):
+        if changed := {name.removeprefix(prefix): value for name, value in getattr(shapes, part).items()}:
+            block.setdefault(part, {}).update(changed)
+    for name, values in shapes.attributes.items():
+        block["attributes"].setdefault(name.removeprefix(prefix), {}).update(values)
     if layers is None:
         block.pop("per_layer_config", None)
-    elif "per_layer_config" in block:  # otherwise an earlier cut would be lost
+    elif "per_layer_config" in block:  # a block without it has a cut that fields cannot describe
         for layer, fields in layers.items():
             block["per_layer_config"].setdefault(layer, {}).update(fields)
     stock = stock_class(type(model))
     model.config.hies_export = block
-    set_layers(model.config, block.get("per_layer_config"))
+    _set_layers(model.config, block.get("per_layer_config"))
     model.config.auto_map = _auto_map(stock, model)
     model.__class__ = slim_class(stock)
 
 
 def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
-    """Return Auto class -> "file.class": every Auto class of the stock class, and `AutoModel` for its base model.
+    """Return Auto class -> "file.class", for every Auto class that may load the checkpoint.
 
-    It can be loaded with any other head too, to be fine-tuned.
+    They are those of the stock class, `AutoModel` for its base model, and those of other heads, for fine-tuning.
     """
     module = modeling_hies.__name__.rpartition(".")[2]
     names = dict.fromkeys(auto_classes(stock.__name__, model.config.model_type), stock.__name__)
@@ -353,21 +342,20 @@ def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
 def plain_model(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
 ) -> PreTrainedModel | None:
-    """Return a uniformly cut model with a config that alone describes it, or None if there is no such config.
+    """Return a uniformly cut model with a config that alone describes it; None if there is no such config.
 
-    A config is tried first: the stock class, built from it on the meta device, must have the slim model's shapes. Each
-    config and sub-config describes the modules that hold it, so the towers of a model may differ. If the model's own
-    config refuses the result, a sibling's is tried; the returned model then has the sibling's class and shares the
-    tensors.
+    The stock class, built from the config on the meta device, must have the slim model's shapes. Each config and
+    sub-config describes the modules that hold it, so the towers of a model may differ. If the model's own config
+    refuses the result, a sibling's is tried; the returned model then has the sibling's class and shares the tensors.
     """
-    if getattr(model.config, "hies_export", None) is not None:
+    if is_slim(model):
         return None
     settings = _head_settings(model, selection, [m for m in modules if m.kind == ATTENTION])
     if settings is None:
         return None
     neurons = [m for m in modules if m.kind == MLP and len(selection[m.name].units) < m.units]
     if neurons:
-        found = _NeuronFields(model, selection, neurons).settings()
+        found = _neuron_settings(model, selection, neurons)
         if found is None:
             return None
         settings = {key: settings.get(key, {}) | found.get(key, {}) for key in (*settings, *found)}
@@ -383,7 +371,7 @@ def plain_model(
 
 
 def _head_settings(model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> Settings | None:
-    """Return the fields for the heads, or None if modules with the same config keep different numbers."""
+    """Return the fields for the heads; None if modules with the same config keep different numbers."""
     configs = configs_in(model.config)
     positions = {id(config): position for position, config in reversed(list(enumerate(configs)))}
     owned: dict[int, list[PrunableModule]] = {}
@@ -405,87 +393,88 @@ def _head_settings(model: PreTrainedModel, selection: Selection, modules: Sequen
     return settings
 
 
-class _NeuronFields:
-    """The fields of a config that give the numbers of neurons, found by changing them one at a time.
+def _neuron_settings(
+    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
+) -> Settings | None:
+    """Return fields that give every module the number of neurons that stay; None if there are none.
 
-    A field is the right one if the stock model built with its new value differs from the dense one only in the shapes
-    of feed-forward blocks, which have the kept numbers of neurons.
+    They are found by changing fields one at a time. A field is the right one if the stock model built with its new
+    value differs from the dense one only in the shapes of feed-forward blocks, which have the kept numbers of neurons.
     """
-
-    def __init__(self, model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]):
-        self._model, self._modules = model, modules
-        self._stays = {module.name: len(selection[module.name].units) for module in modules}
-        self._owned = {f"{n}.{p}" for m in modules for n in m.layers for p in ("weight", "bias")}
-        self._owned |= {name for m in modules for name in m.parameters}
-
-    def settings(self) -> Settings | None:
-        """Return fields that give every module the number of neurons that stay, or None if there are none."""
-        dense = _stock_model(self._model, {})
-        if dense is None:
-            return None
-        shapes = tensor_shapes(dense)
-        settings: Settings = {}
-        left = {module.name for module in self._modules}
-        for position, name, values in self._candidates():
-            governed = left & self._governed(position, name, values[0], shapes).keys()
-            if not governed:
-                continue
-            # Once a field is found, the modules that it governs either agree on its value, or there is none.
-            for value in values:
-                given = self._governed(position, name, value, shapes)
-                if given and all(self._stays[module] == units for module, units in given.items()):
-                    settings.setdefault(position, {})[name] = value
-                    left -= given.keys()
-                    break
-            else:
-                return None
-            if not left:
-                return settings
+    stays = {module.name: len(selection[module.name].units) for module in modules}
+    own = {f"{name}.{kind}" for module in modules for name in module.layers for kind in ("weight", "bias")}
+    own |= {name for module in modules for name in module.parameters}
+    stock = _stock_model(model, {})
+    if stock is None:
         return None
+    dense = tensor_shapes(stock)
 
-    def _governed(self, position: int, name: str, value: Any, dense: Mapping[str, torch.Size]) -> dict[str, int]:
+    def governed(position: int, name: str, value: Any) -> dict[str, int]:
         """Return module -> its neurons with another value of a field; empty if that changes other shapes too."""
-        stock = _stock_model(self._model, {position: {name: value}})
-        if stock is None:
-            return {}
-        shapes = tensor_shapes(stock)
+        other = _stock_model(model, {position: {name: value}})
+        shapes = {} if other is None else tensor_shapes(other)
         changed = {name for name in dense.keys() | shapes.keys() if dense.get(name) != shapes.get(name)}
-        if not changed <= self._owned:
+        if other is None or not changed <= own:
             return {}
         return {
-            module.name: features_of(stock.get_submodule(module.consumer))[1]
-            for module in self._modules
+            module.name: features_of(other.get_submodule(module.consumer))[1]
+            for module in modules
             if f"{module.consumer}.weight" in changed
         }
 
-    def _candidates(self) -> Iterator[tuple[int, str, list[Any]]]:
-        """Yield position of a config, field and new values: fields equal to a number of neurons, ratios, unset ones."""
-        counts = list(dict.fromkeys((module.units, self._stays[module.name]) for module in self._modules))
-        counts = counts[:_MOST_COUNTS]
-        fields = [
-            (position, field, config_field(config, field.name))
-            for position, config in enumerate(configs_in(self._model.config))
-            for field in dataclasses.fields(config)
-        ]
-        for position, known, value in fields:
-            if type(value) is int and (values := [stays for units, stays in counts if value == units]):
-                yield position, known.name, values
-        for position, known, value in fields:
-            if type(value) is float and 1 <= value <= _LARGEST_RATIO:
-                # A model may round the product down, so the second lies a little above.
-                yield position, known.name, [value * (counts[0][1] + more) / counts[0][0] for more in (0, 0.25)]
-            elif type(value) is int and 1 <= value <= _LARGEST_RATIO and value * counts[0][1] % counts[0][0] == 0:
-                yield position, known.name, [value * counts[0][1] // counts[0][0]]
-        for position, known, value in fields:
-            if value is None and "int" in str(known.type):
-                yield position, known.name, [stays for _, stays in counts]
+    settings: Settings = {}
+    left = {module.name for module in modules}
+    counts = list(dict.fromkeys((module.units, stays[module.name]) for module in modules))
+    for position, name, values in _neuron_fields(model.config, counts[:_MOST_COUNTS]):
+        if not left & governed(position, name, values[0]).keys():
+            continue
+        # The modules that a field governs either agree on one of its values, or no fields describe the cut.
+        for value in values:
+            given = governed(position, name, value)
+            if given and all(stays[module] == units for module, units in given.items()):
+                settings.setdefault(position, {})[name] = value
+                left -= given.keys()
+                break
+        else:
+            return None
+        if not left:
+            return settings
+    return None
 
 
-def _stock_model(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None:
-    """Return the stock model, on the meta device, of a model's config with other fields; None if there is none."""
+def _neuron_fields(config: Any, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, str, list[Any]]]:
+    """Yield fields that may give the number of neurons: position of the config in `configs_in`, name, and new values.
+
+    First come fields that equal a number of neurons, then ratios, then fields that are not set. `counts` are numbers of
+    neurons before and after the cut.
+    """
+    before, after = counts[0]
+    fields = [
+        (position, field, config_field(part, field.name))
+        for position, part in enumerate(configs_in(config))
+        for field in dataclasses.fields(part)
+    ]
+    for position, known, value in fields:
+        if type(value) is int and (values := [stays for units, stays in counts if value == units]):
+            yield position, known.name, values
+    for position, known, value in fields:
+        if type(value) is float and 1 <= value <= _LARGEST_RATIO:
+            # A model may round the product down, so the second value lies a little above.
+            yield position, known.name, [value * (after + more) / before for more in (0, 0.25)]
+        elif type(value) is int and 1 <= value <= _LARGEST_RATIO and value * after % before == 0:
+            yield position, known.name, [value * after // before]
+    for position, known, value in fields:
+        if value is None and "int" in str(known.type):
+            yield position, known.name, [stays for _, stays in counts]
+
+
+def _stock_model(
+    model: PreTrainedModel,
+    settings: Mapping[int, Mapping[str, Any]],
+    parts: Mapping[int, PreTrainedConfig] | None = None,
+) -> PreTrainedModel | None:
+    """Return a model without weights of a model's class and its `changed_config`; None if there is none."""
     try:
-        candidate = changed_config(model.config, settings)
-        with torch.device("meta"):
-            return type(model)(candidate)
+        return empty_model(type(model), changed_config(model.config, settings, parts), model.dtype)
     except Exception:  # whatever a model's own code raises on a config it does not expect
         return None

@@ -32,8 +32,8 @@ def prune_units(
     describe the result (a uniform ViT, LLaMA, ...), the config is updated and the model keeps its stock class. If its
     own config refuses the result and a sibling's accepts it (a LLaMA of 6 heads at width 64, as a Mistral), the model
     becomes the sibling (`as_sibling`). Otherwise the class becomes the slim version of the stock class
-    (`modeling_hies`), whose code `save_pretrained` writes next to the weights. If a config can describe the heads but
-    not the neurons, the heads are in its plain fields, and the `hies_export` block has only the neurons.
+    (`modeling_hies`), whose code `save_pretrained` writes next to the weights. A config that can describe the heads but
+    not the neurons does so, and the `hies_export` block has only the neurons.
 
     Args:
         model: The dense model.
@@ -77,6 +77,7 @@ def prune_units(
 
 
 def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Selection, shapes: Shapes) -> None:
+    """Cut modules in place, and record in `shapes` what that changed."""
     own = {name for module in modules for name in module.layers}
     for module in modules:
         kept = selection[module.name]
@@ -100,7 +101,7 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
 
 
 def _tied_to(model: PreTrainedModel, layer: nn.Module, own: Collection[str]) -> list[str]:
-    """Return the layers with the same weight as a layer, such as those of an auxiliary loss, that are not in `own`."""
+    """Return the names of layers outside `own` that share a layer's weight, such as those of an auxiliary loss."""
     return [
         name
         for name, module in model.named_modules(remove_duplicate=False)
