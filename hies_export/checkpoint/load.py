@@ -87,12 +87,7 @@ def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, 
     """
     device = device_to_prune_on()
     name = dtype or ("float32" if device == "cpu" else "auto")
-    model: Any = load_weights(
-        model_class,
-        path,
-        dtype=name if name == "auto" else getattr(torch, name),
-        **hub,
-    )
+    model: Any = load_weights(model_class, path, dtype=name if name == "auto" else getattr(torch, name), **hub)
     fits = device == "cpu" or parameter_bytes(model) < SHARE_OF_GPU * torch.cuda.mem_get_info()[0]
     return model.to(device) if fits else model
 

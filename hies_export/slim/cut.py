@@ -20,11 +20,7 @@ from .config import Shapes, become_slim, per_layer_config, plain_model
 
 
 def prune_units(
-    model: PreTrainedModel,
-    plan: PruningPlan | Selection,
-    modules: Sequence[PrunableModule],
-    *,
-    inplace: bool = False,
+    model: PreTrainedModel, plan: PruningPlan | Selection, modules: Sequence[PrunableModule], *, inplace: bool = False
 ) -> PreTrainedModel:
     """Remove from a model the units that a plan does not keep.
 
