@@ -1,8 +1,4 @@
-"""Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations.
-
-`collect_moments` adds up products of tokens, block by block. From these sums the `Moments` follow for any weight of the
-tokens, and from moments the ridge regression.
-"""
+"""Collect the moments of the inputs and outputs of consumers: all that least squares needs, without activations."""
 
 from __future__ import annotations
 
@@ -29,14 +25,10 @@ from .walk import device_of_blocks
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
 HELD_OUT_EVERY = 5
-# From this number of inputs on, sums and fits use a faster algorithm, which rounds differently.
-WIDE = 512
-# Rows of the products of a wide layer that are computed at once.
-BLOCK = 256
-# Most of the free memory that moments of all modules may take.
-SHARE_OF_FREE = 0.5
-FREE_IF_UNKNOWN = 8 << 30
-
+WIDE = 512  # from this number of inputs on, sums and fits use a faster algorithm, which rounds differently
+BLOCK = 256  # rows of the products of a wide layer that are computed at once
+SHARE_OF_FREE = 0.5  # most of the free memory that moments of all modules may take
+FREE_IF_UNKNOWN = 8 << 30  # bytes
 
 Solve: TypeAlias = Callable[..., "tuple[Tensor, Tensor | None] | None"]
 """Takes a ridge and returns a weight (outputs, inputs) and a bias (outputs,); None where that ridge is too small."""
@@ -53,12 +45,6 @@ class Moments:
     yx: Tensor  # (outputs, inputs) sum of y x^T
     yy: Tensor  # sum of |y|^2
     counted: int  # number of tokens
-
-    @classmethod
-    def of(cls, x: Tensor, y: Tensor) -> Moments:
-        """Return the moments of x (tokens, inputs) and y (tokens, outputs)."""
-        x, y = x.double(), y.double()
-        return cls(float(len(x)), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum(), len(x))
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -364,9 +350,8 @@ class MomentStore:
         if self.kept:
             block(self._modules, self.kept)
             return
-        how: dict[str, Any] = {"weighted": self.weighted, "name": name, "progress": progress}
         asked = [module for module in self._modules if self.keeps or names is None or module.name in names]
-        collect_moments(self._dense, asked, self._batches, block, **how)
+        collect_moments(self._dense, asked, self._batches, block, weighted=self.weighted, name=name, progress=progress)
         self.kept = collected
 
 

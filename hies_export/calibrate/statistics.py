@@ -215,23 +215,24 @@ class _SampleSums:
         self._sums = {name: _zeros(modules) for name in ("his", "fisher", "norms", "tokens")}
         self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
         device, task = next(model.parameters()).device, task_of(model, batches[0])
-        parts = []
+        self._batches, numbers = list[dict[str, Tensor]](), list[int]()
         with walking(model, batches):
             for number, batch in enumerate(batches):
                 given = {key: value.to(device) for key, value in batch.items()}
                 for part in in_rows(given, task.at_once(given)):
                     repeated = {key: value.repeat_interleave(task.repeats, 0) for key, value in part.items()}
-                    parts.append((number, task.with_labels(model, repeated)))
-        self._batches = [part for _, part in parts]
-        numbers, within = [number for number, _ in parts], self._entropies.attached
+                    self._batches.append(task.with_labels(model, repeated))
+                    numbers.append(number)
+        within = self._entropies.attached
         self.gradients = Gradients(model, self._batches, modules, "loss", numbers=numbers, within=within)
 
     def collect(self, *, keep: bool, progress: Progress) -> None:
-        """Take the batches forward and backward, and add up; `keep` the gradients."""
+        """Take the batches forward and backward, and add up over all processes; `keep` the gradients for later use."""
         self.gradients.collect(self._add, keep=keep, around=self._recorded, name="score", progress=progress)
         added_up(chain(*(sums.values() for sums in self._sums.values())))
 
     def _add(self, modules: list[PrunableModule], read: Read) -> None:
+        """Add the statistics of a block's modules over all batches of this process."""
         for number in own(self._batches):
             readings = read(number)
             for name, values in mask_gradients(readings, modules, self.gradients.counts[number]).items():

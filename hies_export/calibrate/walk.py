@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -47,9 +47,6 @@ class Call:
     gradients: list[Tensor | None] = field(default_factory=list)
 
 
-Steps: TypeAlias = Generator[tuple[str, list[Call]], None, None]
-
-
 class Walk:
     """Batches on their way through the blocks of a model, or through the layers of one block.
 
@@ -74,7 +71,7 @@ class Walk:
         self._runs: dict[int, greenlet] = {}
         self.trail: dict[str, list[Call]] = {}  # block -> its calls, once a forward with gradients has passed it
 
-    def forward(self, *, gradients: bool = False) -> Steps:
+    def forward(self, *, gradients: bool = False) -> Generator[tuple[str, list[Call]], None, None]:
         """Yield every layer with its calls, in order; the caller sets `output` of each call.
 
         A batch may skip layers, as texts alone skip an image tower: it then waits for the others. What comes after the
@@ -241,8 +238,7 @@ def device_of_blocks(model: nn.Module) -> torch.device:
 
 def running() -> int:
     """Return the number of the batch whose coroutine calls this."""
-    number: int = getcurrent().number
-    return number
+    return int(getcurrent().number)
 
 
 def blocks_of(
@@ -286,8 +282,8 @@ def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str,
         for block in blocks:
             layer = model.get_submodule(block)
             stack.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
-        stack.enter_context(threads_for(model, [batch]))
-        for context in (evaluating(model), output_alone(model), wide_products(model), torch.no_grad()):
+        modes = (threads_for(model, [batch]), evaluating(model), output_alone(model), wide_products(model))
+        for context in (*modes, torch.no_grad()):
             stack.enter_context(context)
         model(**{key: value.to(next(model.parameters()).device) for key, value in inputs_of(batch).items()})
     return called

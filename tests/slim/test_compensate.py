@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.architectures import tiny
-from support.cuts import random_cut, random_plan
+from support.cuts import moments_of, random_cut, random_plan
 from support.models import bert, llama, opt, text_batch
 from support.references import kept_columns, read_tokens
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hies_export import Kept, PruningPlan, find_attention, find_modules, prune_units
 from hies_export.calibrate import moments as moments_room
-from hies_export.calibrate.moments import Moments, MomentStore
+from hies_export.calibrate.moments import MomentStore
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
 from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
 
@@ -103,7 +103,7 @@ def test_sequential_makes_up_for_half_of_what_the_stream_lacks(
         there, here = (stream_read_by(model, layer, batches) for model in (dense, slim))
         x, y = read_tokens(slim, module, batches)[0], read_tokens(dense, module, batches)[1] + 0.5 * (there - here)
         moments, consumer = (
-            Moments.of(torch.from_numpy(x), torch.from_numpy(y)),
+            moments_of(torch.from_numpy(x), torch.from_numpy(y)),
             original.get_submodule(module.consumer),
         )
         weight, bias = moments.solver(consumer.weight.detach().double(), centred=consumer.bias is not None)(0.01)

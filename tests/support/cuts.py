@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Constraints, find_attention, prune_units, select_units
-from hies_export.calibrate.moments import LayerMoments, collect_moments
+from hies_export.calibrate.moments import LayerMoments, Moments, collect_moments
 from hies_export.calibrate.readings import Gradients, LayerEffects, effects_of
 from hies_export.score.criteria import Scores
 from hies_export.select.plan import PruningPlan, library_versions
@@ -81,6 +81,12 @@ def effects(
     walk = Gradients(model, batches, modules, "effect")
     walk.collect(lambda inside, read: found.update(effects_of(model, batches, inside, read)))
     return {module.name: found[module.name] for module in modules}
+
+
+def moments_of(x: Tensor, y: Tensor) -> Moments:
+    """Return the moments of x (tokens, inputs) and y (tokens, outputs)."""
+    x, y = x.double(), y.double()
+    return Moments(float(len(x)), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum(), len(x))
 
 
 def moments_by_module(
