@@ -294,7 +294,7 @@ def _moments(parts: Sequence[tuple[float, Sums]], columns: Tensor | None) -> Mom
 
 
 class MomentStore:
-    """The moments of every consumer over some rows, collected block by block when first asked for.
+    """The moments of every consumer over some rows, collected block by block when first used.
 
     Those of all modules are kept for later uses if `keep` is set and they fit into half of the free memory; else each
     use collects them again. A module takes 16 bytes for each pair of inputs, twice that if `weighted`: tokens are then
@@ -315,8 +315,7 @@ class MomentStore:
         self.weighted, self.kept = weighted, dict[str, LayerMoments]()
         self._dense, self._modules, self._batches = dense, modules, batches
         widths = [features_of(dense.get_submodule(module.consumer))[1] for module in modules]
-        needed = 16 * (1 + weighted) * sum(width**2 for width in widths)
-        device = device_of_blocks(dense)
+        needed, device = 16 * (1 + weighted) * sum(width**2 for width in widths), device_of_blocks(dense)
         # One process decides for all of them.
         free = on_main(lambda: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_on_cpu())
         self.keeps = keep and needed < SHARE_OF_FREE * free
@@ -337,57 +336,42 @@ class MomentStore:
     ) -> None:
         """Call `work` with modules and their moments, block by block, or once for all if these are kept already.
 
-        `names` are those of the wanted modules; None for all.
+        `names` are those of the wanted modules, None for all; the loop over the blocks is shown as `name`.
         """
-        collected: dict[str, LayerMoments] = {}
 
-        def block(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
-            if self.keeps:
-                collected.update(sums)
-            if wanted := [module for module in modules if names is None or module.name in names]:
-                work(wanted, sums)
+        def is_wanted(module: PrunableModule) -> bool:
+            return names is None or module.name in names
 
         if self.kept:
-            block(self._modules, self.kept)
+            work([*filter(is_wanted, self._modules)], self.kept)
             return
-        asked = [module for module in self._modules if self.keeps or names is None or module.name in names]
-        collect_moments(self._dense, asked, self._batches, block, weighted=self.weighted, name=name, progress=progress)
+        first, collected = [0, *accumulate(map(size_of, self._batches))], dict[str, LayerMoments]()
+
+        def block(inside: list[PrunableModule], read: Read) -> None:
+            sums = {module.name: self._new_sums(module) for module in inside}
+
+            def add(number: int, _: Any) -> None:
+                for one in read(number):
+                    add_reading(sums[one.name], one, first[number])
+
+            mapped(self._batches, add)
+            added_up(tensor for found in sums.values() for tensor in found.tensors())
+            if self.keeps:
+                collected.update(sums)
+            if wanted := [*filter(is_wanted, inside)]:
+                work(wanted, sums)
+
+        modules = self._modules if self.keeps else [*filter(is_wanted, self._modules)]
+        if self.weighted:
+            Gradients(self._dense, self._batches, modules, "effect").collect(block, name=name, progress=progress)
+        else:
+            read_forward(self._dense, self._batches, modules, block, name=name, progress=progress)
         self.kept = collected
 
-
-def collect_moments(
-    dense: PreTrainedModel,
-    modules: Sequence[PrunableModule],
-    batches: Sequence[dict[str, Tensor]],
-    work: Callable[[Sequence[PrunableModule], Mapping[str, LayerMoments]], None],
-    *,
-    weighted: bool = False,
-    name: str = "moments",
-    progress: Progress = SILENT,
-) -> None:
-    """Call `work` with the modules of each block and their moments over the batches; see `MomentStore`."""
-    check_samples(batches)
-    first = [0, *accumulate(map(size_of, batches))]
-
-    def new_sums(module: PrunableModule) -> tuple[Sums, Sums]:
-        layer = dense.get_submodule(module.consumer)
-        return LayerSums(layer), LayerSums(layer)
-
-    def block(inside: list[PrunableModule], read: Read) -> None:
-        sums = {m.name: LayerMoments(new_sums(m), new_sums(m) if weighted else None) for m in inside}
-
-        def add(number: int, _: Any) -> None:
-            for one in read(number):
-                add_reading(sums[one.name], one, first[number])
-
-        mapped(batches, add)
-        added_up(tensor for found in sums.values() for tensor in found.tensors())
-        work(inside, sums)
-
-    if weighted:
-        Gradients(dense, batches, modules, "effect").collect(block, name=name, progress=progress)
-    else:
-        read_forward(dense, batches, modules, block, name=name, progress=progress)
+    def _new_sums(self, module: PrunableModule) -> LayerMoments:
+        layer = self._dense.get_submodule(module.consumer)
+        uniform = LayerSums(layer), LayerSums(layer)
+        return LayerMoments(uniform, (LayerSums(layer), LayerSums(layer)) if self.weighted else None)
 
 
 def free_on_cpu() -> int:

@@ -145,7 +145,6 @@ class Gradients:
         self.batches = batches
         self._numbers = numbers or range(len(batches))
         self.blocks = blocks_of(model, modules, batches[0])
-        self._block_of = {module.name: block for block, inside in self.blocks.items() for module in inside}
         self._walk = Walk(model, own(batches), [*self.blocks], self._run)
         self._calls: dict[str, list[Call]] = {}
         self.counts: dict[int, Tensor] = {}  # batch -> number of terms of the loss that belong to each sample, (batch,)
@@ -201,7 +200,7 @@ class Gradients:
 
     def of(self, modules: Sequence[PrunableModule], work: Work) -> None:
         """Call `work` again with all modules of the block of `modules`, and drop what was kept for that block."""
-        block = self._block_of[modules[0].name]
+        block = next(block for block, inside in self.blocks.items() if modules[0] in inside)
         read, at_hand = self._reading(block, self._calls.pop(block), hand_on=False), self._walk.at_hand(block)
         with walking(self._model, self.batches, gradients=True), self._within(), at_hand, read as reads:
             work(self.blocks[block], reads)

@@ -67,8 +67,7 @@ def apply_plan(
         plan: The units that stay.
         model: The dense checkpoint, a folder or a Hub id.
         folder: Where to write; appears only when everything is written and checked.
-        batch: Two short samples, on which the modules are found and the saved model is compared; by default random
-            ones.
+        batch: Two short samples, on which the modules are found and the saved model is compared; random by default.
         overwrite: Replace an existing folder.
         force: Cut even if the plan was made for other weights; the written plan names these weights.
         refit: The refitted layers of a compensated model, the `refit.safetensors` that was written with the plan.
@@ -102,7 +101,12 @@ def apply_plan(
     progress.stage("cut")
     if plan.vocabulary:
         kept = KeptTokens(plan.vocabulary, row_count(dense))
-        dense, processor = apply_kept(dense, _processor(dense, source, kept), kept)
+        if kept.rows[-1] >= kept.total:
+            raise PlanError(
+                f"a plan must be for the model it is applied to, but it keeps token {kept.rows[-1]}, and this model "
+                f"has {kept.total:,}; make a plan for this model"
+            )
+        dense, processor = apply_kept(dense, load_processor(source, task=type(task_of(dense))), kept)
     modules = _find_modules(dense, plan, batch)
     if force:
         plan = replace(plan, model=fingerprint(dense, modules))
@@ -141,16 +145,6 @@ def _load(model: str | Path) -> tuple[Path, Unwrapped]:
     config = load_config(source)
     refuse_quantised(config, source)
     return source, Unwrapped(load(source, dtype=stored_dtype(weight_files(source), config) or "auto"))
-
-
-def _processor(model: PreTrainedModel, source: Path, kept: KeptTokens) -> Any:
-    """Return the tokenizer or processor of a checkpoint, after checking that the tokens of a plan are some of its."""
-    if kept.rows[-1] >= kept.total:
-        raise PlanError(
-            f"a plan must be for the model it is applied to, but it keeps token {kept.rows[-1]}, and this model has "
-            f"{kept.total:,}; make a plan for this model"
-        )
-    return load_processor(source, task=type(task_of(model)))
 
 
 def _find_modules(

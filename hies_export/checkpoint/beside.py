@@ -1,4 +1,4 @@
-"""Read and write what stands beside the weights: processor files, the card, settings that transformers leaves out."""
+"""Read and write the files beside the weights: processor, card, and settings that transformers leaves out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def _in_any_case(pattern: str) -> str:
-    """Return a pattern that matches letters of both cases, for `glob` and for the Hub's client."""
+    """Return a glob pattern that ignores case, for `Path.glob` and the Hub's client."""
     return "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in pattern)
 
 
@@ -62,7 +62,7 @@ def fetch(
     revision: str | None = None,
     patterns: Sequence[str] = (CONFIG_NAME, GENERATION_CONFIG_NAME, *COMPANIONS),
 ) -> Path:
-    """Return the folder of a checkpoint, after fetching the weights of a Hub id and the files that match a pattern."""
+    """Return the folder of a checkpoint; of a Hub id, fetch the weights and the files that match a pattern first."""
     read_config(model, revision=revision)
     with _fetching(model):
         weight_files(model, revision=revision)
@@ -70,7 +70,7 @@ def fetch(
 
 
 def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint, after fetching those files of a Hub id whose names match a pattern."""
+    """Return the folder of a checkpoint; of a Hub id, fetch the files that match a pattern first, but no weights."""
     folder = str(model)
     if not Path(model).is_dir():
         with _fetching(model):
@@ -80,18 +80,15 @@ def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None
 
 @contextmanager
 def _fetching(model: str | Path) -> Iterator[None]:
-    remedy = "try again, or give the folder of a download"
-    with (
-        refusing(f"the files of {model} must be on this machine or on the Hub, but", remedy),
-        hub_or_cache(model, "model"),
-    ):
+    """Raise a `RequestError` if the block fails to fetch files; it uses the cache if the Hub cannot be reached."""
+    must, remedy = "must be on this machine or on the Hub, but", "try again, or give the folder of a download"
+    with refusing(f"the files of {model} {must}", remedy), hub_or_cache(model, "model"):
         yield
 
 
 def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
-    """Copy the files that match a pattern and are not in the folder yet: by default processor and documents.
+    """Copy the files that match a pattern and are not in the folder yet, except the card and hidden files.
 
-    The card and hidden files are left out.
     Links are followed only as the Hub's cache uses them: from a snapshot to the blobs of the same repository. Others
     are left out with a warning, because they may lead to files that must not be passed on.
     """
@@ -104,18 +101,17 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
             real = path.resolve()
             is_blob = root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs")
             if real != root / name and not is_blob:
-                logger.warning(
-                    "%s was not copied, because it is a link to %s; copy it if it is the model's", path, real
-                )
+                message = "%s was not copied, because it is a link to %s; copy it if it is the model's"
+                logger.warning(message, path, real)
                 continue
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(real, folder / name)
 
 
 def documents_of(model: PreTrainedModel) -> Path | None:
-    """Return the folder with the documents and the card of what a model was loaded from; None if it is not known.
+    """Return the folder with the documents and the card of a model's source; None if it is not known.
 
-    Those of a model that was loaded from the Hub are fetched.
+    The documents of a model that was loaded from the Hub are fetched.
     """
     if isinstance(model, TextEncoder):
         return documents_of(model.auto_model)
@@ -124,7 +120,7 @@ def documents_of(model: PreTrainedModel) -> Path | None:
         return Path(name) if name else None
     try:
         config = file_of(name, CONFIG_NAME, local_files_only=True)
-        # The commit that the cache has; a name without one may be that of a folder that is gone.
+        # Of the commit in the cache; a name that is not cached may be that of a folder that is gone.
         return None if config is None else fetch_files(name, DOCUMENTS, commit_of(config))
     except (OSError, RequestError) as error:
         logger.warning("no licence was copied, as the files of %s cannot be read; add it: %s", name, error)
@@ -132,9 +128,8 @@ def documents_of(model: PreTrainedModel) -> Path | None:
 
 
 def copy_documents(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the licence and other documents of what a model was loaded from, if that is known."""
-    source = documents_of(model)
-    if source is not None:
+    """Copy the licence and other documents of a model's source into a folder, if the source is known."""
+    if (source := documents_of(model)) is not None:
         copy_companions(source, folder, DOCUMENTS)
 
 
@@ -144,9 +139,9 @@ _TEXT = "# A slim checkpoint, cut by hies-export\n"
 
 
 def read_card(model: str | Path) -> dict[str, Any]:
-    """Return `base_model` and the licence of a model's card, from its folder or else from the Hub; empty without any.
+    """Return `base_model` and the licence of a model's card, from its folder or the Hub; empty without a card.
 
-    The card comes from outside, so anything but text and lists of text is left out.
+    Values other than text and lists of text are left out.
     """
     try:
         with hub_or_cache(model, "model card"):
@@ -162,7 +157,7 @@ def read_card(model: str | Path) -> dict[str, Any]:
 
 
 def under_licence(text: str | None, source: Path | None) -> str | None:
-    """Return a card with the licence that the card in a folder names; None if there is neither a text nor a licence."""
+    """Return a card of a text, with the licence of the card in the folder `source`; None without text and licence."""
     named = {} if source is None else read_card(source)
     licence = {key: named[key] for key in LICENSE_KEYS if key in named}
     if text is None and not licence:
@@ -177,7 +172,7 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
     _keep_labels(model.config, file)
     written = completed = json.loads(file.read_text(encoding="utf-8"))
     if completed.get("tie_word_embeddings") and _has_own_head(model):
-        # transformers 5 reads that head all the same, and other readers put the embeddings in its place.
+        # transformers 5 reads the head all the same, but other readers would put the embeddings in its place.
         completed = {**completed, "tie_word_embeddings": False}
     if not is_slim(model):  # a slim class of ours needs transformers 5
         older = _with_older_keys(completed)
@@ -188,13 +183,13 @@ def complete_settings(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _has_own_head(model: PreTrainedModel) -> bool:
-    """Return whether the weights that give the logits of tokens are others than the embeddings."""
+    """Return whether the output layer of a language model has weights of its own, not those of the embeddings."""
     head = getattr(model.get_output_embeddings(), "weight", None)
     return head is not None and head is not model.get_input_embeddings().weight
 
 
 def write_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the config of a model beside its export, without pointers to code, and with a mark of who wrote it."""
+    """Write the config of a model beside its export, without `auto_map` and marked as written by this package."""
     config = copy.deepcopy(model.config)
     of_config = model.auto_model if isinstance(model, TextEncoder) else model
     config.architectures = [type(of_config).__name__]
@@ -228,16 +223,16 @@ def use_version4_names(folder: Path) -> None:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write a JSON file as tokenizers and sentence-transformers do."""
+    """Write a JSON file in the format of tokenizers and sentence-transformers."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _keep_labels(config: Any, file: Path) -> None:
     """Write the labels of a classifier into its saved config if transformers left some out.
 
-    It leaves out two labels with its default names, LABEL_0 and LABEL_1, even if the config's class has another number
-    of labels by default, such as three in `BartConfig`. The head would then be loaded with that number of outputs. It
-    also leaves out a `label2id` that was never set beside an `id2label` that was.
+    It leaves out the default names LABEL_0 and LABEL_1, even if the config's class has another number of labels by
+    default, such as three in `BartConfig`: the head would then be loaded with that number of outputs. It also leaves
+    out a `label2id` that was never set beside an `id2label` that was.
     """
     with layers_unwarned():
         read = type(config).from_json_file(file)
@@ -256,9 +251,8 @@ def _write(config: Mapping[str, Any], file: Path) -> None:
 def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved config with the settings of rotary embeddings under the keys of transformers 4 too.
 
-    Version 5 writes them into `rope_parameters`. Version 4 does not read that, uses the defaults of the class, and so
-    computes something else without an error. If kinds of layers differ in their parameters, nothing is added: the keys
-    of version 4 hold for all layers.
+    Version 5 writes them into `rope_parameters`, which version 4 ignores: it would compute with the defaults of the
+    class. If kinds of layers differ in their parameters, nothing is added: the keys of version 4 hold for all layers.
     """
     parts = {key: _with_older_keys(value) for key, value in config.items() if isinstance(value, dict)}
     rotary, older = config.get("rope_parameters"), {}
@@ -274,12 +268,9 @@ def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reads_the_same(config_class: Any, longer: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Return whether transformers 5 reads a config with more keys as the same; some classes interpret them differently.
-
-    The keys themselves may stay, as fields that nothing reads.
-    """
+    """Return whether transformers 5 reads a config with more keys with the same values; extra fields do not count."""
     try:
-        # Copies: a config keeps the dicts that it is made from, and adds to them.
+        # Of copies, because a config adds to the dicts that it is made from.
         return _covers(*(config_class.from_dict(copy.deepcopy(keys)).to_dict() for keys in (longer, config)))
     except Exception:  # whatever a config's own code raises on keys that it does not expect
         return False

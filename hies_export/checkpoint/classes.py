@@ -40,7 +40,7 @@ _LAYERS = re.compile(r"(layers?|depths?|n_blocks|num_blocks)$")
 
 
 class _Config(Schema):
-    """The fields of a config.json that this package reads itself, and what the others must be to be loaded."""
+    """The fields of a config.json that this package reads itself, and limits of others that could fill the memory."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -65,7 +65,7 @@ class _Config(Schema):
 def _configs_in(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield fields
     for name, value in fields.items():
-        # Names of classes may be any words: "players" of ImageNet contains "layers", and is no number of these.
+        # Names of classes may be any words: ImageNet's "players" ends in "layers", but is no number of layers.
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
             yield from _configs_in(value)
 
@@ -81,7 +81,7 @@ def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
 
 
 def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedModel]:
-    """Return the class that a config.json names, or its slim version if the checkpoint is slim."""
+    """Return the class that a config.json names, or its slim version if the checkpoint is slim; refuse others."""
     names = config.get("architectures") or []
     stock = getattr(transformers, names[0], None) if len(names) == 1 else None
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
@@ -90,7 +90,7 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
                 f"the config of a model must name a class of transformers {transformers.__version__} in "
                 f"'architectures', but {path} names {quoted(names)}; {CODE}"
             )
-        # TensorFlow's and Flax's classes, which transformers 5 has no more, are named after torch's.
+        # The classes for TensorFlow and Flax, which transformers 5 no longer has, were named after those for torch.
         named = re.sub(r"^(TF|Flax)", "", names[0]) if len(names) == 1 else ""
         raise RequestError(
             f"the config of a model must name one model class of transformers {transformers.__version__} in "
@@ -123,7 +123,7 @@ def _config_file(path: str | Path, **hub: Any) -> Path:
 
 
 def refuse_adapter(path: str | Path, **hub: Any) -> None:
-    """Refuse a checkpoint with an adapter beside its weights, which transformers loads only where peft is installed."""
+    """Refuse a checkpoint with an adapter beside its weights, which transformers loads only if peft is installed."""
     if file_of(path, "adapter_config.json", **hub) is not None:
         raise RequestError(
             f"a checkpoint must be one model, but {path} has an adapter (adapter_config.json) beside its weights; "

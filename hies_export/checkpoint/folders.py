@@ -13,17 +13,17 @@ from pathlib import Path
 
 from ..errors import MERGE, OutputExistsError, RequestError
 
-# In the names of the hidden folders that outputs are written in: `.NAME.tmp-xxxxxxxx`, beside NAME.
+# Outputs are written in a hidden folder `.NAME.tmp-xxxxxxxx` beside NAME.
 WRITING = ".tmp-"
-# Files that tell an output of this package: a run or scores, a slim checkpoint, a quickstart.
+# Files by which to recognise an output of this package: a run or scores, a slim checkpoint, a quickstart.
 _OURS = (("plan.json", "scores.json"), ("hies_plan.json",), ("vit-digits/config.json", "run/plan.json"))
-# What `write_config` leaves in the config.json of an export.
+# Text in the config.json of an export, from `write_config`.
 _EXPORTED = '"exported_by": "hies-export"'
 
 
 @contextmanager
 def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `folder` if the block ends without an exception, and else is deleted."""
+    """Yield a temporary folder that becomes `folder` if the block raises nothing, and is deleted otherwise."""
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite)
     with _hidden(folder) as written:
@@ -41,7 +41,7 @@ def replace_file(file: Path, text: str) -> None:
 
 @contextmanager
 def new_file(file: Path) -> Iterator[Path]:
-    """Yield where to write a file, which appears if the block raises nothing; an existing one is replaced."""
+    """Yield a temporary path whose file becomes `file` if the block raises nothing; an existing one is replaced."""
     with _hidden(file) as written:
         yield written
         _put(written, file)
@@ -49,7 +49,7 @@ def new_file(file: Path) -> Iterator[Path]:
 
 @contextmanager
 def _hidden(output: Path) -> Iterator[Path]:
-    """Yield where to write an output: its name in a hidden folder beside it, which is deleted when the block ends."""
+    """Yield a path for an output, in a hidden folder beside it that is deleted when the block ends."""
     output.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{output.name}{WRITING}"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=output.parent, ignore_cleanup_errors=True) as folder:
@@ -57,13 +57,13 @@ def _hidden(output: Path) -> Iterator[Path]:
 
 
 def _put(written: Path, output: Path) -> None:
-    """Move what was written to its place; an old folder there is deleted with the hidden one."""
-    # Whoever may read an output may read all its files: safetensors makes its own private to their owner.
+    """Move a written file or folder to its place; an old folder there is deleted with the hidden one."""
+    # All files get the permissions of the output: safetensors makes its own readable by their owner alone.
     mode = written.stat().st_mode & 0o666
     for path in written.rglob("*"):
         if path.is_file() and not path.is_symlink():
             path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
-    # Not in the temporary folder, nor part of another output that is being written.
+    # Outputs in the system's temporary folder, or in another output that is being written, need no sync to disk.
     parents = output.absolute().parents
     lasting = Path(tempfile.gettempdir()) not in parents and not any(WRITING in parent.name for parent in parents)
     for path in (written, *written.rglob("*")) if lasting else ():
@@ -82,7 +82,7 @@ def _put(written: Path, output: Path) -> None:
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk: a name alone may survive a power loss."""
+    """Wait until a file's content, or the names in a folder, are on the disk, so that they survive a power loss."""
     if path.is_symlink():
         return
     with suppress(OSError) if path.is_dir() else nullcontext():  # Windows and some file systems cannot sync folders
@@ -96,14 +96,14 @@ def _to_disk(path: Path) -> None:
 def refuse_existing(
     folder: str | Path, *, overwrite: bool = False, inputs: Mapping[str, str | Path] | None = None
 ) -> None:
-    """Refuse to write to a folder that exists, or to replace what this package did not write or cannot rename.
+    """Refuse to write to an existing folder, or to overwrite one that is not ours, that is read, or that cannot move.
 
-    `inputs` are read and must stay, such as "model" -> its folder; Hub ids are ignored.
+    `inputs` are paths that are read, such as "model" -> its folder; Hub ids are ignored.
     """
     if not os.path.lexists(folder):
         return
     output = Path(folder).resolve()
-    # A mount cannot be renamed. With the working folder, what relative paths mean would be renamed.
+    # A mount cannot be renamed, and renaming the working folder would change the meaning of relative paths.
     if os.path.ismount(folder) or Path.cwd().is_relative_to(output):
         raise OutputExistsError(
             "the output folder must be one that can be renamed, which a mount and the working folder cannot, but it is "
@@ -134,7 +134,7 @@ def refuse_existing(
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a path is an empty folder, or one with the files that tell an output of this package."""
+    """Return whether a path is an empty folder or an output of this package."""
     if not path.is_dir():
         return False
     if not any(path.iterdir()) or any(all((path / name).is_file() for name in names) for names in _OURS):
@@ -144,12 +144,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> None:
-    """Refuse to replace a file that is not `what`, such as "a page of this package"; `is_ours` judges by its text."""
-    if not os.path.lexists(file):
-        return
-    ours = False
+    """Refuse to replace a file that is not `what`, such as "a page of this package"; `is_ours` judges its text."""
+    ours = not os.path.lexists(file)
     with suppress(OSError, ValueError, RecursionError):
-        ours = file.is_file() and is_ours(file.read_text(encoding="utf-8"))  # no pipe, which has no end
+        ours = ours or (file.is_file() and is_ours(file.read_text(encoding="utf-8")))  # a pipe would have no end
     if not ours:
         raise OutputExistsError(
             f"a file is replaced only if it is {what}, but {file} is something else; choose another file, or move or "
@@ -163,7 +161,7 @@ def user_cache(what: str) -> Path:
 
 
 class Contents(Enum):
-    """What a local path holds, in words that end "PATH is ..."."""
+    """Kinds of content of a local path; the values complete the sentence "PATH is ..."."""
 
     NOTHING = "not there"
     CHECKPOINT = "a checkpoint"
@@ -178,11 +176,11 @@ class Contents(Enum):
 
 
 MUST = "a model must be a folder with a config.json or a Hub id"
-# As `huggingface_hub.utils.validate_repo_id`, whose import takes time.
+# The rule of `huggingface_hub.utils.validate_repo_id`, whose import takes time.
 _HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _EXPORTS = {"*.onnx": Contents.ONNX, "openvino_model.xml": Contents.OPENVINO, "*.gguf": Contents.GGUF}
-# Files that identify a folder, the most specific first. An export has a config too, but no weights beside it; a pushed
+# Files that identify a folder; the first match counts. An export has a config too, but no weights beside it; a pushed
 # run has the files of the checkpoint and the report in one folder.
 _TELLING = {
     "config.json": Contents.CHECKPOINT,
@@ -197,21 +195,19 @@ _TELLING = {
 
 
 def contents(path: str | Path) -> Contents:
-    """Return what a path holds; nothing for a Hub id."""
+    """Return what a path holds; `NOTHING` for a Hub id."""
     path = Path(path)
     if not path.is_dir():
         return Contents.GGUF if path.suffix == ".gguf" else Contents.OTHER if path.exists() else Contents.NOTHING
-    telling = _TELLING
-    weights = (file for pattern in _WEIGHTS for file in path.glob(pattern))
-    if all(file.name == "openvino_model.bin" for file in weights):
-        telling = _EXPORTS | _TELLING
+    weights = {file.name for pattern in _WEIGHTS for file in path.glob(pattern)} - {"openvino_model.bin"}
+    telling = _TELLING if weights else _EXPORTS | _TELLING
     return next((what for pattern, what in telling.items() if any(path.glob(pattern))), Contents.OTHER)
 
 
 def refuse_other(path: str | Path, *welcome: Contents, must: str = MUST) -> None:
     """Refuse a path that is no Hub id and holds neither a checkpoint nor anything in `welcome`.
 
-    `must` begins the sentence. A Path has no leading "./", so that more of them may be Hub ids.
+    `must` begins the message.
     """
     found = contents(path)
     if found in (Contents.CHECKPOINT, *welcome) or (found is Contents.NOTHING and _HUB_ID.fullmatch(str(path))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from ..slim.config import is_slim
 from ..slim.cut import prune_units
 from ..tasks import TASKS
 from ..units.heads import find_attention
-from ..units.units import PrunableModule
 from .beside import COMPANIONS, fetch_files
 from .classes import AGAIN, class_named, config_of_class, find_model_class, hub_options, read_config
 from .weights import load_weights, skeleton_of_files, stored_dtype, stored_shapes, weight_files
@@ -27,26 +25,18 @@ from .weights import load_weights, skeleton_of_files, stored_dtype, stored_shape
 
 @dataclass(frozen=True)
 class Source:
-    """How a dense model is stored.
+    """How a dense model is stored."""
 
-    Attributes:
-        folder: Where its files are; of a Hub id, those that were fetched.
-        dtype: What its slim version is saved in.
-        bytes: Size of its files of weights.
-        commit: Of a Hub id, the commit that its files are of.
-    """
-
-    folder: Path
-    dtype: torch.dtype
-    bytes: int
-    commit: str | None
+    folder: Path  # where its files are; for a Hub id, those that were fetched
+    dtype: torch.dtype  # in which its slim version is saved
+    bytes: int  # size of its weight files
+    commit: str | None  # for a Hub id, the commit of its files
 
 
 def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: str | None = None, **hub: Any) -> Source:
-    """Return how a model is stored.
+    """Return how a model is stored; its companion files are fetched.
 
-    A slim checkpoint is saved in the dtype of its source, unless another one is asked for; the dtype of computing does
-    not matter.
+    The dtype is that of the files, whatever the model computes in, or `asked` if that names one.
     """
     files = weight_files(path, **hub)
     dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
@@ -56,7 +46,7 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
 
 
 def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
-    """Return the model class of a checkpoint, and check that it fits the task."""
+    """Return the model class of a checkpoint; refuse one that the task's Auto class does not load."""
     model_class = find_model_class(path, **hub)
     refuse_encoder_decoder(config, model_class.__name__)
     auto_class = TASKS[task].auto_class
@@ -68,7 +58,7 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
     return model_class
 
 
-# Share of a GPU's memory that a model's weights may take there; the rest is for what is computed.
+# Share of a GPU's memory that a model's weights may take; the rest is for activations.
 SHARE_OF_GPU = 0.5
 
 
@@ -81,9 +71,8 @@ def device_to_prune_on() -> str:
 def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, **hub: Any) -> PreTrainedModel:
     """Load the model to prune; each of several processes has a model of its own.
 
-    It is on the GPU if it leaves half of the memory there to what is computed. Else it stays on the CPU, and a walk
-    takes one block at a time to the GPU and back. By default the dtype is float32 without a GPU, and the checkpoint's
-    own ("auto") with one.
+    It is on the GPU if it leaves half of the memory there free. Else it stays on the CPU, and a walk takes one block at
+    a time to the GPU and back. By default the dtype is float32 without a GPU, and the checkpoint's own with one.
     """
     device = device_to_prune_on()
     name = dtype or ("float32" if device == "cpu" else "auto")
@@ -141,8 +130,10 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
     """Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot load.
 
     `prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does, and wrote the removed heads into the
-    config, as `pruned_heads`: layer -> original indices. Returns the slim model, and the plan that cuts the original to
-    it.
+    config, as `pruned_heads`: layer -> original indices.
+
+    Returns:
+        The slim model, and the plan that cuts the original to it.
     """
     stock = find_model_class(path, **hub_options(kwargs))
     with refusing(f"the heads that pruned_heads names must be those of the model, but in {path} they are not", AGAIN):
@@ -157,7 +148,11 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
         shapes = stored_shapes(path)
         skeleton = skeleton_of_files(stock, config, path, shapes)
         modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
-        plan = _plan_of_pruned_heads(path, pruned, modules)
+        kept = {
+            module.name: module.kept(head for head in range(module.units) if head not in pruned.get(layer, ()))
+            for layer, module in enumerate(modules)
+        }
+        plan = PruningPlan(kept=kept, criterion="pruned_heads", versions=library_versions())
         skeleton = prune_units(skeleton, plan, modules, inplace=True)
     slim_class = type(skeleton)
     # These files have older names, which a slim class does not rename by itself.
@@ -165,14 +160,3 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
     model = load_weights(reader, path, shapes=shapes, config=skeleton.config, **kwargs)
     model.__class__ = slim_class
     return model.eval(), plan
-
-
-def _plan_of_pruned_heads(
-    path: str | Path, pruned: Mapping[int, Sequence[int]], modules: Sequence[PrunableModule]
-) -> PruningPlan:
-    """Return what transformers 4 kept; its layers are the modules in the model's order."""
-    kept = {}
-    for layer, module in enumerate(modules):
-        stay = [head for head in range(module.units) if head not in pruned.get(layer, ())]
-        kept[module.name] = module.kept(stay)
-    return PruningPlan(kept=kept, criterion="pruned_heads", versions=library_versions())

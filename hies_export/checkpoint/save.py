@@ -34,7 +34,7 @@ from ..model.internals import (
     share_tensors,
 )
 from ..model.memory import LARGE_BYTES
-from ..model.modes import evaluating
+from ..model.modes import HALVES, evaluating
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import longest_sequence, short_samples, shortest_limit
 from ..select.fingerprint import digest_tensors
@@ -58,9 +58,6 @@ from .weights import weight_files
 logger = logging.getLogger(__name__)
 
 
-HALF = (torch.float16, torch.bfloat16)
-
-
 def save_slim(
     model: PreTrainedModel,
     folder: str | Path,
@@ -77,10 +74,10 @@ def save_slim(
 ) -> float:
     """Save a slim model, load it again through every class that users may load it by, and compare.
 
-    Both sides of the comparison are in the dtype that is saved. Of a `TextEncoder`, the folder is at once the
-    checkpoint of its encoder and what sentence-transformers saves. A model whose parameters take more than 1 GiB is not
-    loaded a second time: the files are read tensor by tensor and must hold its very numbers, and what each class makes
-    of the saved config must have these names and shapes, and with these tensors give the same outputs.
+    Both sides of the comparison are in the dtype that is saved. The folder of a `TextEncoder` is both the checkpoint of
+    its encoder and a folder of sentence-transformers. A model whose parameters take more than 1 GiB is not loaded a
+    second time: its files are read tensor by tensor and must hold the model's numbers, and the model that each class
+    builds from the saved config must have the same names and shapes and, with the model's tensors, the same outputs.
 
     Args:
         model: The slim model.
@@ -88,8 +85,8 @@ def save_slim(
         plan: Saved as `hies_plan.json`.
         batch: Inputs on which the saved and the loaded models are compared.
         processor: Tokenizer or image processor to save with the model.
-        dense: Folder of the dense model, whose vocabularies are copied, and without a `processor` also the files of its
-            own. Documents such as the licence come from there, or else from where the model was loaded.
+        dense: Folder of the dense model, whose vocabularies are copied, and without a `processor` also its processor's
+            files. Documents such as the licence come from there, or by default from where the model was loaded.
         dtype: Dtype to save in; by default the model's own. The model is not changed. Parameters that transformers
             keeps in float32 stay in float32.
         refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
@@ -125,7 +122,7 @@ def save_slim(
             processor.save_pretrained(written)
         source = dense or documents_of(model)
         if source is not None:
-            # The dense model's vocabularies are others if tokens went.
+            # If tokens were removed, the dense model's vocabularies no longer fit.
             of_processor = () if plan.vocabulary else VOCABULARIES
             of_tokenizer = () if dense is None else of_processor if processor is not None else PROCESSORS
             copy_companions(source, written, (*of_tokenizer, *DOCUMENTS))
@@ -144,10 +141,13 @@ def save_slim(
 
 @layers_unwarned()
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
-    """Load a folder in every way that it should load, and return the largest difference from the model's outputs.
+    """Load a folder in every way that users may, one after the other; return the largest difference of an output.
 
-    The ways are this package, the Auto classes of its task, and `AutoModel`; a difference too large is refused.
-    One way is tried at a time. Models of more than `LARGE_BYTES` are `_built` and not loaded.
+    The ways are this package, the Auto classes of its task, and `AutoModel`. Models of more than `LARGE_BYTES` are
+    `_built` and not loaded.
+
+    Raises:
+        ReloadMismatchError: See `save_slim`.
     """
     if isinstance(model, TextEncoder):
         return check_reload(model.auto_model, folder, batch)
@@ -187,8 +187,8 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
             f"a saved model must run again, but through {way} it failed with", "nothing was kept", ReloadMismatchError
         ):
             difference = Difference.of(first_output(loaded, inputs), expected)
-        if not difference.within(SAME_CODE) and computing in HALF:
-            # Rounding errors of products there are at least as large.
+        if not difference.within(SAME_CODE) and computing in HALVES:
+            # In half precision, rounding errors alone may be as large.
             one, other = (first_output(convert(m, dtype=torch.float32), inputs) for m in (loaded, original))
             difference = Difference.of(one, other)
         del loaded  # before the next one is loaded
@@ -203,9 +203,9 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
 
 
 def _names_held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
-    """Return the names in the files of a folder, after comparing their tensors with those of a model, one at a time.
+    """Return the names of the tensors in a folder's files; refuse one whose numbers are not those of the model.
 
-    It is None where a name is another than in the model, as transformers changes some, so that only loading can tell.
+    None if a name is not in the model, because transformers saves some tensors under other names.
     """
     names = set()
     for file in weight_files(folder):
@@ -214,7 +214,7 @@ def _names_held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
         for name in of_file:
             if name not in saved:
                 return None
-            with safe_open(file, "pt") as tensors:  # each anew, as all that is read stays in memory until it is closed
+            with safe_open(file, "pt") as tensors:  # opened anew, as an open file keeps all that was read in memory
                 stored = tensors.get_tensor(name).flatten()
             wanted = saved[name].detach().to("cpu", stored.dtype).flatten()
             if not torch.equal(stored.view(torch.uint8), wanted.view(torch.uint8)):
@@ -228,10 +228,10 @@ def _names_held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
 def _built(
     loader: Any, folder: str | Path, original: nn.Module, under: str, held: set[str] | None, options: Any
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Return what a class makes of a saved config, with the tensors of the saved model, and what loading would report.
+    """Build a model from a saved config with the tensors of the saved model; return it, and what loading would report.
 
-    `held` are the names in the files, `under` what stands in front of them. None without them, and where the class has
-    other names or tensors that are neither parameters nor buffers.
+    `held` are the names in the files, and `under` is their prefix. None if `held` is None, or if the class has other
+    names or tensors that are neither parameters nor buffers: such a model must be loaded.
     """
     if held is None:
         return None
@@ -255,7 +255,7 @@ def _built(
 
 
 def _base_model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the base model is called with when its model runs on a batch: heads may reshape or add inputs."""
+    """Return the tensors that the base model gets when its model runs on a batch: heads may reshape or add inputs."""
     base: nn.Module = model.base_model
     names = [*inspect.signature(base.forward).parameters]
     given: dict[str, Tensor] = {}
@@ -272,14 +272,14 @@ def _base_model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> d
 @layers_unwarned()
 @never_asking()
 def check_in_sentence_transformers(whole: Any, folder: Path, *, limit: float = SAME_CODE) -> None:
-    """Compare an object of sentence-transformers with what loads there from its folder, which was written here.
+    """Compare an object of sentence-transformers with the one that it loads from the object's folder.
 
     A few texts of the tokenizer's words, one of them too long, go through `encode_query`, `encode_document` and
-    `encode` of both, or of a CrossEncoder `predict`.
+    `encode` of both, or through `predict` of a CrossEncoder.
 
     Args:
         whole: A SentenceTransformer or CrossEncoder.
-        folder: What was written of it, whose code may run.
+        folder: Where this package saved it; its code may run.
         limit: Largest difference, as a share of the largest number.
 
     Raises:
@@ -301,7 +301,7 @@ def check_in_sentence_transformers(whole: Any, folder: Path, *, limit: float = S
 
 
 def _numbers(model: Any, texts: list[str]) -> list[Tensor]:
-    """Return the numbers that an object of sentence-transformers gives for texts, or for pairs of them."""
+    """Return the embeddings that a SentenceTransformer gives for texts, or a CrossEncoder's scores of pairs of them."""
     # One at a time: with padding on the left, some models embed a text by the others of its batch.
     how: dict[str, Any] = {"batch_size": 1, "convert_to_tensor": True, "show_progress_bar": False}
     if hasattr(model, "predict"):
@@ -310,7 +310,7 @@ def _numbers(model: Any, texts: list[str]) -> list[Tensor]:
 
 
 def _texts(whole: Any) -> list[str]:
-    """Return a few texts of a tokenizer's words, the last one longer than any may be, if that is not too long."""
+    """Return a few texts of a tokenizer's words, the last one longer than the model takes, up to some 500 tokens."""
     tokenizer, asked, most = copy.deepcopy(whole.tokenizer), whole.max_seq_length, longest_sequence(whole[0].config)
     # Where a folder asks for longer texts than its model takes, sentence-transformers fails on these.
     longest = min(shortest_limit(asked, most) or 512, 512) + (8 if most is None or (asked or 0) <= most else -8)
@@ -325,10 +325,10 @@ def _texts(whole: Any) -> list[str]:
 def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> torch.dtype:
     """Return the dtype to compare outputs in: the model's own, or float32 if it cannot compute in its own.
 
-    CPUs lack some operations in half precision, and activations of a model that was trained in bfloat16 may be too
-    large for float16. Neither is a fault of the files.
+    CPUs lack some operations in half precision, and activations of a model that was trained in bfloat16 may overflow in
+    float16. Neither is a fault of the files.
     """
-    if model.dtype not in HALF:
+    if model.dtype not in HALVES:
         return model.dtype
     try:
         finite = bool(first_output(model, batch).isfinite().all())
@@ -340,8 +340,7 @@ def _computing_dtype(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tor
 
 
 REFIT = "refit.safetensors"
-
-
+_ADVICE = f"give the {REFIT} that was written with the plan, or cut without it (refit=None)"
 _CARD = """\
 # Cut without its compensation
 
@@ -355,7 +354,7 @@ beside its plan as `refit.safetensors`. `prune(model, batches, plan=PLAN, compen
 
 
 def refit_beside(plan: PruningPlan, file: Path) -> Path | None:
-    """Return the refitted layers beside the file of a plan; None if there are none, or the plan names none."""
+    """Return the file of refitted layers beside the file of a plan; None if there is none, or the plan names none."""
     beside = file.parent / REFIT
     return beside if plan.refit is not None and beside.is_file() else None
 
@@ -379,7 +378,7 @@ def read_refit(plan: PruningPlan, file: Path) -> dict[str, Tensor]:
 
 
 def load_refit(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> None:
-    """Put refitted parameters into a slim model, in place; raise a `PlanError` if one does not fit, and change none."""
+    """Copy refitted parameters into a slim model, in place; if one does not fit, raise a `PlanError` before that."""
     state = model.state_dict()
     for name, tensor in refitted.items():
         if name not in state or tensor.shape != state[name].shape:
@@ -404,6 +403,3 @@ def warn_uncompensated(plan: PruningPlan) -> str:
         remedy,
     )
     return _CARD.format(method=method)
-
-
-_ADVICE = f"give the {REFIT} that was written with the plan, or cut without it (refit=None)"

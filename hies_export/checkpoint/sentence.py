@@ -1,12 +1,11 @@
 """Load embedding models and rerankers by sentence-transformers, which reads, runs and saves them.
 
-No code of a folder is executed: the encoder is loaded by this package, and all other modules are its own.
+No code of a folder is executed: this package loads the encoder, and sentence-transformers has the other modules.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,21 +30,21 @@ from .weights import load_weights, weight_files
 
 MODULES_FILE = "modules.json"
 OPTIONS_FILE = "config_sentence_transformers.json"
-# Classes of sentence-transformers whose objects give one embedding for a text, or one score for a pair, and others.
+# Classes of sentence-transformers that give one embedding for a text, or one score for a pair, and others.
 EMBEDDER, RERANKER = "SentenceTransformer", "CrossEncoder"
 _OTHERS = ("SparseEncoder", "MultiVectorEncoder")
 # The module in a slim folder whose encoder sentence-transformers would load by a stock class; see `modeling_hies`.
 _SLIM_ENCODER = "modeling_hies.Transformer"
-# What pooling may be asked for of an encoder without modules.json -> the name of the mode.
+# Pooling of an encoder without modules.json -> its name in sentence-transformers.
 POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken", "max": "max"}
 # The widest embeddings have some thousands of features.
 MOST_FEATURES = 1 << 17
 _AFTER_POOLING = ("Dense", "Normalize", "LayerNorm", "Dropout")
-# What is read of a folder, beside the weights in its root; those of modules are in folders such as 2_Dense.
+# Files that are read, beside the weights in the root; weights of modules are in folders such as 2_Dense.
 _FILES = ("*.json", "*.jinja", *COMPANIONS, "[0-9]*_*/*")
 _REMEDY = "correct its files, or save it again"
 _SENTENCE = Rule("a folder of sentence-transformers must hold what that wrote", AGAIN)
-# How a text is read and embedded by a Transformer for which a folder does not say it.
+# Settings of a Transformer module for a bare encoder: how texts are read and embedded.
 _TEXT = {
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
     "module_output_name": "token_embeddings",
@@ -69,7 +68,7 @@ class _Options(Schema):
 
 
 def kind_in(path: str | Path, **hub: Any) -> str | None:
-    """Return the class of sentence-transformers that a folder or Hub id is of; None if it has no modules.json."""
+    """Return the name of the class of sentence-transformers that saved a folder; None without a modules.json."""
     if _file(path, MODULES_FILE, **hub) is None:
         return None
     options = _file(path, OPTIONS_FILE, **hub)
@@ -83,19 +82,15 @@ def is_sentence_transformer(path: str | Path, **hub: Any) -> bool:
 
 
 def _file(path: str | Path, name: str, **hub: Any) -> Path | None:
-    """Return a file of a folder or Hub id; None if it is neither on the Hub nor in its cache."""
+    """Return the path of a file in a folder or Hub repository; None if there is none there or in the cache."""
     if Path(path).is_absolute() or Path(path).exists():
         file = Path(path) / name
         return file if file.is_file() else None
     try:
         with hub_or_cache(path, "model"):
             return file_of(path, name, **hub)
-    except (RequestError, OSError):  # what reads the config says that there is no model
+    except (RequestError, OSError):  # reading the config will report that there is no model
         return None
-
-
-def _load(model_class: type[PreTrainedModel], folder: Path, config: Any, **kwargs: Any) -> PreTrainedModel:
-    return load_weights(model_class, folder, config=config, **kwargs)
 
 
 @layers_unwarned()
@@ -128,7 +123,7 @@ def load_sentence(
     require()
     import sentence_transformers as there
 
-    load = load or functools.partial(_load, **kwargs)
+    load = load or (lambda found, folder, config: load_weights(found, folder, config=config, **kwargs))
     if (kind := kind_in(path, revision=revision)) is None:
         read_config(path, revision=revision)
         if pooling is None:
@@ -151,7 +146,7 @@ def load_sentence(
         _check_sizes(folder / module.path / "config.json")
     with refusing(f"sentence-transformers must load {path}, but fails", _REMEDY):
         base = getattr(there, kind)
-        # A class that modules.json names is looked up here before it is imported.
+        # Classes that modules.json names are looked up in `_module_classes` before they are imported.
         own: Any = type(kind, (base,), {"_module_classes": {modules[0].type: _loading(load)}})
         given = own(str(folder), device=device, local_files_only=True)
         given.__class__, given[0].__class__ = base, _transformer()
@@ -159,7 +154,7 @@ def load_sentence(
 
 
 def _check_sizes(file: Path) -> None:
-    """Refuse a module that is far wider than any, before its weights are made: they would fill the memory."""
+    """Refuse a module with implausibly large sizes before its weights, which would fill the memory, are made."""
     sizes = read_json(file, dict[str, Any], _SENTENCE) if file.is_file() else {}
     for name, size in sizes.items():
         if isinstance(size, int) and size > MOST_FEATURES:
@@ -167,7 +162,7 @@ def _check_sizes(file: Path) -> None:
 
 
 def require() -> None:
-    """Refuse to go on without sentence-transformers."""
+    """Raise a `MissingRuntimeError` if sentence-transformers is not installed."""
     name = "sentence-transformers"
     require_package("sentence_transformers", who="an embedding model needs", package=name, extra=name)
 
@@ -179,7 +174,7 @@ def _transformer() -> Any:
 
 
 def _loading(load: Load) -> Any:
-    """Return the module Transformer whose model `load` gives."""
+    """Return a subclass of the module Transformer that loads its model by `load`."""
     base = _transformer()
 
     def load_model(self: Any, path: str, task: str, config: Any, *_: Any, subfolder: str = "", **__: Any) -> Any:
@@ -206,9 +201,9 @@ def _of_bare(folder: Path, pooling: str, normalize: bool, load: Load, device: st
 
 
 def encoder_class(path: Path) -> type[PreTrainedModel]:
-    """Return the class that sentence-transformers loads an encoder by, or its slim version.
+    """Return the class by which sentence-transformers loads an encoder, or its slim version.
 
-    A config may name a class with another head, such as BertForMaskedLM, or none: the base model is loaded.
+    It is the base model's, even if the config names a class with a head, such as BertForMaskedLM, or none.
 
     Raises:
         RequestError: The encoder takes more than texts, or is a part of an encoder-decoder that has no own class.
@@ -235,7 +230,7 @@ def _base_class(path: Path) -> type[PreTrainedModel]:
 
 
 def _refuse_others(modalities: Sequence[str], where: str) -> None:
-    """Refuse a model that embeds more than texts, or puts these into a chat template ("message")."""
+    """Refuse a model that embeds other things than texts, or that puts texts into a chat template ("message")."""
     if set(modalities) != {"text"}:
         raise RequestError(
             f"an embedding model must embed texts as they are, but {where} takes {listed(sorted(map(str, modalities)))}"
@@ -246,7 +241,7 @@ def _refuse_others(modalities: Sequence[str], where: str) -> None:
 
 
 def unwrap(model: Any, embedding: Mapping[str, Any] | None = None, processor: Any = None, where: str = "") -> Unwrapped:
-    """Return the model of transformers in a SentenceTransformer, a CrossEncoder, or a model that is one itself.
+    """Return the model of transformers in a SentenceTransformer or CrossEncoder, or a model that is one itself.
 
     Args:
         model: The object; it is not changed.
@@ -278,7 +273,10 @@ def unwrap(model: Any, embedding: Mapping[str, Any] | None = None, processor: An
 
 
 def _check_modules(kind: str, types: Sequence[str], where: str) -> None:
-    """Refuse an object, given by the full names of its modules' classes, that is no text encoder or classifier."""
+    """Refuse a SentenceTransformer or CrossEncoder with other modules than those of a text encoder or classifier.
+
+    `types` are the full names of the modules' classes, and `where` names the object in messages.
+    """
     names = [full.rpartition(".")[2] for full in types]
     own = all(full.startswith("sentence_transformers.") or full.endswith(_SLIM_ENCODER) for full in types)
     if kind not in (EMBEDDER, RERANKER):
@@ -362,32 +360,20 @@ _RULE = Rule("the settings of a served model must be what hies_export wrote", "e
 
 
 class Served(Schema):
-    """The content of hies_served.json.
+    """The content of hies_served.json."""
 
-    Attributes:
-        file: Name of the graph's file.
-        dimension: Width of the embeddings.
-        runtime: Name of the runtime, as for `load_runtime`.
-        dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
-        threads: Threads of the CPU; None for as many as torch has.
-    """
-
-    file: str
-    dimension: int
-    runtime: str = "onnxruntime-cpu"
-    dtype: str | None = None
-    threads: int | None = None
+    file: str  # name of the graph's file
+    dimension: int  # width of the embeddings
+    runtime: str = "onnxruntime-cpu"  # as for `load_runtime`
+    dtype: str | None = None  # to compute in, if the runtime offers others than the graph's
+    threads: int | None = None  # of the CPU; None for as many as torch has
 
 
 def write_served(folder: Path, model: TextEncoder, *, file: str, runtime: str, dtype: str | None = None) -> None:
-    """Make an export's folder, which has the graph and the tokenizer, a folder of sentence-transformers.
+    """Make the folder of an exported model, with its graph and tokenizer, loadable by sentence-transformers.
 
-    Args:
-        folder: The folder, to which modules.json, the module's settings, and the prompts are added.
-        model: The model that was exported: how it reads texts and its dimension are written.
-        file: Name of the graph's file in the folder.
-        runtime: Name of the runtime that it is to run on, as for `load_runtime`.
-        dtype: Dtype to compute in, if the runtime offers other ones than the graph's.
+    modules.json, the settings of its module and the prompts are added. `file`, `runtime` and `dtype` are as in
+    `Served`.
     """
     write_json(folder / MODULES_FILE, [{"idx": 0, "name": "0", "path": "", "type": _CLASS}])
     served = Served(file=file, dimension=model.dimension, runtime=runtime, dtype=dtype)
@@ -397,9 +383,8 @@ def write_served(folder: Path, model: TextEncoder, *, file: str, runtime: str, d
 
 
 def read_served(folder: Path) -> Served:
-    """Return the settings of a folder that `write_served` wrote."""
+    """Return the settings of a folder that `write_served` wrote; refuse a graph outside of the folder."""
     found = Served.model_validate(read_json(folder / SERVED_FILE, Served, _RULE))
-    # The file may come from elsewhere, and must name a file beside it.
     if found.file in ("", "..") or Path(found.file).name != found.file:
         raise _RULE.refused(f"{folder / SERVED_FILE} names {found.file}, which is not in its folder")
     return found

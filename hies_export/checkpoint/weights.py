@@ -1,6 +1,6 @@
 """Find the files of a checkpoint's weights and their dtype, and load them by `from_pretrained`.
 
-What transformers would load wrongly without a word, or only with all the memory, is refused.
+Checkpoints that transformers would load wrongly without an error, or that would fill the memory, are refused.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-# A config that describes this many times the parameters in the files is damaged.
+# A config that describes more than this many times the parameters in the files is damaged.
 TIMES = 10
-# What older releases saved of constants, and what only training reads.
+# Constants that older releases saved, and parameters that only training reads.
 _UNUSED = re.compile(
     r"(^|\.)(\w*inv_freq|(cos|sin)_cached|freqs_cis|rope\.freqs|masked_bias|causal_mask|attn_mask|_float_tensor|version|"
     r"mask_token|masked_spec_embed)$"
 )
-# Fields of configs that count layers behind the last one, which predict further tokens and which no class builds.
+# Fields of configs that count layers after the last one, which predict further tokens and which no class builds.
 _FURTHER = re.compile(r"nextn|mtp")
 
 logger = logging.getLogger(__name__)
 
 
 def weight_files(path: str | Path, **hub: Any) -> list[Path]:
-    """Return the files that `from_pretrained` reads weights from; none if the checkpoint has none that it knows."""
+    """Return the files that `from_pretrained` reads weights from, fetched if needed; none if it would find none."""
     with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
         for name, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             if (whole := file_of(path, name, **hub)) is not None:
@@ -64,7 +64,7 @@ def weight_files(path: str | Path, **hub: Any) -> list[Path]:
 
 
 def describe_tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield name, dtype in the words of safetensors, and shape of every tensor in a file."""
+    """Yield name, dtype as safetensors names it, and shape of every tensor in a file."""
     with refusing(f"weights must be a safetensors file, but {file} is none", AGAIN), safe_open(file, "pt") as tensors:
         for name in list(tensors.keys()):
             part = tensors.get_slice(name)
@@ -74,9 +74,9 @@ def describe_tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
 def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
     """Return the dtype that a checkpoint is stored in, and its slim version is saved in; None if it is unknown.
 
-    It is the one that its config names, as in transformers, or a narrower one of its tensors. The narrower one counts
-    if all floating tensors have it; otherwise a slim checkpoint could be larger than its source. If the config has no
-    dtype, that of the first tensor counts.
+    It is the one that its config names, as in transformers, unless all floating tensors have one narrower dtype: in the
+    wider one a slim checkpoint could be larger than its source. If the config has no dtype, that of the first tensor
+    counts.
     """
     safe = [file for file in files if file.suffix == ".safetensors"]
     floats = [_FLOATS[dtype] for file in safe for _, dtype, _ in describe_tensors(file) if dtype in _FLOATS]
@@ -101,7 +101,7 @@ def stored_shapes(path: str | Path) -> Shapes:
 def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: Shapes) -> PreTrainedModel:
     """Return the model of a config without weights; refuse one that is far larger than the tensors in the files.
 
-    transformers would fill the memory with random numbers for what the files lack, before it says so.
+    transformers would fill the memory with random numbers for missing tensors before it reports them.
     """
     model = empty_model(model_class, config)
     stored = sum(map(prod, shapes.values()))
@@ -133,7 +133,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
         if shapes and as_stored:
             skeleton_of_files(model_class, config, path, shapes)
         if Path(path, "generation_config.json").is_file():
-            GenerationConfig.from_pretrained(path)  # transformers replaces a damaged one by another without a word
+            GenerationConfig.from_pretrained(path)  # raises on a damaged one, which transformers silently replaces
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     if lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
         return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
@@ -151,8 +151,8 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
 def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[str], **hub: Any) -> None:
     """Refuse unread tensors inside of parts that the class builds, and warn of whole parts that it does not build.
 
-    A tensor inside of a built part, such as a layer or an embedding, would change the answers. A part of its own, such
-    as a pooler or a vision tower, may be left out.
+    A tensor inside of a built part, such as a layer or an embedding, would change the outputs. A separate part, such as
+    a pooler or a vision tower, may be left out.
     """
     found = {name: place for name in sorted(unread) if (place := _surplus(model, name)) is not None}
     inside = {name: lacking for name, (lacking, is_inside) in found.items() if is_inside}
@@ -173,7 +173,7 @@ def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[st
 
 
 def _surplus(model: PreTrainedModel, name: str) -> tuple[str, bool] | None:
-    """Return the part of a tensor's name, from its beginning, that a model lacks, and whether that is in a built part.
+    """Return the beginning of a tensor's name up to what a model lacks, and whether that is inside of a built part.
 
     None for tensors that may be left out: constants, heads of other tasks, and layers that predict further tokens.
     """
@@ -205,7 +205,7 @@ def _surplus(model: PreTrainedModel, name: str) -> tuple[str, bool] | None:
 
 
 def _constants(names: Iterable[str], path: str | Path, **hub: Any) -> list[str]:
-    """Return which tensors add nothing to a layer: those of integers, biases of zeros, and masks that are called so."""
+    """Return the names of tensors that add nothing to a layer: integers, biases of zeros, and masks named bias."""
     wanted = set(names)
     return [
         name

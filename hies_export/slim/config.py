@@ -76,7 +76,12 @@ def as_sibling(
             config = _sibling_config(own[position], fields, sibling)
             twin = None if config is None else _sibling_model(model, config, position, settings)
             if twin is not None and tensor_shapes(twin) == shapes:
-                return _with_weights(twin, model)
+                share_tensors(twin, model)
+                if type(twin) is type(model):  # a twin of another class saves tensors under names of its own
+                    save_as_loaded(twin, model)
+                if model.can_generate():
+                    twin.generation_config = model.generation_config
+                return twin.train(model.training)
     return None
 
 
@@ -172,16 +177,6 @@ def _sibling_model(
         return None if stock is None or stock is type(model) else empty_model(stock, config, model.dtype)
     others = {place: values for place, values in settings.items() if place != position}
     return _stock_model(model, others, {position: config})
-
-
-def _with_weights(twin: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Let a twin without weights share the model's tensors, generation config and mode, in place; return it."""
-    share_tensors(twin, model)
-    if type(twin) is type(model):  # a twin of another class saves tensors under names of its own
-        save_as_loaded(twin, model)
-    if model.can_generate():
-        twin.generation_config = model.generation_config
-    return twin.train(model.training)
 
 
 def per_layer_config(

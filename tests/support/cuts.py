@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Constraints, find_attention, prune_units, select_units
-from hies_export.calibrate.moments import LayerMoments, Moments, collect_moments
+from hies_export.calibrate.moments import LayerMoments, Moments, MomentStore
 from hies_export.calibrate.readings import Gradients, LayerEffects, effects_of
 from hies_export.score.criteria import Scores
 from hies_export.select.plan import PruningPlan, library_versions
@@ -94,5 +94,5 @@ def moments_by_module(
 ) -> dict[str, LayerMoments]:
     """Return the moments of all modules, in their order."""
     found: dict[str, LayerMoments] = {}
-    collect_moments(model, modules, batches, lambda _, sums: found.update(sums), **how)
+    MomentStore(model, modules, batches, keep=False, **how).each(lambda _, sums: found.update(sums))
     return {module.name: found[module.name] for module in modules}
