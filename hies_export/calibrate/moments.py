@@ -134,21 +134,15 @@ class Sums:
         return int(self._counts[1])
 
     @exact_products()
-    def add(self, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
-        """Add tokens x (tokens, inputs) and y (tokens, outputs), each times its weight, (tokens,); None for ones."""
-        x, y = x.to(self._dtype), y.to(self._dtype)
+    def add(self, x: Tensor, y: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Add tokens x (tokens, inputs), each times its weight, (tokens,); None for ones. `TargetSums` adds y, too."""
+        x = x.to(self._dtype)
+        self._counts[0] += len(x) if weights is None else weights.sum(dtype=torch.float64).item()
         self._counts[1] += len(x)
-        if weights is None:
-            self._counts[0] += len(x)
-            self._add(x, y, x, y)
-        else:
-            self._counts[0] += weights.sum(dtype=torch.float64).item()
+        root_x = x
+        if weights is not None:
             weights = weights.to(self._dtype)[:, None]
-            root = weights.sqrt()
-            self._add(x * weights, y * weights, x * root, y * root)
-
-    def _add(self, x: Tensor, y: Tensor, root_x: Tensor, root_y: Tensor) -> None:
-        """Add tokens times their weights to the plain sums, and tokens times the roots of their weights to products."""
+            x, root_x = x * weights, x * weights.sqrt()
         self.x += x.sum(0, dtype=torch.float64)
         # For a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum
         # is float64; only blocks from the diagonal on are computed. On MiniLM's neurons no entry (i, j) is off by more
@@ -179,11 +173,16 @@ class TargetSums(Sums):
         shapes: tuple[tuple[int, ...], ...] = ((outputs,), (outputs, inputs), ())
         self.y, self.yx, self.yy = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
 
-    def _add(self, x: Tensor, y: Tensor, root_x: Tensor, root_y: Tensor) -> None:
-        super()._add(x, y, root_x, root_y)
+    @exact_products()
+    def add(self, x: Tensor, y: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Add tokens x (tokens, inputs) and targets y (tokens, outputs), which weigh one."""
+        assert y is not None
+        assert weights is None
+        super().add(x)
+        x, y = x.to(self._dtype), y.to(self._dtype)
         self.y += y.sum(0, dtype=torch.float64)
-        self.yx += root_y.T @ root_x
-        self.yy += root_y.pow(2).sum(dtype=torch.float64)
+        self.yx += y.T @ x
+        self.yy += y.pow(2).sum(dtype=torch.float64)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that `add` changes in place."""
@@ -383,23 +382,22 @@ def free_on_cpu() -> int:
         return FREE_IF_UNKNOWN
 
 
-def add_reading(sums: LayerMoments, read: Reading, first: int) -> None:
+def add_reading(sums: LayerMoments, read: Reading, first: int, targets: Tensor | None = None) -> None:
     """Add a consumer's tokens in one batch, whose first sample has the number `first`, to the sums, in place.
 
-    Tokens of samples that are held out go to the second of each pair of sums.
+    Tokens of samples that are held out go to the second of each pair of sums. `targets`, (batch, tokens, outputs), are
+    for `TargetSums`.
     """
     x = read.inputs
     held = torch.arange(first, first + len(x), device=x.device) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-    # `LayerSums` need no y.
-    y = read.outputs if isinstance(sums.uniform[0], TargetSums) else read.outputs[..., :0]
     for part, samples in enumerate((~held, held)):
         rows = (read.real & samples[:, None]).flatten().nonzero()[:, 0]
-        x_part, y_part = (t.flatten(0, 1).index_select(0, rows) for t in (x, y))
-        sums.uniform[part].add(x_part, y_part, None)
+        chosen = x.flatten(0, 1).index_select(0, rows)
+        sums.uniform[part].add(chosen, None if targets is None else targets.flatten(0, 1).index_select(0, rows))
         if sums.weighted is not None:
             assert read.gradients is not None
             weights = read.gradients.float().square().sum(-1).flatten().index_select(0, rows)
-            sums.weighted[part].add(x_part, y_part, weights)
+            sums.weighted[part].add(chosen, weights=weights)
 
 
 def check_samples(batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -32,7 +32,6 @@ class Reading:
 
     name: str  # of the module
     inputs: Tensor  # (batch, tokens, inputs)
-    outputs: Tensor  # (batch, tokens, outputs)
     gradients: Tensor | None  # to the inputs, (batch, tokens, inputs), of the sum over samples; None if not asked for
     real: Tensor  # (batch, tokens) bool, the tokens that are not padding
 
@@ -150,6 +149,7 @@ class Gradients:
         self.counts: dict[int, Tensor] = {}  # batch -> number of terms of the loss that belong to each sample, (batch,)
 
     def _run(self, number: int, batch: dict[str, Tensor]) -> None:
+        """Run the model on a batch, and run backward from the loss or the effect to the last block's output."""
         with torch.enable_grad():
             task, named = task_of(self._model, batch), self._numbers[number]
             if self._target == "loss":
@@ -244,7 +244,7 @@ def _reading(
     `compute` runs a call and returns the gradients of what each module's consumer read, in the order of the modules.
     """
     by_batch = {call.batch: call for call in calls}
-    with watch(model, {m.name: m.consumer for m in modules}, outputs=True, gradients=gradients) as seen:
+    with watch(model, {m.name: m.consumer for m in modules}, gradients=gradients) as seen:
 
         def read(number: int) -> list[Reading]:
             seen.clear()
@@ -253,11 +253,11 @@ def _reading(
             batch, found = batches[number], iter(compute(by_batch[number], seen))
             readings = []
             for name in (module.name for module in modules):
-                for call in zip(seen.inputs[name], seen.outputs[name], strict=True):
-                    x, y = (by_sample(model, name, batch, t.detach()) for t in call)
+                for x in seen.inputs[name]:
                     gradient = next(found)
                     gradient = None if gradient is None else by_sample(model, name, batch, gradient)
-                    readings.append(Reading(name, x, y, gradient, real_tokens(model, name, batch, x)))
+                    x = by_sample(model, name, batch, x.detach())
+                    readings.append(Reading(name, x, gradient, real_tokens(model, name, batch, x)))
             return readings
 
         yield read

@@ -298,6 +298,7 @@ def _check_modules(kind: str, types: Sequence[str], where: str) -> None:
 
 
 def _of_encoder(encoder: PreTrainedModel, embedding: Mapping[str, Any], processor: Any) -> Unwrapped:
+    """Wrap a bare encoder in memory; refuse `embedding` with other keys, or a missing processor."""
     if "pooling" not in embedding or set(embedding) - {"pooling", "normalize"}:
         raise RequestError(
             "embedding must have pooling (mean, cls, last or max), may have normalize (True or False), and nothing "
@@ -314,6 +315,7 @@ def _of_encoder(encoder: PreTrainedModel, embedding: Mapping[str, Any], processo
 
 
 def _of_embedder(given: Any, where: str) -> Unwrapped:
+    """Unwrap a SentenceTransformer; refuse settings of its prompts and modules that are not supported."""
     if not given[1].include_prompt and any(given.prompts.values()):
         raise RequestError(
             f"pooling must include the prompt's tokens, but {where} leaves them out (include_prompt: false); give a "
@@ -334,6 +336,7 @@ def _of_embedder(given: Any, where: str) -> Unwrapped:
 
 
 def _of_reranker(given: Any, where: str) -> Unwrapped:
+    """Unwrap a CrossEncoder; refuse a default prompt, and settings of its tokenizer that are not supported."""
     first, inner, default = given[0], given[0].model, given.default_prompt_name
     if default is not None and given.prompts.get(default):
         raise RequestError(

@@ -40,12 +40,10 @@ from ..progress import SILENT, Progress
 from ..units.units import PrunableModule
 from .criteria import COMPENSATED, Chain, Removal, Scores, merged
 
-# Neurons are removed this share of a layer at a time.
-SHARE_PER_STEP = 0.01
+SHARE_PER_STEP = 0.01  # share of a layer's neurons that are removed at once
 # Removed columns are dropped when less than this share of the columns is left, because dropping copies the others.
 STILL_LEFT = 0.8
-# Tokens whose numbers for all neurons fit a processor's cache together; a GPU takes as many as its memory allows.
-TOKENS_AT_ONCE = {"cpu": 512}
+TOKENS_AT_ONCE = {"cpu": 512}  # whose numbers for all neurons fit a processor's cache together
 TOKENS_AT_ONCE_ELSEWHERE = 1 << 16
 
 

@@ -167,10 +167,8 @@ def compensate(
 
 def check_biases(model: PreTrainedModel, modules: Sequence[PrunableModule], method: str) -> None:
     """Refuse the method `bias` for modules whose consumer has no bias."""
-    if method != "bias":
-        return
     without = [m.consumer for m in modules if getattr(model.get_submodule(m.consumer), "bias", None) is None]
-    if without:
+    if method == "bias" and without:
         raise RequestError(
             f"compensation.method bias needs output projections with a bias, but {without[0]} has none; "
             "use least_squares"
@@ -274,8 +272,8 @@ def _refit_in_order(
                         number, (y, stream) = call.batch, targets.pop(call.batch)
                         both = stream, residual[1].pop(number, None)
                         if sums is not None:
-                            found = _reading(dense, module, batches[number], call.args[0], y, *both)
-                            add_reading(sums, found, first[number])
+                            found, target = _reading(dense, module, batches[number], call.args[0], y, *both)
+                            add_reading(sums, found, first[number], target)
                     if sums is None:
                         parameters, fits[module.name] = known[module.name]
                         _set_parameters(slim, module, parameters)
@@ -305,8 +303,8 @@ def _reading(
     y: Tensor,
     there: Tensor | None,
     here: Tensor | None,
-) -> Reading:
-    """Return a reading of the slim consumer's input x, whose target is the dense output y plus a share of the drift.
+) -> tuple[Reading, Tensor]:
+    """Return a reading of the slim consumer's input x, and its target: the dense output y plus a share of the drift.
 
     The drift is the difference between `there` and `here`, the residual streams of the dense and the slim model. Either
     is None if it is not known.
@@ -314,7 +312,7 @@ def _reading(
     x, y = (by_sample(dense, module.name, batch, t) for t in (x, y))
     if there is not None and here is not None:
         y = y + DRIFT * by_sample(dense, module.name, batch, there - here).to(y)
-    return Reading(module.name, x, y, None, real_tokens(dense, module.name, batch, x))
+    return Reading(module.name, x, None, real_tokens(dense, module.name, batch, x)), y
 
 
 def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], consumers: Sequence[str]) -> Walk:

@@ -227,7 +227,7 @@ def test_sums_and_orders_multiply_in_float32() -> None:
     x = torch.randn(20, 512)
     neurons = PrunableModule(name="mlp", kind="mlp", units=512, unit_width=1, consumer="mlp.down")
     with Products():
-        TargetSums(512, 3, x.device).add(x, x[:, :3], None)
+        TargetSums(512, 3, x.device).add(x, x[:, :3])
         of_sums = len(seen)
         removal_chain(LayerEffects(x, x, torch.arange(20), centred=False), neurons, 20)
     assert 0 < of_sums < len(seen)
