@@ -36,7 +36,7 @@ class DeployWay:
 
     Attributes:
         kept, at_least: Share of the dense model's predictions on the held-out rows that stay in these bits, and the
-            lower end of its interval.
+            lower end of its 95 % interval.
         dense_ratio: Time of the dense model, relative to the first way's.
         flops: Share of the FLOPs left by the largest cut that keeps the promise; None if no cut was searched for.
         judged: The cuts that were tried, as in `Outcome`.
@@ -60,9 +60,8 @@ class Deployment:
     """Which form to deploy: the fastest that keeps a share of `promise` on held-out rows, by its lower end.
 
     `form` is its index among the forms, None if none keeps the promise; `step` is the index of the compared times, the
-    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder. In
-    torch that is `slim`, or None for the dense model. Of an embedding model, `ranking` has what the form itself ranks,
-    as in a report.
+    first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder, as
+    `keep_file` returns it; `ranking` has the ranking metrics of an embedding model in that form, as in a report.
     """
 
     promise: Share
@@ -75,12 +74,16 @@ class Deployment:
 
 
 def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
-    """Return the runtimes that are installed, or those asked for, each with the bits to try: in torch on a GPU only."""
+    """Return the (runtime, bits) pairs to try: on `runtimes`, or if empty, on all that are installed and run the task.
+
+    Torch is tried on a GPU only. Raises RequestError if one of `runtimes` is unknown, not installed, not for the task
+    or not to be deployed on here.
+    """
     on_gpu = torch.cuda.is_available()
     able = [name for name, runtime in RUNTIMES.items() if runtime.bits and (on_gpu or not runtime.reads_models)]
-    able.sort(key=lambda name: RUNTIMES[name].reads_models)  # the first form, which times relate to, is in float32
-    if unknown := [name for name in runtimes if name in RUNTIMES and name not in able]:
-        raise RecipeError([f"runtimes to deploy on must be among {', '.join(able)}, got {', '.join(unknown)}"])
+    able.sort(key=lambda name: RUNTIMES[name].reads_models)  # times are relative to the first form, in float32
+    if refused := [name for name in runtimes if name in RUNTIMES and name not in able]:
+        raise RecipeError([f"runtimes to deploy on must be among {', '.join(able)}, got {', '.join(refused)}"])
     found = []
     for name in runtimes or able:
         try:
@@ -94,7 +97,7 @@ def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
 
 
 def fewer_bits(task: type[Task], runtimes: Sequence[str]) -> int:
-    """Return how many ways have fewer bits than float32, whatever is installed: of `runtimes`, or of all."""
+    """Return how many (runtime, bits) pairs have fewer bits than float32, on `runtimes` or all, installed or not."""
     names = (name for name in runtimes or RUNTIMES if is_for(name, task))
     return sum(bits != "float32" for name in names for bits in RUNTIMES[name].bits)
 
@@ -102,7 +105,7 @@ def fewer_bits(task: type[Task], runtimes: Sequence[str]) -> int:
 def try_dense(
     forms: Forms, judge: Judge, ways: Iterable[Way], timed: Callable[[Sequence[Form]], list[Timed]]
 ) -> list[DeployWay]:
-    """Judge the dense model in every form on the held-out rows, and time it; a form that fails keeps its reason."""
+    """Judge and time the dense model in every form; one that fails keeps its `problem`. Raises PlanError if all do."""
     tried: list[DeployWay] = []
     able: list[Form] = []
     for runtime, bits in ways:
@@ -125,8 +128,8 @@ def try_dense(
     if len(able) > 1:
         forms.progress.stage("time all forms of the dense model")
         times = ratios(timed(able))
-    left = iter(times)
-    return [way if way.problem else replace(way, dense_ratio=next(left)) for way in tried]
+    ratio = iter(times)
+    return [way if way.problem else replace(way, dense_ratio=next(ratio)) for way in tried]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +137,11 @@ class SizeTried:
     """A share of the FLOPs that was tried for a compound, and the result.
 
     Attributes:
-        flops: Share that the cut leaves.
+        flops: Share of the dense model's FLOPs that the cut leaves.
         passed_on: Share of the held-out rows that go on to the dense part.
         differ: Number of held-out rows whose answer differs from the dense model's.
         time: Time of the compound relative to the dense model's; None if it was not timed when the size was chosen.
-        problem: Why there is none.
+        problem: Why there is no such compound.
     """
 
     flops: Share
@@ -150,7 +153,7 @@ class SizeTried:
 
 @dataclass(frozen=True)
 class Joined(Generic[T]):
-    """A cut in a compound: what a report says of it, and the compound on its runtime if there is one."""
+    """A cut in a compound: what a report says of it, the cut and the compound's form; None where it failed."""
 
     tried: SizeTried
     cut: T | None = None
@@ -165,17 +168,16 @@ def join_sizes(
     batches: Sequence[Batch],
     answers: torch.Tensor,
 ) -> list[Joined[T]]:
-    """Cut the dense model to the shares of its FLOPs, and join each cut with it, see `Compound.join`.
+    """Cut the dense model to the shares of its FLOPs in `compound.shares`, and join each cut with it.
 
-    `cut` returns a cut, its model, and the share that it leaves. A compound that fails keeps its reason.
+    `cut` takes a share, and returns a cut, its model, and the share that it leaves; for the rows and the dense model's
+    answers, see `Compound.join`. A compound that fails is returned with its `problem`.
     """
     found: list[Joined[T]] = []
     name, runtime, bits, dense = compound.name, compound.runtime, compound.bits, forms.plain("dense")
     for number, share in enumerate(compound.shares):
         forms.progress.stage(f"cut to {share:g} of the FLOPs for a {name}")
-        left = share
-        made: T | None = None
-        form: Form | None = None
+        left, made = share, None
         try:
             made, model, left = cut(share)
             forms.add(part := f"{share:g}-for-{name}", model)
@@ -183,9 +185,9 @@ def join_sizes(
             forms.progress.stage(f"join {left:.2f} of the FLOPs in a {name} on {runtime} in {bits}")
             joined = compound.join(slim, dense, place, batches=batches, answers=answers)
         except HiesError as error:
-            tried = SizeTried(flops=left, problem=str(error))
-        else:
-            promise, form = joined.facts["promise"], compound.form(joined)
-            tried = SizeTried(flops=left, passed_on=promise.passed_on, differ=promise.differ)
-        found.append(Joined(tried, made, form))
+            found.append(Joined(SizeTried(flops=left, problem=str(error)), made))
+            continue
+        promise = joined.facts["promise"]
+        tried = SizeTried(flops=left, passed_on=promise.passed_on, differ=promise.differ)
+        found.append(Joined(tried, made, compound.form(joined)))
     return found

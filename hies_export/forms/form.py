@@ -36,7 +36,6 @@ class Form:
 
     Attributes:
         model: Name of the model: in a run "dense", "slim" or that of a compound.
-        runtime: Name of the runtime.
         source: What the runtime loads: a model in memory, or the file or folder of its export.
         bits: What its linear layers are computed in, such as "float32" or "int8"; None leaves that to the source.
         bytes: Size of the exported file; None for a model in memory.
@@ -49,23 +48,22 @@ class Form:
     bytes: int | None = None
 
     def load(self) -> Runtime:
-        """Load the model into the runtime."""
+        """Return the model, loaded into the runtime."""
         return load_runtime(self.runtime, self.source, dtype=self.bits)
 
     def predict(self, batches: Sequence[Batch], task: Task, progress: Progress = SILENT) -> Predictions:
-        """Predict batches on the runtime, in this process alone."""
-        runtime, name = self.load(), f"predict on {self.runtime}"
-        forward = partial(runtime.prediction, names=task.output_names)
-        return predict_by(forward, batches, task, name=name, progress=progress)
+        """Return predictions for batches, made on the runtime in this process alone."""
+        forward = partial(self.load().prediction, names=task.output_names)
+        return predict_by(forward, batches, task, name=f"predict on {self.runtime}", progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compound(ABC):
-    """A form of the slim and the dense model in one file, as a run asks for it; it keeps a promise by itself.
+    """A request for the slim and the dense model in one file, whose answers keep a promise.
 
     Attributes:
         name: Its name in `COMPOUNDS`.
-        folder: Where a run keeps it.
+        folder: Name of its folder in that of a run.
         runtimes: The runtimes that run it.
         disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
         confidence: The probability that the promise holds, in (0, 1).
@@ -91,9 +89,9 @@ class Compound(ABC):
     def join(
         self, slim: Export, dense: Export, folder: Path, *, batches: Sequence[Batch], answers: torch.Tensor
     ) -> Export:
-        """Write both models into a folder, after checking the promise on held-out batches.
+        """Write both models into a folder, after checking the promise on held-out batches, and return the export.
 
-        `answers` are the dense model's logits on them. The fact `promise` of the result has `passed_on` and `differ` as
+        `answers` are the dense model's logits on them. The result's `facts["promise"]` has `passed_on` and `differ` as
         in `SizeTried`. Raises a HiesError where the promise cannot be kept.
         """
 
@@ -101,19 +99,19 @@ class Compound(ABC):
     def facts(
         self, exported: Export, batches: Sequence[Batch], *, parts: Both[int], stability: float, tried: Sequence[Any]
     ) -> tuple[Any, Any]:
-        """Return what a report's summary and its details say of an export.
+        """Return what a report's summary, and what its details say of an export.
 
-        It keeps the share `stability` of the answers on the evaluation batches; `parts` are the sizes of the files of
-        both models alone.
+        `parts` are the sizes of the files of both models alone, in bytes; `stability` is the share of the answers on
+        the evaluation batches that equal the dense model's; `tried` are the sizes among which this one was chosen.
         """
 
     def form(self, exported: Export) -> Form:
-        """Return an export of it on its runtime."""
+        """Return an export of this compound as a form on its runtime."""
         return Form(self.name, self.runtime, exported.folder, self.bits, exported.bytes)
 
 
 COMPOUNDS: Registry[type[Compound]] = KNOWN
-"""Name -> form of both models."""
+"""Name -> class of compounds."""
 
 
 class Forms:
@@ -133,7 +131,7 @@ class Forms:
         self._exports: dict[tuple[str, ExportSection], Export | HiesError] = {}
 
     def add(self, name: str, model: PreTrainedModel, exports: Mapping[ExportSection, Export] | None = None) -> None:
-        """Add a model, with the exports that there are of it already."""
+        """Add a model, with exports of it that were made elsewhere, by their options."""
         self._models[name] = model
         self._exports.update({(name, options): exported for options, exported in (exports or {}).items()})
 
@@ -142,7 +140,7 @@ class Forms:
         return self._models[name]
 
     def map(self, name: str) -> None:
-        """Map the weights of a large model from a file, so that exports and runtimes have their memory."""
+        """Map the weights of a large model from a file, in place, to leave its memory to exports and runtimes."""
         map_weights(self._models[name], self.folder / f"{Path(name).name}.safetensors")
 
     def exports_of(self, name: str) -> dict[ExportSection, Export]:
@@ -154,22 +152,22 @@ class Forms:
         }
 
     def read_by(self, runtime: str, bits: str | None = None) -> ExportSection:
-        """Return the options of the export that a runtime reads to compute in some bits, by default the export's own.
+        """Return the options of the export that a runtime reads to compute in `bits`; None: the export's own dtype.
 
-        The bits of the run's own quantised export are served by that export.
+        They are the run's own options if these ask for the bits, in the runtime's format.
         """
         options, known = self.exporter.options, RUNTIMES[runtime]
         own = bits is not None and bits == options.quantize and bits not in known.calibrated
         return options if own and options.format == known.format else read_by(options.unquantized, runtime, bits)
 
     def export(self, name: str, options: ExportSection) -> Export:
-        """Return the export of a model; a quantised one is made from the plain one, if there is one."""
+        """Return the export of a model, which the first call makes; later calls raise the HiesError of the first."""
         key = name, options
         if key not in self._exports:
             self.progress.stage(f"export the {name} model")
+            place = self.folder / f"{Path(name).name}-{sum(made == name for made, _ in self._exports)}"
+            plain = self._exports.get((name, options.unquantized))
             try:
-                place = self.folder / f"{Path(name).name}-{sum(made == name for made, _ in self._exports)}"
-                plain = self._exports.get((name, options.unquantized))
                 if options.quantize and isinstance(plain, Export):
                     self._exports[key] = self.exporter.quantize(plain, place, options)
                 else:
@@ -187,15 +185,15 @@ class Forms:
         return self.export(name, self.exporter.options.unquantized)
 
     def export_for(self, names: Sequence[str], ways: Iterable[tuple[str, str | None]]) -> None:
-        """Export models for all runtimes that read exports, each with bits, before anything else: one may fail."""
+        """Export models for those of the (runtime, bits) pairs whose runtime reads exports."""
         for runtime, bits in ways:
             for name in () if RUNTIMES[runtime].reads_models else names:
                 self.export(name, self.read_by(runtime, bits))
 
     def form(self, name: str, runtime: str, bits: str | None = None, options: ExportSection | None = None) -> Form:
-        """Return a model on a runtime: a copy in these bits if the runtime reads models, else an export of it.
+        """Return a model on a runtime: a copy in `bits` if the runtime reads models, else an export of it.
 
-        `options` are those of the export, by default those of `read_by`.
+        `options` are those of the export, by default `read_by(runtime, bits)`.
         """
         if RUNTIMES[runtime].reads_models:
             dtype = None if bits is None else getattr(torch, bits)
@@ -205,11 +203,11 @@ class Forms:
 
 
 def predictor(exporter: Exporter, runtime: str, bits: str | None) -> Predictor:
-    """Return a function that exports a model for a runtime, and predicts batches there as the export will be served."""
+    """Return a function that predicts batches by an export of a model on a runtime, in the main process for all."""
 
-    def served(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
+    def predict(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:
             form = Forms({"model": model}, exporter, Path(folder)).form("model", runtime, bits)
             return form.predict(batches, task_of(model, batches[0]))
 
-    return lambda model, batches: processes.on_main(lambda: served(model, batches))
+    return lambda model, batches: processes.on_main(lambda: predict(model, batches))

@@ -27,7 +27,7 @@ from .traces import Traces
 
 @dataclass(frozen=True)
 class Export:
-    """A model in files that agree with it.
+    """A model in files, whose outputs were compared with the model's.
 
     Attributes:
         format: A name in `FORMATS`.
@@ -41,11 +41,10 @@ class Export:
         max_abs: Largest absolute difference from what it was made of: the outputs of torch, or of the float32 graph for
             fewer bits, or next-token probabilities in llama.cpp. None if it could not be run here.
         checked_on: The runtime that it was compared on and that loads it; None if there is none.
-        inputs, outputs: Names of the inputs and outputs of `file`, where they have any.
+        inputs, outputs: Names of the inputs and outputs of `file`; empty if it has none.
         facts: What else the format says. ONNX: `fused`, how often each of ONNX Runtime's own operators occurs. In fewer
             bits: `layers`, the number of linear layers by dtype, and on OpenVINO `float_neurons`. GGUF: `architecture`,
-            `types` (number of tensors by the type that they are stored in) and `parity`. A compound says
-            what it promises.
+            `types` (number of tensors by the type that they are stored in) and `parity`. A compound: its promise.
     """
 
     format: str
@@ -62,7 +61,7 @@ class Export:
 
     @property
     def decodes(self) -> bool:
-        """Whether it takes a key/value cache as its inputs."""
+        """Whether it takes a key/value cache."""
         return any(name.startswith("past_key_values.") for name in self.inputs)
 
 
@@ -75,7 +74,7 @@ class Given:
         processor: The tokenizer or image processor that is saved beside the model, or in its file.
         rows: Batches that weights in 4 bits are rounded by (without any, to nearest), and that 8 bits on OpenVINO are
             calibrated on.
-        traces: The graphs that were traced; those of further cuts of a model are made of them.
+        traces: The graphs that were traced so far, from which those of further cuts of a model are made.
     """
 
     sample: Mapping[str, Tensor]
@@ -91,12 +90,12 @@ class Format:
     Attributes:
         title: What messages call an export, with its article.
         require: Raises MissingRuntimeError, which says what to install, if a package is missing.
-        check: Refuses what has no such form, before any work, by a RequestError. It takes (model, how, given), and
-            whether layers may keep different numbers of units (`uneven`).
+        check: Takes (model, how, given), and whether layers may keep different numbers of units (`uneven`); raises
+            RequestError, before any work, if the model cannot be exported so.
         write: Exports a model. It takes (model, folder, how, given) and `overwrite`, and keeps only what it has
             compared with the model.
-        quantize: Makes an export in fewer bits of one by the unquantised options; it takes (export, folder, how,
-            given). None if there is no such form.
+        quantize: Takes (export by the unquantised options, folder, how, given), and writes it in fewer bits. None if
+            the format has no fewer bits.
         dtypes: The dtypes that weights can be stored in.
         hub_folder: The folder of a checkpoint in which tools look for it; None if they do not.
         hub_names: Bits -> the names under which tools look for a file in these bits, if not its own.
@@ -123,15 +122,13 @@ class Exporter:
     options: ExportSection
     given: Given
 
-    def export(
-        self, model: PreTrainedModel, folder: Path, options: ExportSection | None = None, *, overwrite: bool = False
-    ) -> Export:
-        """Export a model into a folder, by other options if they are given."""
+    def export(self, model: PreTrainedModel, folder: Path, options: ExportSection | None = None) -> Export:
+        """Export a model into a new folder, by `options` in place of those of the run if they are given."""
         how = options or self.options
-        return FORMATS[how.format].write(model, folder, how, self.given, overwrite=overwrite)
+        return FORMATS[how.format].write(model, folder, how, self.given)
 
     def quantize(self, exported: Export, folder: Path, options: ExportSection) -> Export:
-        """Quantise an export into a new folder; an ExportError where the cut has left only small layers."""
+        """Quantise an export into a new folder; raises ExportError if the cut has left only small layers."""
         quantize = FORMATS[options.format].quantize
         assert quantize is not None
         return quantize(exported, folder, options, self.given)
@@ -140,15 +137,15 @@ class Exporter:
 def export_options(
     format: str = "onnx", provider: str = "cpu", dtype: str = "float32", quantize: str | None = None
 ) -> ExportSection:
-    """Return the options of an export that no recipe asks for; what writes it refuses those that it does not know.
+    """Return the options of an export without validating them as a recipe's; the format refuses those it cannot write.
 
     Raises RequestError for fewer bits on another provider than the CPU, or of another dtype than float32.
     """
     fields: dict[str, Any] = {"format": format, "provider": provider, "dtype": dtype, "quantize": quantize}
     options = ExportSection.model_construct(**fields)
-    refused, sentence = options.bits_elsewhere
+    refused, reason = options.bits_elsewhere
     if refused:
-        raise RequestError(sentence)
+        raise RequestError(reason)
     return options
 
 
@@ -158,9 +155,9 @@ def best_for(runtime: str, dtype: str) -> ExportSection:
 
 
 def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> ExportSection:
-    """Return the options of the export that a runtime reads to compute in `dtype`, by default the export's own.
+    """Return the options of the export that a runtime reads to compute in `dtype`, by default that of `options`.
 
-    It is stored in float32 if the runtime or its format does not know the dtype.
+    Weights are stored in float32 if the runtime or its format cannot hold the dtype, or converts them itself.
     """
     known = RUNTIMES[runtime]
     if dtype is not None and dtype in known.calibrated:
@@ -172,16 +169,16 @@ def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> E
 
 
 def runtime_of(how: ExportSection, bits: str | None = None) -> str | None:
-    """Return the first runtime that reads an export, if possible one that computes in these bits; None without one."""
+    """Return the first runtime that reads an export, preferring those that compute in `bits`; None without one."""
     able = [name for name, one in RUNTIMES.items() if how.format in one.formats() and one.fused_for == how.provider]
     return next((name for name in able if bits in RUNTIMES[name].bits), able[0] if able else None)
 
 
 def export_formats(options: ExportSection, runtimes: Iterable[str], dtypes: Collection[str | None] = ()) -> list[str]:
-    """Return the formats that a run exports to, for itself or for a runtime that computes in some dtypes."""
+    """Return the formats of all exports of a run: by its options, and for its runtimes, which compute in `dtypes`."""
     found = [options.unquantized.format, options.format]
     for runtime in (RUNTIMES[name] for name in runtimes if not RUNTIMES[name].reads_models):
-        found += [runtime.format, *(of for dtype, of in runtime.calibrated.items() if dtype in dtypes)]
+        found += [runtime.format, *(format for dtype, format in runtime.calibrated.items() if dtype in dtypes)]
     return list(dict.fromkeys(found))
 
 
@@ -192,7 +189,7 @@ def require_exporters(formats: Iterable[str]) -> None:
 
 
 def check_exports(formats: Iterable[str], model: PreTrainedModel, exporter: Exporter, *, uneven: bool) -> None:
-    """Refuse, before anything is computed, a dense model or tokenizer that cannot be exported as requested.
+    """Refuse, before anything is computed, a dense model or tokenizer that cannot be exported to one of the formats.
 
     `uneven` says whether layers may keep different numbers of units. Raises RequestError.
     """
@@ -210,7 +207,7 @@ def export_served(
     rows: Sequence[Mapping[str, Tensor]] = (),
     overwrite: bool = False,
 ) -> Export:
-    """Export an embedding model, for `SentenceTransformer(folder, trust_remote_code=True)`.
+    """Export an embedding model into a folder that `SentenceTransformer(folder, trust_remote_code=True)` loads.
 
     The graph gives `sentence_embedding`, (texts, dimension), and `last_hidden_state`, (texts, tokens, width). `rows`
     are those of `Given`. Raises RequestError for a format that no runtime reads.
@@ -232,27 +229,27 @@ def export_served(
 
 
 def add_graphs(exports: Iterable[Export], folder: Path) -> None:
-    """Put the graphs of a model into `onnx/` and `openvino/` of its checkpoint's folder, where tools look for them.
-
-    Files on the same disk are linked, and take no space again.
-    """
+    """Link the graphs of a model into `onnx/` and `openvino/` of its checkpoint's folder, where tools look for them."""
     for exported in exports:
         known, stems = FORMATS[exported.format], {Path(name).stem for name in exported.files}
         if known.hub_folder is None:
             continue
         (place := folder / known.hub_folder).mkdir(exist_ok=True)
-        for part in sorted(path for path in exported.folder.iterdir() if path.stem in stems):
-            # A graph finds weights in a file beside it by that file's own name.
+        for part in exported.folder.iterdir():
+            if part.stem not in stems:
+                continue
+            # Weights beside a graph keep their name, by which the graph finds them.
             renamed = known.hub_names.get(str(exported.how.quantize)) if part.name == exported.file.name else None
             for name in renamed or (part.name,):
                 _link(part, place / name)
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Make a folder with the files of another one, as links where that is possible."""
+    """Create a folder with links to the files of another one, or copies where links are not possible."""
     target.mkdir()
-    for part in sorted(path for path in source.iterdir() if path.is_file()):
-        _link(part, target / part.name)
+    for part in source.iterdir():
+        if part.is_file():
+            _link(part, target / part.name)
 
 
 def _link(source: Path, target: Path) -> None:

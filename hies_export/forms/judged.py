@@ -24,7 +24,7 @@ SLIM = "slim"
 
 @dataclass(frozen=True)
 class FormTime:
-    """The time of a form at a shape, and its ratio to the first form's with a 95 % interval, as in `Timed`."""
+    """The time of a form at a shape in ms, and its ratio to the first form's with a 95 % interval, as in `Timed`."""
 
     batch: int
     sequence: int
@@ -51,18 +51,16 @@ class Judged:
 
     Attributes:
         model: "dense", "slim", or the name of a compound of both.
-        runtime: Name of the runtime.
         bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; for a compound, its
             slim part's.
         bytes: Size of the exported file; None if the runtime reads no export.
-        quality: The first metric.
-        metrics: All metrics, by name.
+        quality: The first of the metrics.
         stability: Share of predictions that equal the dense model's.
         stability_low, stability_high: Ends of its 95 % interval.
         times: A row for each shape and phase; of a form that is no candidate to deploy, for the first one only. For the
             first form, its control's.
-        kept, at_least: If something is promised, the share that is kept on the held-out rows, as in `Judge.kept`, and
-            the lower end of its 95 % interval.
+        kept, at_least: The share that is kept on the held-out rows, as in `Judge.kept`, and the lower end of its 95 %
+            interval; None if nothing is promised.
     """
 
     model: str
@@ -96,13 +94,13 @@ class ExportedFile(Record):
     """The slim model's export, run on the evaluation rows as it will be deployed.
 
     Attributes:
-        file: Where it is in the folder of the run.
-        format: A name in `FORMATS`, such as "onnx", "openvino" or "gguf".
-        quantize: "int8" if its linear layers are in 8 bits.
+        file: Its path relative to the folder of the run.
+        format: A name in `FORMATS`.
+        quantize: "int8" or "int4" if its linear layers are in 8 or 4 bits.
         bytes: Size of graph and weights.
         quality: The first metric; None if no runtime here gives the file's logits (GGUF, models in several graphs).
         stability: Share of predictions that equal the dense model's; None with `quality`.
-        layers: Number of linear layers by dtype, if some are in 8 bits.
+        layers: Number of linear layers by dtype, if some are quantised.
         float_neurons: Number of neurons that are computed in float32 inside quantised layers. On ONNX Runtime it is 0:
             with a scale for each token, an outlier takes no range from other tokens.
     """
@@ -120,17 +118,15 @@ class ExportedFile(Record):
 def judge(
     forms: Sequence[Form], rows: Judge, held_out: Judge | None = None, *, progress: Progress = SILENT
 ) -> list[Judged]:
-    """Judge every form by its own predictions on `rows`, and by `held_out`, if given, what it keeps of a promise.
-
-    `times` is left empty.
-    """
+    """Judge every form by its own predictions on `rows`, and if given, by those on `held_out`; `times` stay empty."""
     judged = []
     for form in forms:
         progress.stage(f"evaluate the {form.model} model on {form.runtime} in {form.bits}")
         predictions = form.predict(rows.batches, rows.task, progress)
         quality, (low, high) = rows.of(predictions), rows.agreement_ends(predictions)
-        promised = None if held_out is None else held_out.kept(form.predict(held_out.batches, held_out.task, progress))
-        kept, at_least = promised or (None, None)
+        kept, at_least = None, None
+        if held_out is not None:
+            kept, at_least = held_out.kept(form.predict(held_out.batches, held_out.task, progress))
         judged.append(
             Judged(
                 model=form.model,
@@ -151,7 +147,7 @@ def judge(
 
 
 def with_times(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[Judged]:
-    """Return what was judged of forms with the times that `time` gave of them."""
+    """Return the judged forms with their times; `timed` has every form at the first step, then at the next, ..."""
     return [
         replace(form, times=[FormTime.of(one) for one in timed[number :: len(judged)]])
         for number, form in enumerate(judged)
@@ -159,16 +155,19 @@ def with_times(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[Judged]
 
 
 def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence[Judged]) -> ExportedFile:
-    """Return the exported file of a run with its quality on the evaluation rows, that of a form that ran it if any."""
+    """Return the exported file of a run with its quality on the evaluation rows.
+
+    The quality is that of a form that ran the file if there is one; else an export that is not quantised is run.
+    """
     metric, how, quantize = judge.metrics[0], exported.how, exported.how.quantize
     own = (exported.checked_on, how.dtype) if quantize is None else (runtime_of(how, quantize), quantize)
+    quality, stability = None, None
     # If nothing was cut, the last form in these bits is the dense one's.
-    models = [form for form in forms if form.model not in COMPOUNDS and (form.runtime, form.bits) == own]
-    known = [(form.quality, form.stability) for form in models[-1:]]
-    if not known and quantize is None and exported.checked_on is not None:
+    if ran := [form for form in forms if form.model not in COMPOUNDS and (form.runtime, form.bits) == own]:
+        quality, stability = ran[-1].quality, ran[-1].stability
+    elif quantize is None and exported.checked_on is not None:
         found = judge.of(Form("slim", exported.checked_on, exported.folder).predict(judge.batches, judge.task))
-        known = [(found.metrics[metric], found.stability)]
-    quality, stability = known[0] if known else (None, None)
+        quality, stability = found.metrics[metric], found.stability
     return ExportedFile(
         file=exported.file.relative_to(folder).as_posix(),
         format=exported.format,
@@ -182,10 +181,10 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
 
 
 def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | None:
-    """Return the file of a form in the folder of a run, after moving its export there if it lies elsewhere.
+    """Return the path of a form's file, relative to a run's folder; an export that lies elsewhere is moved there.
 
-    If both models are the `same`, the slim one's file is that of the dense one too. In torch, the file of the slim
-    model is its checkpoint, and the dense one has none there.
+    In torch, it is the checkpoint of the slim model; None for the dense one. `same` says that nothing was cut, so that
+    the slim model's file serves both.
     """
     if form.model in COMPOUNDS:
         return f"{COMPOUNDS[form.model].folder}/{ONNX_FILE}"
@@ -199,21 +198,24 @@ def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | 
 
 
 def frontier(times: Sequence[float], same: Sequence[float]) -> list[int]:
-    """Return the numbers of forms on the Pareto frontier of time and agreement, fastest first; of equals the first."""
+    """Return the indices of forms on the Pareto frontier of time and agreement, fastest first; of equals the first.
+
+    `same` are shares of answers that stay the same, 0 or more.
+    """
     best, line = -1.0, []
-    for number in sorted(range(len(times)), key=lambda number: (times[number], -same[number])):
-        if same[number] > best:
-            best = same[number]
-            line.append(number)
+    for index in sorted(range(len(times)), key=lambda index: (times[index], -same[index])):
+        if same[index] > best:
+            best = same[index]
+            line.append(index)
     return line
 
 
 def deciding_step(forms: Sequence[Judged]) -> int | None:
-    """Return the first shape that was not too noisy to compare times at; None if all were, or there are no forms."""
-    steps = range(len(forms[0].times)) if forms else ()
-    return next((step for step in steps if not forms[0].times[step].noisy), None)
+    """Return the index of the first time that is not noisy; None if all are, or there are no forms."""
+    times = forms[0].times if forms else ()
+    return next((step for step, time in enumerate(times) if not time.noisy), None)
 
 
 def relative_times(forms: Sequence[Judged], step: int) -> list[float | None]:
-    """Return the times of forms at a step relative to the first form's, which counts as 1; None where unknown."""
+    """Return the times of forms at a step relative to the first form's, which counts as 1; None where not timed."""
     return [1.0, *(form.times[step].ratio if step < len(form.times) else None for form in forms[1:])]

@@ -55,9 +55,9 @@ class TimedOn:
     min_seconds: float = 0.0
 
     def time(self, forms: Sequence[Form], progress: Progress = SILENT) -> list[Timed]:
-        """Time forms beside each other on the batch."""
-        how: dict[str, Any] = {"repeats": self.repeats, "min_seconds": self.min_seconds, "progress": progress}
-        return time(forms, {shape_of(self.batch): [self.batch]}, **how)
+        """Return the times of forms on the batch, measured beside each other."""
+        batches = {shape_of(self.batch): [self.batch]}
+        return time(forms, batches, repeats=self.repeats, min_seconds=self.min_seconds, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -107,33 +107,18 @@ def latency_table(
     cuts = _read(file, key)
     if cuts is None:
         cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
-        if all(cut.sharp for cut in cuts):
-            try:
-                replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
-            except OSError as error:  # the times are there, and a later run takes its own
-                logger.warning(
-                    "timed cuts could not be cached: %s; let XDG_CACHE_HOME name a folder that can be written", error
-                )
-        else:
-            logger.warning(
-                "the machine is too busy to time cuts precisely: a ratio has an interval wider than %g points, or the "
-                "dense model differs from itself; the predicted time may be off, and is not cached",
-                100 * WIDEST_INTERVAL,
-            )
+        _write_if_sharp(file, key, cuts)
     flops = flops_table(model, modules, batch=where.batch, unit=unit).saved
+    step = _width_step(model, where.runtime)
     saved: dict[str, tuple[float, ...]] = {}
     for kind, of_kind in _by_kind(modules).items():
-        timed = [cut for cut in cuts if cut.kind == kind]
-        saved |= _divided(timed, of_kind, flops, step=_width_step(model, where.runtime), unit=unit)
-    return CostTable(
-        f"latency on {where.runtime}",
-        {module.name: saved[module.name] for module in modules},
-        tuple(asdict(cut) for cut in cuts),
-    )
+        saved |= _time_saved([cut for cut in cuts if cut.kind == kind], of_kind, flops, step=step, unit=unit)
+    in_order = {module.name: saved[module.name] for module in modules}
+    return CostTable(f"latency on {where.runtime}", in_order, tuple(asdict(cut) for cut in cuts))
 
 
 def _width_step(model: PreTrainedModel, runtime: str) -> int:
-    """Return the runtime's `Runtime.width_step`, on the device of the model if it is run as it is."""
+    """Return the runtime's `Runtime.width_step`, or for a model on a GPU that of GPUs if it is larger."""
     return max(RUNTIMES[runtime].width_step, GPU_WIDTH_STEP if model.device.type == "cuda" else 1)
 
 
@@ -141,7 +126,7 @@ def _by_kind(modules: Sequence[PrunableModule]) -> dict[str, list[PrunableModule
     return {kind: [module for module in modules if module.kind == kind] for kind in (m.kind for m in modules)}
 
 
-def _divided(
+def _time_saved(
     cuts: Sequence[TimedCut],
     modules: Sequence[PrunableModule],
     flops: Mapping[str, Sequence[float]],
@@ -154,7 +139,7 @@ def _divided(
     What a uniform cut saves is divided among the modules in proportion to the FLOPs of their units. `cuts` begin with
     the smallest cut, and `step` is the runtime's width step.
     """
-    # A module of one bundle saves nothing.
+    # A module of one bundle cannot lose it, and saves nothing.
     weights = {m.name: flops[m.name][-1] if bundle_count(m, unit) > 1 else 0.0 for m in modules}
     total = sum(weights.values()) or 1.0
     kept = [cut.kept for cut in reversed(cuts)] + [1.0]  # ascending
@@ -162,14 +147,14 @@ def _divided(
     saved = {}
     for module in modules:
         count = bundle_count(module, unit)
-        widths = [_computed(module, count - k, step) / count for k in range(count)]
-        curve = np.interp(widths, kept, ratios)
-        saved[module.name] = tuple(float(weights[module.name] / total * (1 - ratio)) for ratio in curve)
+        widths = [_computed_bundles(module, count - lost, step) / count for lost in range(count)]
+        share = weights[module.name] / total
+        saved[module.name] = tuple(float(share * (1 - ratio)) for ratio in np.interp(widths, kept, ratios))
     return saved
 
 
-def _computed(module: Units, bundles: int, step: int) -> int:
-    """Return the number of bundles that a runtime computes: neurons are rounded up to whole steps, heads are not."""
+def _computed_bundles(module: Units, bundles: int, step: int) -> int:
+    """Return for how many bundles a runtime takes time: neurons are rounded up to whole steps, heads are not."""
     if module.kind == ATTENTION:
         return bundles
     return min(module.units, math.ceil(bundles / step) * step)
@@ -180,20 +165,15 @@ def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) ->
     bundles = {module.name: bundle_count(module, unit) for module in modules}
     cuts = {}
     for level in LEVELS:
-        kept = {m.name: _computed(m, max(1, round(level * bundles[m.name])), step) for m in modules}
+        kept = {m.name: _computed_bundles(m, max(1, round(level * bundles[m.name])), step) for m in modules}
         lost = {name: count - kept[name] for name, count in bundles.items()}
         cuts[1 - sum(lost.values()) / sum(bundles.values())] = lost
-    cuts.pop(1.0, None)
+    cuts.pop(1.0, None)  # rounded up, a cut may remove nothing
     return cuts
 
 
 def _time_cuts(
-    model: PreTrainedModel,
-    modules: Sequence[PrunableModule],
-    where: TimedOn,
-    *,
-    unit: str,
-    progress: Progress,
+    model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, progress: Progress
 ) -> list[TimedCut]:
     """Time uniform cuts of each kind against the dense model, the smallest cut of a kind first."""
     step = _width_step(model, where.runtime)
@@ -207,13 +187,13 @@ def _time_cuts(
         forms = Forms({"dense": model}, where.exporter, Path(temporary))
         for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
             forms.add(name := f"{kind}-{kept:.4f}", cut_bundles(model, modules, removed, unit=unit))
-            both = [forms.form(one, where.runtime, where.dtype) for one in ("dense", name)]
-            dense, slim = where.time(both)
+            dense, slim = where.time([forms.form(one, where.runtime, where.dtype) for one in ("dense", name)])
             cuts.append(TimedCut(kept, slim.ratio, slim.low, slim.high, dense.low, dense.high, kind))
     return cuts
 
 
 def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str) -> dict[str, Any]:
+    """Return all that the times of cuts depend on, to be compared with that of cached cuts."""
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
     export = read_by(where.exporter.options, where.runtime, where.dtype)
     return {
@@ -233,8 +213,6 @@ def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: Timed
 
 
 class _Cached(BaseModel):
-    """A file of cached cuts."""
-
     key: dict[str, Any]
     points: list[TimedCut]
 
@@ -246,3 +224,19 @@ def _read(file: Path, key: Mapping[str, Any]) -> list[TimedCut] | None:
     except (OSError, ValidationError):
         return None
     return cached.points if cached.key == key else None
+
+
+def _write_if_sharp(file: Path, key: Mapping[str, Any], cuts: Sequence[TimedCut]) -> None:
+    """Write cuts for `_read` if all are precise; log a warning if they are not, or the file cannot be written."""
+    if not all(cut.sharp for cut in cuts):
+        logger.warning(
+            "the machine is too busy to time cuts precisely: a ratio has an interval wider than %g points, or the "
+            "dense model differs from itself; the predicted time may be off, and is not cached",
+            100 * WIDEST_INTERVAL,
+        )
+        return
+    try:
+        replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
+    except OSError as error:  # the times are known, and a later run measures its own
+        message = "timed cuts could not be cached: %s; let XDG_CACHE_HOME name a folder that can be written"
+        logger.warning(message, error)

@@ -18,7 +18,10 @@ from .runtimes.llamacpp import installed_version as node_llama_cpp_version
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the processor, GPU and library versions of this machine, without host name, user or paths."""
+    """Return the processor, GPU and library versions of this machine, without host name, user or paths.
+
+    What is missing is None; clocks are in MHz, the power limit in W.
+    """
     gpu = gpu_facts()
     packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "openvino", "nncf", "optimum")
     return {
@@ -41,18 +44,16 @@ def machine_facts() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """Return the name of the GPU that torch uses, its driver, clocks in MHz and power limit in W; empty without one.
+    """Return what nvidia-smi says of the GPU that torch uses, or else of the first; empty without one.
 
-    Where torch uses none, it is the first.
-
+    The fields are the name, driver_version, clocks in MHz and power.limit in W, of those that the GPU supports.
     Source: https://docs.nvidia.com/deploy/nvidia-smi/index.html (`--help-query-gpu`)
     """
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
-    # Numbers differ where CUDA_VISIBLE_DEVICES names some of the GPUs, or torch uses another than the first.
     used = "0"
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # by uuid, because CUDA_VISIBLE_DEVICES may number GPUs otherwise
         used = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     fields = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "power.limit")
     command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={used}"]
@@ -61,7 +62,7 @@ def gpu_facts() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     values = [value.strip() for value in printed.splitlines()[0].split(",")] if printed.strip() else []
-    # A field the card does not support reads "[N/A]".
+    # A field that the GPU does not support reads "[N/A]".
     return {name: value for name, value in zip(fields, values, strict=False) if not value.startswith("[")}
 
 
@@ -74,8 +75,6 @@ def _version(package: str) -> str | None:
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, None) or platform.processor() or platform.machine()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 from torch import Tensor
@@ -18,7 +18,7 @@ from .form import Compound, Forms
 from .formats import runtime_of
 from .time import WIDEST_CONTROL, Phase, Timed, time
 
-# The form that forms of a quantised model are compared with.
+# The (runtime, bits) pair that quantised models and compounds are compared with.
 _FULL = ("onnxruntime-cpu", "float32")
 
 
@@ -38,37 +38,33 @@ class MeasureOptions:
         """
         ways = [(name, bits) for name, bits in self.ways if bits is not None]
         if export.quantize is not None:
-            fewer = [way for way in ways if way[1] != "float32"]
             own = runtime_of(export, export.quantize)
-            ways = list(dict.fromkeys([_FULL, *([] if own is None else [(own, export.quantize)]), *fewer]))
+            ways = [way for way in ways if way[1] != "float32"]
+            ways = [_FULL, *([] if own is None else [(own, export.quantize)]), *ways]
         if compound is not None:
-            served = [] if compound.bits == "int8" else [(compound.runtime, compound.bits)]
-            return list(dict.fromkeys([_FULL, *ways, *served]))
-        return [] if all(bits == "float32" for _, bits in ways) else ways
+            ways = [_FULL, *ways, *([] if compound.bits == "int8" else [(compound.runtime, compound.bits)])]
+        elif all(bits == "float32" for _, bits in ways):
+            return []
+        return list(dict.fromkeys(ways))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LatencyRow(Record):
-    """The latency of two models on one runtime at one shape.
+    """The latency of two models on one runtime at one shape; where a field is also in `Timed`, its meaning is there.
 
     Fields are the keys of report.json, in its order. Rows of older versions may lack those with a default.
 
     Attributes:
-        provider: Device or execution provider that both ran on, as the loaded runtime reports it.
         dtype: Dtype that they computed in; both, joined by " / ", if they differ.
         sequence: Tokens per row, as the attention sees them.
         dense_ms, slim_ms: Median times; on rows, the mean times of a batch.
-        ratio, ratio_low, ratio_high: Ratio slim / dense, with a 95 % interval, as in `Timed`.
+        ratio, ratio_low, ratio_high: Ratio slim / dense, with a 95 % interval.
         realised: Share of time saved / share of FLOPs saved; None without `flops_ratio`, or if no FLOPs were saved.
         flops_ratio: FLOPs slim / dense; None for a decode step and on rows.
         tokens_per_second: Over all rows: new tokens in a decode step, tokens read in a prefill; else None.
         control_ratio, control_low, control_high: The same ratio of a second copy of the dense model to the first (A/A).
         noisy: Whether the control shows too much noise for the ratio to be trusted, or the row took longer than one
             with more to compute (`with_contradictions`).
-        repeats, loads: Number of timed runs of each model, and of times the models were loaded.
-        threads: CPU threads within an operator.
-        cuda_graph: Whether replays of CUDA graphs were timed.
-        peak_bytes: Peak device memory during a run; None on the CPU.
         gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
     """
 
@@ -105,7 +101,7 @@ class LatencyRow(Record):
 
 
 def budget_rows(timed: LatencyBudget, rows: Iterable[LatencyRow]) -> list[LatencyRow]:
-    """Return the rows on the runtime, at the shape and in the dtype of a budget of time, without decode steps."""
+    """Return the rows on the runtime, at the shape and in the dtype of a latency budget, without decode steps."""
     where = (timed.runtime, timed.batch, timed.sequence)
     alike = [row for row in rows if (row.runtime, row.batch, row.sequence) == where and row.phase != "decode"]
     return [row for row in alike if timed.dtype in (None, row.dtype)]
@@ -138,7 +134,8 @@ def measure_both(
 ) -> Measurements:
     """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
 
-    FLOPs per layer are counted on the first of the batches. `dense` is the name of the dense one among the forms.
+    FLOPs per layer are counted on the first of the batches. `stored` are the bytes of the weights' files; `dense` is
+    the name of the dense model among the forms.
     """
     names, progress = (dense, "slim"), forms.progress
     whole, slim = map(forms.model, names)
@@ -146,38 +143,36 @@ def measure_both(
     flops = counts.count_both_flops(whole, slim, batches)
     shape = next(iter(batches))
     dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (whole, slim))
-    cache, files = [counts.cache_bytes_per_token(model) for model in (whole, slim)], {exported.format: exported.bytes}
+    cache, files = map(counts.cache_bytes_per_token, (whole, slim)), {exported.format: exported.bytes}
     latency = []
     # All exports come first, because one may fail; copies in other bits are made for one runtime at a time.
     forms.export_for(names, options.ways)
+    in_lists = {shape: [batch] for shape, batch in batches.items()}
+    how: dict[str, Any] = {"repeats": options.repeats, "min_seconds": options.min_seconds, "progress": progress}
     for runtime, bits in options.ways:
         progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
-        # Nothing else refers to these forms, whose models may be copies.
+        # No variable holds these forms, so that the copies of models in them are freed before the next are made.
         latency += latency_rows(
-            time(
-                [forms.form(name, runtime, bits) for name in names],
-                {shape: [batch] for shape, batch in batches.items()},
-                repeats=options.repeats,
-                min_seconds=options.min_seconds,
-                decode=True,
-                progress=progress,
-            ),
-            flops,
+            time([forms.form(name, runtime, bits) for name in names], in_lists, decode=True, **how), flops
         )
     return Measurements(
         parameters=counts.count_both_parameters(whole, slim),
-        bytes=StoredBytes(stored.dense, stored.slim, *(files.get(format) for format in ("onnx", "gguf"))),
+        bytes=StoredBytes(stored.dense, stored.slim, files.get("onnx"), files.get("gguf")),
         flops=flops[shape],
         flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
-        cache_bytes_per_token=None if cache[0] is None or cache[1] is None else Both(cache[0], cache[1]),
+        cache_bytes_per_token=_both(*cache),
         latency=latency,
     )
 
 
-def latency_rows(timed: Sequence[Timed], flops: Mapping[Shape, FlopCount]) -> list[LatencyRow]:
-    """Return the times of two forms, as `time` gives them, as rows; without FLOPs, `realised` is None.
+def _both(dense: int | None, slim: int | None) -> Both[int] | None:
+    return None if dense is None or slim is None else Both(dense, slim)
 
-    The time of a decode step depends on memory rather than FLOPs: it reads all weights to compute one token.
+
+def latency_rows(timed: Sequence[Timed], flops: Mapping[Shape, FlopCount]) -> list[LatencyRow]:
+    """Return rows of the times of two forms, given in turns as by `time`; without FLOPs of a shape, no `realised`.
+
+    A decode step has none either: its time depends on memory, as it reads all weights to compute one token.
     """
     return with_contradictions(
         [
@@ -188,14 +183,15 @@ def latency_rows(timed: Sequence[Timed], flops: Mapping[Shape, FlopCount]) -> li
 
 
 def _row(dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
+    """Return the times of both models at one shape and phase as a row; without FLOPs it has no `realised`."""
     batch, sequence = dense.shape
     tokens = {"decode": batch, "prefill": batch * sequence}.get(dense.phase)
-    peaks = dense.peak_bytes, slim.peak_bytes
+    same = ("provider", "phase", "noisy", "repeats", "loads", "threads", "cuda_graph")
+    of_dense: dict[str, Any] = {name: getattr(dense, name) for name in same}
     return LatencyRow(
+        **of_dense,
         runtime="" if dense.form is None else dense.form.runtime,
-        provider=dense.provider,
         dtype=" / ".join(dict.fromkeys((dense.dtype, slim.dtype))),
-        phase=dense.phase,
         batch=batch,
         sequence=sequence,
         dense_ms=dense.ms,
@@ -213,12 +209,7 @@ def _row(dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
         control_ratio=dense.ratio,
         control_low=dense.low,
         control_high=dense.high,
-        noisy=dense.noisy,
-        repeats=dense.repeats,
-        loads=dense.loads,
-        threads=dense.threads,
-        cuda_graph=dense.cuda_graph,
-        peak_bytes=None if peaks[0] is None or peaks[1] is None else Both(peaks[0], peaks[1]),
+        peak_bytes=_both(dense.peak_bytes, slim.peak_bytes),
         gpu_clock_mhz=dense.clock_mhz,
     )
 
@@ -229,7 +220,7 @@ def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
 
 
 def with_contradictions(rows: Sequence[LatencyRow]) -> list[LatencyRow]:
-    """Return the rows; a row is marked noisy if it took clearly longer than one with more to compute.
+    """Return the rows, with those marked noisy that took clearly longer than a row with more to compute.
 
     A larger batch or a longer sequence cannot take less time in the same phase, dtype and runtime, for either model.
     Disturbances add time and never take any away, so the row with less to compute is the wrong one.
@@ -239,6 +230,7 @@ def with_contradictions(rows: Sequence[LatencyRow]) -> list[LatencyRow]:
 
 def _contradicts(row: LatencyRow, larger: LatencyRow) -> bool:
     """Return whether a row took clearly longer than another that has at least as much of everything to compute."""
+    # Only a `BenchRow` has a model.
     kinds = [(one.runtime, one.provider, one.dtype, one.phase, one.get("model")) for one in (row, larger)]
     shapes = (row.batch, row.sequence), (larger.batch, larger.sequence)
     if kinds[0] != kinds[1] or shapes[0] == shapes[1] or any(a > b for a, b in zip(*shapes, strict=True)):

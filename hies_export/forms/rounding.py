@@ -30,6 +30,8 @@ DAMPING = 0.01
 SWEEPS = 4
 # Most bytes of moments that are collected at once.
 LIMIT_BYTES = 4 << 30
+# Of the levels of 4 bits, which begin at 0.
+LARGEST_LEVEL = 15
 
 Batch: TypeAlias = Mapping[str, Any]
 # Opens a model to read what its layers take: names of layers -> a function from a batch to the inputs of each, by name.
@@ -40,16 +42,14 @@ Opens: TypeAlias = Callable[[Sequence[str]], AbstractContextManager[Callable[[Ba
 class Blocks:
     """A matrix in levels: in each output, `size` inputs share a scale and a zero point."""
 
-    levels: Tensor  # (blocks, size, outputs), whole numbers from 0 to `largest`
+    levels: Tensor  # (blocks, size, outputs), whole numbers from 0 to `LARGEST_LEVEL`
     scale: Tensor  # (blocks, outputs)
     zero: Tensor  # (blocks, outputs), the level that stands for 0
-    largest: int = 15
 
     @classmethod
-    def nearest(cls, matrix: Tensor, scale: Tensor, zero: Tensor, *, largest: int = 15) -> Blocks:
-        """Round a matrix (blocks, size, outputs) to the nearest levels."""
-        levels = (matrix / scale[:, None]).round() + zero[:, None]
-        return cls(levels.clamp(0, largest), scale, zero, largest)
+    def nearest(cls, matrix: Tensor, scale: Tensor, zero: Tensor) -> Blocks:
+        """Return a matrix (blocks, size, outputs) rounded to the nearest levels."""
+        return cls(((matrix / scale[:, None]).round() + zero[:, None]).clamp(0, LARGEST_LEVEL), scale, zero)
 
     @property
     def values(self) -> Tensor:
@@ -75,18 +75,18 @@ def fit_blocks(
     for _ in range(sweeps):
         for number in range(len(matrix)):
             place = slice(number * size, (number + 1) * size)
-            one = _Block(matrix[number], hessian[place, place], slope[place], error[number])
+            block = _Block(matrix[number], hessian[place, place], slope[place], error[number])
             stay = None if fixed is None else fixed[number]
-            one.fit_levels(levels[number], scale[number], start.zero[number], start.largest, stay)
+            block.fit_levels(levels[number], scale[number], start.zero[number], stay)
             if fixed is None:
-                one.fit_scale(levels[number] - start.zero[number], scale[number])
-            slope += hessian[:, place] @ (one.error - error[number])
-            error[number] = one.error
+                block.fit_scale(levels[number] - start.zero[number], scale[number])
+            slope += hessian[:, place] @ (block.error - error[number])
+            error[number] = block.error
     return replace(start, levels=levels, scale=scale)
 
 
 def _damped(moments: Tensor, inputs: int) -> Tensor:
-    """Return moments (inputs, inputs) with a larger diagonal; padding and inputs that are always 0 have only that."""
+    """Return moments, padded with zeros to (inputs, inputs), plus a multiple of the identity."""
     mean = moments.diagonal().mean()
     damped = torch.eye(inputs, dtype=moments.dtype) * (DAMPING * mean if mean > 0 else 1.0)
     damped[: len(moments), : len(moments)] += moments
@@ -100,18 +100,19 @@ class _Block:
         self.matrix, self.hessian, self.slope, self.before = matrix, hessian, slope, error
         self.error = error.clone()
 
-    def fit_levels(self, levels: Tensor, scale: Tensor, zero: Tensor, largest: int, stay: Tensor | None) -> None:
+    def fit_levels(self, levels: Tensor, scale: Tensor, zero: Tensor, stay: Tensor | None) -> None:
+        """Move levels (size, outputs) to their best values in place, row by row; those where `stay` is true stay."""
         moved = torch.zeros_like(self.error)
         for row, curve in enumerate(self.hessian.diagonal()):
             slope = self.slope[row] + self.hessian[row] @ moved
             wanted = self.matrix[row] - self.error[row] + slope / curve
-            best = ((wanted / scale).round() + zero).clamp(0, largest)
+            best = ((wanted / scale).round() + zero).clamp(0, LARGEST_LEVEL)
             levels[row] = best if stay is None else torch.where(stay[row], levels[row], best)
             self.error[row] = self.matrix[row] - (levels[row] - zero) * scale
             moved[row] = self.error[row] - self.before[row]
 
     def fit_scale(self, steps: Tensor, scale: Tensor) -> None:
-        """Move the scale of each output, (outputs,), to its best value, in place; `steps` are levels from zero."""
+        """Move the scale of each output, (outputs,), to its best value, in place; `steps` are levels minus zero."""
         slope = self.slope + self.hessian @ (self.error - self.before)
         curve = ((self.hessian @ steps) * steps).sum(0)
         change = torch.where(curve > 0, (slope * steps).sum(0) / curve, 0.0)
@@ -127,15 +128,15 @@ def spreads(
     centred: bool,
     limit_bytes: float = LIMIT_BYTES,
 ) -> Iterator[tuple[str, Spread]]:
-    """Yield the spread of each input in `widths`, name -> features, over all tokens that are not padding.
+    """Yield the name and spread of each input in `widths`, name -> features, over all tokens that are not padding.
 
-    A group of inputs whose moments fit the limit takes a pass over the batches.
+    Each pass over the batches sums the moments of as many inputs as fit the limit.
     """
     for group in grouped([*widths], [8 * width**2 for width in widths.values()], limit_bytes):
-        yield from _pass(group, widths, opens, batches, centred)
+        yield from _spreads_of(group, widths, opens, batches, centred)
 
 
-def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> tuple[tuple[str, ...], ...]:
+def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> list[list[str]]:
     """Return consecutive items in groups whose sizes add up to no more than the limit, each at least one item."""
     groups: list[list[str]] = []
     left = 0.0
@@ -145,19 +146,20 @@ def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> t
             left = limit_bytes
         groups[-1].append(item)
         left -= size
-    return tuple(map(tuple, groups))
+    return groups
 
 
-def _pass(
+def _spreads_of(
     names: Sequence[str], widths: Mapping[str, int], opens: Opens, batches: Sequence[Batch], centred: bool
 ) -> Iterator[tuple[str, Spread]]:
+    """Yield the spreads of some inputs, summed in one pass over the batches."""
     counts = dict.fromkeys(names, 0)
     means = {name: torch.zeros(widths[name], dtype=torch.float64) for name in names}
     moments = {name: torch.zeros(widths[name], widths[name], dtype=torch.float64) for name in names}
     with opens(names) as read:
         for batch in batches:
             for name, states in read(batch).items():
-                tokens = _real(states, batch).double()
+                tokens = _real_tokens(states, batch).double()
                 counts[name] += len(tokens)
                 means[name] += tokens.sum(0)
                 moments[name].addmm_(tokens.T, tokens)
@@ -166,14 +168,14 @@ def _pass(
         yield name, Spread(mean, found.sub_(torch.outer(mean, mean)) if centred else found)
 
 
-def _real(states: Tensor, batch: Batch) -> Tensor:
-    """Return the tokens, (tokens, inputs), that the mask of the batch does not call padding."""
+def _real_tokens(states: Tensor, batch: Batch) -> Tensor:
+    """Return states (..., inputs) as (tokens, inputs), without padding if the batch's mask is by these tokens."""
     tokens, mask = states.flatten(0, -2), batch.get("attention_mask")
     return tokens if mask is None or mask.numel() != len(tokens) else tokens[mask.flatten().bool().to(tokens.device)]
 
 
 def read_layers(model: PreTrainedModel) -> Opens:
-    """Return what reads the inputs of layers of a model in torch, by their dotted names."""
+    """Return an opener that reads what layers of a torch model take, by their dotted names: (tokens, inputs) on CPU."""
 
     @contextmanager
     def opens(names: Sequence[str]) -> Iterator[Callable[[Batch], Mapping[str, Tensor]]]:

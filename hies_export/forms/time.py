@@ -9,7 +9,6 @@ So models are loaded several times, and the bootstrap resamples loads and copies
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from ..data.batches import Batch
+from ..data.batches import Batch, in_rows, size_of
 from ..errors import NonFiniteError, RecipeError
 from ..model.memory import LARGE_BYTES
 from ..progress import SILENT, Progress
@@ -52,7 +51,6 @@ class Timed:
     Attributes:
         form: The form; None if the caller loaded the model.
         shape: (batch, sequence); on rows, the sequence is the mean number of tokens.
-        phase: What was timed.
         ms: Median time of a run; on rows, the mean of a batch.
         p90_ms, p99_ms: Percentiles; None on rows, which differ in length.
         ratio: Median of the paired ratios to the mean of the first form's copies; on rows, ratio of total times. Of the
@@ -89,7 +87,7 @@ class Timed:
 
 
 class _Load(NamedTuple):
-    """The times of all models, then of the control, in ms, (rounds, models + 1), and the conditions of each model."""
+    """The times of all models, then of the control, in ms, (rounds, models + 1), and fields of `Timed` by model."""
 
     times_ms: np.ndarray
     facts: list[dict[str, Any]]
@@ -111,8 +109,7 @@ def time(
     than 1 GiB is its own control, for the sake of memory, and tells nothing of how copies differ. A shape with one
     batch repeats it, and its ratio is the median of the paired ratios. A shape with several batches runs through them,
     and its ratio is that of total times, so that rare expensive rows count as often as they occur. Each load runs a
-    part of them, with shapes warm, as in a server that has run for a while: OpenVINO compiles kernels for every new
-    shape.
+    part of them, after a run of every new shape, because OpenVINO compiles kernels for it.
 
     Args:
         forms: Models on any runtimes; ratios are to the first.
@@ -140,15 +137,16 @@ def time(
             # The model that is loaded first tends to run fastest, so the order rotates.
             runners.update({index: loaded[index].load() for index in balanced_order(len(loaded), 2 * load)})
         given = batches[shape]
-        phases: list[Phase] = ["rows"] if len(given) > 1 else ["forward"]
-        if len(given) == 1 and all(runner.decodes for runner in runners.values()):
+        phases: list[Phase] = ["forward"]
+        if len(given) > 1:
+            phases = ["rows"]
+            given = [given[place % len(given)] for place in range(load, max(LEAST, len(given)), loads)]
+        elif all(runner.decodes for runner in runners.values()):
             phases = ["prefill", "decode"] if decode and shape[1] > 1 else ["prefill"]
         for phase in phases:
             one = _run_in_turns(
                 [runners[index % len(loaded)] for index in range(len(forms) + 1)],
-                [given[place % len(given)] for place in range(load, max(LEAST, len(given)), loads)]
-                if phase == "rows"
-                else given,
+                given,
                 phase,
                 repeats=math.ceil(repeats / loads),
                 min_seconds=min_seconds / loads,
@@ -206,8 +204,8 @@ def compare_latency(
         raise RecipeError(
             ["a decode step needs models that generate from a cache, and these do not: time the forward pass"]
         )
-    how: dict[str, Any] = {"repeats": repeats, "min_seconds": min_seconds, "warmup": warmup}
-    one, other = _compare((None, None), shape_of(batch), phase, [_run_in_turns(runners, [batch], phase, **how)])
+    load = _run_in_turns(runners, [batch], phase, repeats=repeats, min_seconds=min_seconds, warmup=warmup)
+    one, other = _compare((None, None), shape_of(batch), phase, [load])
     return one, other
 
 
@@ -223,15 +221,15 @@ def check_repeats(**given: float) -> None:
 
 
 def shape_of(batch: Mapping[str, Any]) -> Shape:
-    """Return the number of rows of a batch, and of tokens of a row, padding included; 1 for images."""
-    return len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 1
+    """Return the number of rows of a batch, and of tokens of a row, padding included; 1 token without `input_ids`."""
+    return size_of(batch), batch["input_ids"].shape[1] if "input_ids" in batch else 1
 
 
 def rows_by_shape(rows: Mapping[int, Sequence[Batch]]) -> dict[Shape, Sequence[Batch]]:
-    """Return a data set's batches by their size and mean number of tokens, to be timed as they come.
+    """Return a data set's batches, given by size, by (size, mean number of tokens) for `time`.
 
-    Where there are fewer rows than a size, the size is that of the largest batch.
-    A lone batch is given twice, because one that is alone would be repeated.
+    Where there are fewer rows than a size, the size is that of the largest batch. A lone batch is given twice, because
+    `time` would repeat it as the batch of a fixed shape.
     """
     found = {}
     for size, batches in rows.items():
@@ -241,17 +239,13 @@ def rows_by_shape(rows: Mapping[int, Sequence[Batch]]) -> dict[Shape, Sequence[B
 
 
 def in_mixed_order(batches: Sequence[Batch], size: int) -> list[Batch]:
-    """Return `ROWS` rows at most, or one batch, in batches of a size, in an order that is not by length.
+    """Cut batches into smaller ones, and return them in a random order that is the same each time.
 
-    They are cut out of larger batches.
+    They have `size` rows at most, and `ROWS` in all, or are a single batch of more.
     """
-    parts = [
-        {name: value[start : start + size] for name, value in batch.items()}
-        for batch in batches
-        for start in range(0, len(next(iter(batch.values()))), size)
-    ]
+    parts = [part for batch in batches for part in in_rows(batch, size)]
     order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(0))
-    return [parts[place] for place in order.tolist()][: max(1, ROWS // size)]
+    return [parts[place] for place in order[: max(1, ROWS // size)].tolist()]
 
 
 def ratios(timed: Sequence[Timed]) -> list[float]:
@@ -261,26 +255,24 @@ def ratios(timed: Sequence[Timed]) -> list[float]:
 
 
 def fastest(timed: Sequence[Timed], among: Sequence[int]) -> tuple[int | None, int]:
-    """Return the number of the fastest form among some, None without any, and the number of the step that decides.
+    """Return the index of the fastest form among some, None without any, and the index of the step that decides.
 
     A step is a shape and phase. Different forms may be fastest at different steps, so one step decides: the first whose
     control is not noisy, or at which the interval of the fastest form is below those of all others. If there is no such
     step, the first one decides.
     """
     steps = _steps(timed)
-    orders = [sorted(among, key=_relative(step).__getitem__) for step in steps]
-
-    def decides(number: int) -> bool:
-        step, (first, *others) = steps[number], orders[number]
-        return not step[0].noisy or all(step[first].high < step[other].low for other in others)
-
     if not among:
         return None, next((number for number, step in enumerate(steps) if not step[0].noisy), 0)
-    number = next(filter(decides, range(len(steps))), 0)
-    return orders[number][0], number
+    for number, step in enumerate(steps):
+        first, *others = sorted(among, key=_relative(step).__getitem__)
+        if not step[0].noisy or all(step[first].high < step[other].low for other in others):
+            return first, number
+    return min(among, key=_relative(steps[0]).__getitem__), 0
 
 
 def _steps(timed: Sequence[Timed]) -> list[list[Timed]]:
+    """Return the times of all forms at each shape and phase."""
     steps: dict[tuple[Shape, Phase], list[Timed]] = {}
     for one in timed:
         steps.setdefault((one.shape, one.phase), []).append(one)
@@ -288,7 +280,7 @@ def _steps(timed: Sequence[Timed]) -> list[list[Timed]]:
 
 
 def _relative(step: Sequence[Timed]) -> list[float]:
-    """Return the ratios of all forms; that of the first is its control's, so it counts as 1."""
+    """Return the ratios of all forms at a step; that of the first is its control's, so it counts as 1."""
     return [1.0, *(one.ratio for one in step[1:])]
 
 
@@ -304,8 +296,8 @@ def _run_in_turns(
 ) -> _Load:
     """Time one load of models in turns; the last runner is the control, which may be the first one itself.
 
-    Consecutive orders are reversed (ABBA), so linear drift cancels. See `balanced_order`. In the phase "rows", every
-    batch is run once; `repeats`, `min_seconds` and `warmup` are for one that is repeated.
+    Each round runs all in another `balanced_order`. In the phase "rows", every batch is run once; in others, the only
+    one is repeated, by `repeats`, `min_seconds` and `warmup`. `across` says that they are on different runtimes.
     """
 
     def prepare(batch: Mapping[str, Any]) -> list[Any]:
@@ -317,7 +309,8 @@ def _run_in_turns(
         of_each_shape = {tuple(value.shape for value in batch.values()): batch for batch in batches[WARMUP:]}
         _warm_up(runners, map(prepare, (*batches[:WARMUP], *of_each_shape.values())))
     else:
-        _warm_up(runners, itertools.repeat(feeds, warmup))
+        _warm_up(runners, [feeds] * warmup)
+    # After the warm-up, because `prepare` or the first runs capture a CUDA graph, or give it up.
     _check_alike(runners, across=across)
     times_ns: list[list[int]] = []
     total_ns = 0
@@ -343,10 +336,7 @@ def _run_in_turns(
 
 
 def _check_alike(runners: Sequence[Runtime], *, across: bool) -> None:
-    """Refuse runners that differ in threads or, on one runtime, in provider or use of CUDA graphs.
-
-    To be called after the warm-up: `prepare` or the first runs capture a CUDA graph, or give it up.
-    """
+    """Refuse, by a RecipeError, runners that differ in threads or, on one runtime, in provider or CUDA graphs."""
     places = {(runner.provider, runner.threads, runner.cuda_graph) for runner in runners}
     if len({threads for _, threads, _ in places} if across else places) > 1:
         shown = " and ".join(
@@ -357,7 +347,7 @@ def _check_alike(runners: Sequence[Runtime], *, across: bool) -> None:
 
 
 def _warm_up(runners: Sequence[Runtime], rounds: Iterable[Sequence[Any]]) -> None:
-    """Run rounds of feeds, one for each runner, and refuse NaN and infinity in the outputs of the first."""
+    """Run rounds of feeds, one for each runner; raises NonFiniteError for NaN or infinity in the first outputs."""
     for number, feeds in enumerate(rounds):
         for index, (runner, feed) in enumerate(zip(runners, feeds, strict=True)):
             result = runner.run(feed)
@@ -386,11 +376,11 @@ def collecting_paused() -> Iterator[None]:
 
 
 def balanced_order(count: int, number: int) -> list[int]:
-    """Return the numbers below `count` in the order of a round; an odd round reverses the one before it.
+    """Return the numbers below `count` in the order of round `number`; an odd round reverses the one before it (ABBA).
 
-    Over 2 * count rounds, each number comes equally often at each place, equally often after itself, and equally often
-    after each other one. What one model leaves behind, such as a full cache or threads that still spin, then costs all
-    others alike. Source: Williams (1949), https://doi.org/10.1071/CH9490149.
+    So a linear drift cancels. Over 2 * count rounds, each number comes equally often at each place, equally often after
+    itself, and equally often after each other one. What one model leaves behind, such as a full cache or threads that
+    still spin, then costs all others alike. Source: Williams (1949), https://doi.org/10.1071/CH9490149.
     """
     # 0, 1, n - 1, 2, n - 2, ...: all differences of neighbours differ.
     first = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
@@ -399,16 +389,15 @@ def balanced_order(count: int, number: int) -> list[int]:
 
 
 def _compare(forms: Sequence[Form | None], shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
+    """Return the times of all forms at a shape and phase, from all loads."""
     times, total = [load.times_ms for load in loads], phase == "rows"
     control = ratio_with_interval([t[:, :1] for t in times], [t[:, -1] for t in times], total=total)
     found = []
     for number, form in enumerate(forms):
-        own = [t[:, number] for t in times]
-        both = [t[:, [0, -1]] for t in times]
-        ratio, low, high = ratio_with_interval(both, own, total=total) if number else control
+        own, copies = [t[:, number] for t in times], [t[:, [0, -1]] for t in times]
+        ratio, low, high = ratio_with_interval(copies, own, total=total) if number else control
         runs = np.concatenate(own)
-        ms, *high_ms = [runs.mean()] if total else np.percentile(runs, (50, 90, 99))
-        p90_ms, p99_ms = map(float, high_ms) if high_ms else (None, None)
+        ms, p90_ms, p99_ms = (runs.mean(), None, None) if total else np.percentile(runs, (50, 90, 99)).tolist()
         found.append(
             Timed(
                 form=form,
@@ -437,12 +426,12 @@ def ratio_with_interval(
 
     The ratio is the median over rounds of other / base or, if `total`, sum / sum. The bootstrap resamples everything
     that varies between measurements: loads, copies within a load, and rounds (Davison and Hinkley 1997, Bootstrap
-    Methods and their Application, section 3.8: hierarchical data). Each load gives times of the base, (rounds, copies),
-    and of the other, (rounds,), from the same rounds.
+    Methods and their Application, section 3.8: hierarchical data). Both lists have one array per load, from the same
+    rounds: times of the base, (rounds, copies), and of the other, (rounds,).
     """
 
     def ratio(other: np.ndarray, base: np.ndarray) -> np.ndarray:
-        """Return the ratio of each sample, (samples,), of times of (samples, rounds)."""
+        """Return the ratio of each sample, (samples,), from times (samples, rounds)."""
         return other.sum(axis=1) / base.sum(axis=1) if total else np.median(other / base, axis=1)
 
     rounds = np.array([len(times) for times in other_ms])
@@ -451,7 +440,7 @@ def ratio_with_interval(
     for number, count in enumerate(rounds):
         base[number, :count], other[number, :count] = base_ms[number], other_ms[number]
     random, found = np.random.default_rng(seed), []
-    # Limit the draws at a time, so that memory stays at tens of megabytes for any number of rounds.
+    # Drawn in parts, so that memory stays at tens of megabytes for any number of rounds.
     size = min(BOOTSTRAP_SAMPLES, max(1, DRAWN_AT_A_TIME // (loads * longest)))
     for done in range(0, BOOTSTRAP_SAMPLES, size):
         draws = min(size, BOOTSTRAP_SAMPLES - done)
@@ -466,10 +455,6 @@ def ratio_with_interval(
 
 
 def is_noisy(control_low: float, control_high: float) -> bool:
-    """Return whether the interval of a control, a model against itself, is too noisy to trust the comparison.
-
-    It should contain 1 and be narrow, so it must not miss 1 by more than `NOISE_LIMIT` or be wider than
-    `WIDEST_CONTROL`.
-    """
+    """Return whether the interval of a model's ratio to itself misses 1, or is wide, beyond the limits above."""
     misses = control_low > 1 + NOISE_LIMIT or control_high < 1 - NOISE_LIMIT
     return misses or control_high - control_low > WIDEST_CONTROL

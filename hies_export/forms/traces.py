@@ -22,7 +22,7 @@ Place = tuple[str, int, Any]  # what stands there, the number of the node, and t
 
 
 class Traces:
-    """Traced graphs of some cuts of a model. Graphs of further cuts are made from them, without tracing these.
+    """Traced graphs of some cuts of a model, from which graphs of further cuts are made without a trace.
 
     Two traced graphs that differ only in widths show how their numbers follow from widths. Both must have the same
     operators, every weight must be made of parameters, and every number that differs must be proportional to a width of
@@ -33,7 +33,7 @@ class Traces:
         self._templates: dict[Hashable, list[_Template]] = {}
 
     def add(self, key: Hashable, model: torch.nn.Module, program: Any) -> None:
-        """Learn from the traced graph of a model; `key` is the same for graphs that may be made of one another."""
+        """Learn from the traced graph of a model; graphs are made of those that were added by the same `key`."""
         tensors = _tensors(model)
         known = self._templates.setdefault((key, *tensors), [])
         if not any(template.learn(program, tensors) for template in known) and len(known) < TEMPLATES:
@@ -68,11 +68,10 @@ class _Template:
     """A traced graph without its weights, what they are made of, and how its numbers depend on widths."""
 
     def __init__(self, program: Any, tensors: Mapping[str, np.ndarray]):
-        self._program = _apart(program)
+        self._program = _with_separate_shapes(program)
         matrices = _by_rows(tensors)
         initializers = self._program.graph.initializers
-        found = {name: _pieces(value, matrices) for name, value in initializers.items()}
-        self._pieces = {name: pieces for name, pieces in found.items() if pieces}
+        self._pieces = {name: pieces for name, value in initializers.items() if (pieces := _pieces(value, matrices))}
         # A name stands for a parameter, or, in a pair with "graph", for a weight of the graph.
         self._shapes: dict[Hashable, tuple[int, ...]] = {name: array.shape for name, array in tensors.items()}
         for name in self._pieces:
@@ -88,13 +87,14 @@ class _Template:
             if value is not None and value.name in self._pieces
         }
         self._contents = dict(_contents(self._program, self._weights))
-        # By place and position there: the width that a number is proportional to, or None if it is forgotten.
+        # By place and position there: the name and axis of the weight that a number is proportional to; None for what
+        # is left out of a made graph, which only shapes of values can be.
         self._rules: dict[tuple[Place, int], tuple[Hashable, int] | None] = {}
         self._resized: set[str] = set()  # parameters whose shapes differed in a graph that was learned from
 
     def learn(self, program: Any, tensors: Mapping[str, np.ndarray]) -> bool:
-        """Learn what numbers depend on from the graph of another cut; False if something else differs."""
-        program = _apart(program)
+        """Learn what numbers depend on from the graph of another cut; return False if something else differs."""
+        program = _with_separate_shapes(program)
         weights, nodes = self._weights_of(tensors), list(program.graph.all_nodes())
         contents = dict(_contents(program, self._weights))
         if weights is None or contents.keys() != self._contents.keys():
@@ -113,11 +113,13 @@ class _Template:
                 rule = self._rules.get((place, position))
                 if new == (old if rule is None else self._predicted(old, rule, shapes)):
                     continue
-                numbers = isinstance(old, int) and isinstance(new, int)
-                if not numbers and place[0] != "shape":
-                    return False
-                rule = self._explanation(place, old, new, shapes) if numbers else None
-                if numbers and rule is None:
+                if isinstance(old, int) and isinstance(new, int):
+                    rule = self._explanation(place, old, new, shapes)
+                    if rule is None:
+                        return False
+                elif place[0] == "shape":
+                    rule = None
+                else:
                     return False
                 rules[place, position] = rule
         self._rules |= rules
@@ -125,14 +127,11 @@ class _Template:
         return True
 
     def resized(self, tensors: Mapping[str, np.ndarray]) -> Any:
-        """Return the graph with the weights and widths of a cut model; None if it is not known."""
+        """Return the graph with the weights and widths of a cut model; None if what was learned does not say it."""
         different = {name for name, array in tensors.items() if array.shape != self._shapes[name]}
-        if not different <= self._resized:
-            return None
-        # What changed must be in the graph.
-        if not all(np.array_equal(tensors[name], array) for name, array in self._unused.items()):
-            return None
-        weights = self._weights_of(tensors)
+        # A changed parameter that the graph does not have as a weight may be folded into a constant of it.
+        known = different <= self._resized and all(np.array_equal(tensors[name], a) for name, a in self._unused.items())
+        weights = self._weights_of(tensors) if known else None
         if weights is None:
             return None
         shapes = _shapes(tensors, weights)
@@ -144,11 +143,11 @@ class _Template:
                 return None
         program = self._program.clone()
         _fill(program, weights, contents)
-        _merge(program.graph)
+        _merge_shapes(program.graph)
         return program
 
     def _weights_of(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-        """Return the weights of the graph of a cut model; None if they are not known."""
+        """Return the weights of the graph of a cut model, by name; None if its parameters do not fit together."""
         found = {}
         for name, pieces in self._pieces.items():
             parts = [part for piece in pieces if (part := piece.of(tensors)) is not None]
@@ -156,7 +155,7 @@ class _Template:
                 return None
             joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
             shape = self._shapes["graph", name]
-            if len(shape) != 2:
+            if len(shape) != 2:  # a vector, or a tensor that was read as one: its width may change on a single axis
                 wide = [axis for axis, size in enumerate(shape) if size > 1]
                 if joined.size != np.prod(shape) and len(wide) > 1:
                     return None
@@ -165,6 +164,7 @@ class _Template:
         return found
 
     def _predicted(self, number: int, rule: tuple[Hashable, int], shapes: Mapping[Hashable, Any]) -> int | None:
+        """Return a number of the graph in proportion to a width; None if it is not whole."""
         name, axis = rule
         predicted, rest = divmod(number * shapes[name][axis], self._shapes[name][axis])
         return None if rest else predicted
@@ -203,6 +203,7 @@ def _tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def _shapes(tensors: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> dict[Hashable, tuple[int, ...]]:
+    """Return the shapes of parameters and of a graph's weights, by the keys of `_Template._shapes`."""
     found: dict[Hashable, tuple[int, ...]] = {name: array.shape for name, array in tensors.items()}
     return found | {("graph", name): array.shape for name, array in weights.items()}
 
@@ -212,18 +213,18 @@ def _matrix(array: np.ndarray) -> np.ndarray:
 
 
 def _by_rows(tensors: Mapping[str, np.ndarray]) -> dict[int, list[tuple[str, bool, np.ndarray]]]:
-    """Return the parameters as matrices, and transposed, by their number of rows."""
+    """Return number of rows -> parameters as matrices: their names, whether they are transposed, and the arrays."""
     found: dict[int, list[tuple[str, bool, np.ndarray]]] = {}
     for name, array in tensors.items():
         matrix = _matrix(array)
-        for transposed in (False, True) if array.ndim == 2 else (False,):
-            turned = matrix.T if transposed else matrix
-            found.setdefault(len(turned), []).append((name, transposed, turned))
+        found.setdefault(len(matrix), []).append((name, False, matrix))
+        if array.ndim == 2:
+            found.setdefault(len(matrix.T), []).append((name, True, matrix.T))
     return found
 
 
 def _pieces(value: Any, matrices: Mapping[int, list[tuple[str, bool, np.ndarray]]]) -> list[_Piece]:
-    """Return what a weight is made of, from left to right; nothing if it is no weight, or could be several."""
+    """Return what a constant is made of, from left to right; nothing if it is not of parameters, or of unclear ones."""
     pieces: list[_Piece] = []
     if value.const_value is None or not value.const_value.dtype.is_floating_point():
         return pieces
@@ -239,7 +240,7 @@ def _pieces(value: Any, matrices: Mapping[int, list[tuple[str, bool, np.ndarray]
 
 
 def _first_piece(array: np.ndarray, name: str, transposed: bool, matrix: np.ndarray) -> Iterator[_Piece]:
-    """Yield the matrix if an array begins with it, or else its columns that are the array."""
+    """Yield the matrix if an array begins with its columns, or else the first of its columns that equal the array."""
     columns, width = matrix.shape[1], array.shape[1]
     if matrix.dtype != array.dtype:
         return
@@ -251,10 +252,10 @@ def _first_piece(array: np.ndarray, name: str, transposed: bool, matrix: np.ndar
             return
 
 
-def _apart(program: Any) -> Any:
-    """Return a copy in which every reader of a shape that may have widths in it has a shape of its own.
+def _with_separate_shapes(program: Any) -> Any:
+    """Return a copy in which no two nodes read the same computed shape, if it may have widths in it.
 
-    The exporter merges equal computations, so that layers of equal widths share one.
+    The exporter merges equal computations, so that layers of equal widths share one; `_merge_shapes` undoes the copies.
     """
     import onnx_ir
 
@@ -273,7 +274,7 @@ def _apart(program: Any) -> Any:
 
 
 def _is_shape_with_constants(node: Any) -> bool:
-    """Return whether a node computes integers from numbers that stand in the graph; indices do not count."""
+    """Return whether a node computes a shape from constants, directly or by other nodes; indices do not count."""
     output = node.outputs[0]
     if output.dtype is None or output.dtype.name != "INT64" or output.is_graph_output() or len(node.outputs) > 1:
         return False
@@ -287,8 +288,8 @@ def _is_shape_with_constants(node: Any) -> bool:
     )
 
 
-def _merge(graph: Any) -> None:
-    """Merge the equal ones among the shapes that `_apart` has taken apart, and name all others apart."""
+def _merge_shapes(graph: Any) -> None:
+    """Merge equal shapes that `_with_separate_shapes` has copied, in place, and give all others names of their own."""
     constants: dict[Any, Any] = {}
     nodes: dict[Any, Any] = {}
     for node in list(graph.all_nodes()):
@@ -312,7 +313,7 @@ def _merge(graph: Any) -> None:
 
 
 def _contents(program: Any, weights: Collection[tuple[int, int]]) -> Iterator[tuple[Place, tuple[Any, ...]]]:
-    """Yield all that a graph consists of but its weights: integers that may be widths, and everything else as text."""
+    """Yield all that a graph consists of but its weights, by place: integers may be widths, everything else is text."""
     nodes = list(program.graph.all_nodes())
     numbers = {node: str(number) for number, node in enumerate(nodes)}
     for number, value in enumerate(program.graph.inputs):
@@ -343,6 +344,7 @@ def _dims(value: Any) -> tuple[Any, ...]:
 
 
 def _values(attribute: Any) -> tuple[Any, ...]:
+    """Return the integers of an attribute, or else its text."""
     kind = attribute.type.name
     if kind in ("GRAPH", "GRAPHS"):  # its nodes are among those of the graph
         return ()
@@ -354,6 +356,7 @@ def _values(attribute: Any) -> tuple[Any, ...]:
 
 
 def _numbers_in(tensor: Any) -> tuple[Any, ...]:
+    """Return the elements of a small integer tensor, or else its dtype, shape and hash."""
     array = tensor.numpy()
     if array.dtype.kind == "i" and array.size <= NUMBERS:
         return tuple(array.ravel().tolist())
@@ -361,6 +364,7 @@ def _numbers_in(tensor: Any) -> tuple[Any, ...]:
 
 
 def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Place, Sequence[Any]]) -> None:
+    """Put weights, and contents as `_contents` yields them, into a graph in place."""
     import onnx_ir
 
     graph, nodes = program.graph, list(program.graph.all_nodes())
@@ -372,13 +376,13 @@ def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Pla
         if kind in ("input", "shape"):
             value = graph.inputs[number] if kind == "input" else nodes[number].outputs[index]
             named = zip(value.shape, numbers, strict=True)
-            value.shape = onnx_ir.Shape([dim if isinstance(new, str) else new for dim, new in named])
+            value.shape = onnx_ir.Shape([dim if isinstance(size, str) else size for dim, size in named])
         elif kind == "attribute":
             old = nodes[number].attributes[index]
-            plain = numbers[0] if old.type.name == "INT" else numbers
-            nodes[number].attributes[index] = onnx_ir.Attr(
-                index, old.type, onnx_ir.tensor(_array(old.value, numbers)) if old.type.name == "TENSOR" else plain
-            )
+            new: Any = numbers[0] if old.type.name == "INT" else numbers
+            if old.type.name == "TENSOR":
+                new = onnx_ir.tensor(_array(old.value, numbers))
+            nodes[number].attributes[index] = onnx_ir.Attr(index, old.type, new)
         else:
             old = nodes[number].inputs[index]
             array = _array(old.const_value, numbers)
@@ -389,5 +393,6 @@ def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Pla
 
 
 def _array(tensor: Any, numbers: Sequence[int]) -> np.ndarray:
+    """Return numbers in the dtype and shape of a tensor."""
     like = tensor.numpy()
     return np.array(numbers, like.dtype).reshape(like.shape)
