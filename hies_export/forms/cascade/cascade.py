@@ -44,19 +44,19 @@ class Cascade:
         """Take two models, in torch or as `load_runtime` returns them.
 
         Raises:
-            RequestError: A model is not loaded, a PyTorch model is no classifier, the classes of two differ, or the
-                threshold is no margin.
+            RequestError: A model is not loaded or no classifier, their classes differ, or the threshold is negative.
         """
         if not threshold >= 0:
             raise RequestError(f"threshold must be the distance of two logits, 0 or more, got {threshold}")
-        self._models = slim, dense
-        self._batches: Sequence[Batch] = ()
-        self._answers = torch.empty(0)
-        self._processor: Any = None
         check_classes(*(model for model in (slim, dense) if isinstance(model, PreTrainedModel)))
+        self._models = slim, dense
         self._slim, self._dense = (
             model if isinstance(model, Runtime) else load_runtime("torch", model) for model in (slim, dense)
         )
+        # Set by `choose`: the held-out rows, the dense model's logits on them, and what to save beside a graph.
+        self._batches: Sequence[Batch] = ()
+        self._answers = torch.empty(0)
+        self._processor: Any = None
         self.threshold = threshold
         self.promise: Promise | None = None
         self.rows = self.passed_on = 0
@@ -65,7 +65,7 @@ class Cascade:
     def choose(
         cls, slim: Model, dense: Model, batches: Sequence[Batch], *, disagreement: float, processor: Any = None
     ) -> Cascade:
-        """Choose the threshold on held-out batches: at most a share of all answers differs from the dense model's.
+        """Return a cascade with the threshold, chosen on held-out rows, that limits the share of answers that change.
 
         Args:
             slim, dense: As for the constructor.
@@ -79,28 +79,27 @@ class Cascade:
         cascade = cls(slim, dense, threshold=0.0)
         check_disagreement(disagreement)
         check_rows(samples_of(batches), disagreement)
-        found = logits_by(cascade._slim.prediction, batches)
-        cascade._batches, cascade._answers = batches, logits_by(cascade._dense.prediction, batches)
-        cascade._processor = processor
-        cascade.promise = choose_threshold(found, cascade._answers, disagreement)
+        found, answers = (logits_by(one.prediction, batches) for one in (cascade._slim, cascade._dense))
+        cascade._batches, cascade._answers, cascade._processor = batches, answers, processor
+        cascade.promise = choose_threshold(found, answers, disagreement)
         cascade.threshold = cascade.promise.threshold
         return cascade
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return the logits of a batch, (rows, classes), float32: the dense model's for rows that went on."""
+        """Return the logits of a batch, (rows, classes), float32; those of unsure rows are the dense model's."""
         found = self._slim.prediction(batch).float()
         unsure = margins(found) <= self.threshold
         self.rows += len(found)
         self.passed_on += int(unsure.sum())
         if unsure.any():
-            found = found.clone()
+            found = found.clone()  # the runtime may own its memory
             found[unsure] = self._dense.prediction({name: value[unsure] for name, value in batch.items()}).float()
         return found
 
     def export_onnx(
         self, folder: str | Path, *, processor: Any = None, quantize: Quantize | None = None, overwrite: bool = False
     ) -> Export:
-        """Write both models as one ONNX graph for the CPU; the threshold is chosen anew, by the graphs' answers.
+        """Write both models as one ONNX graph for the CPU; its threshold is chosen by the graphs' answers.
 
         The output `logits` is as in `export_onnx`; `passed_on`, (rows,), marks the rows that the dense part answered.
 
@@ -132,5 +131,4 @@ class Cascade:
                 for name, model in (("slim", slim), ("dense", dense))
             )
             asked = CascadeForm(disagreement=self.promise.disagreement, bits=quantize or "float32")
-            rows: dict[str, Any] = {"batches": self._batches, "answers": self._answers}
-            return asked.join(first, second, folder, **rows, overwrite=overwrite)
+            return asked.join(first, second, folder, batches=self._batches, answers=self._answers, overwrite=overwrite)

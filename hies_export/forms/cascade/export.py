@@ -57,16 +57,15 @@ class CascadeSummary(Record):
     bytes: Size
 
     def text(self, details: Any) -> str:
-        """Return the promise, its evidence, and its results, with the details of a report."""
+        """Return the promise, its evidence and its results in words; `details` are those of the report."""
         facts: CascadeFacts = details.cascade
         kept = "as promised" if 1 - self.stability <= self.disagreement else "fewer than promised"
         tried = ""
         if facts.tried:
             shares = ", ".join(f"{size.flops:.2f}" for size in facts.tried if size.problem is None)
             tried = f" Cascades with {shares} of the FLOPs were tried, and this one is the fastest of them."
-            tried += "".join(
-                f" With {size.flops:.2f} there is none: {size.problem}." for size in facts.tried if size.problem
-            )
+            for size in facts.tried:
+                tried += "" if size.problem is None else f" With {size.flops:.2f} there is none: {size.problem}."
         return (
             f"Cascade: at most {100 * self.disagreement:g} % of the answers differ from the dense model's, with "
             f"{100 * self.confidence:g} % confidence (Clopper-Pearson, {self.rows:,} held-out rows, {facts.differ} of "
@@ -126,8 +125,8 @@ class CascadeForm(Compound):
         """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
 
         Both exports are for provider cpu in float32. The threshold is chosen by their logits on the runtime that will
-        serve them. `answers` are those of the dense model in torch, (rows, classes), which the promise is about. The
-        written file then answers all held-out rows.
+        serve them. `answers` are the logits of the dense model in torch, (rows, classes), which the promise is about.
+        The written file then answers all held-out rows.
 
         In the result, `max_abs` is the largest difference from the two graphs' logits on these rows. The facts are the
         `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once. Raises
@@ -138,33 +137,31 @@ class CascadeForm(Compound):
 
         folder = Path(folder)
         refuse_existing(folder, overwrite=overwrite)
-        graphs = [onnx_ir.load(export.file) for export in (slim, dense)]
+        slim_program, dense_program = (onnx_ir.load(export.file) for export in (slim, dense))
         if self.bits == "int8":
-            quantize_graph(graphs[0].graph, tables=False)
+            quantize_graph(slim_program.graph, tables=False)
 
         def logits(file: Path) -> torch.Tensor:
             return logits_by(load_runtime(self.runtime, file, dtype=self._dtype).prediction, batches)
 
         with new_folder(folder, overwrite=overwrite) as staging, TemporaryDirectory() as temporary:
-            sure, certain = Path(temporary) / ONNX_FILE, logits(dense.file)
-            save_program(graphs[0], sure)
-            found = logits(sure)
-            largest = max(1.0, certain.abs().max().item(), found.abs().max().item())
-            exact = self._dtype == "float32"
-            resolution = (RESOLUTION if exact else RESOLUTION_BITS) * largest
+            slim_file, joined_file = Path(temporary) / ONNX_FILE, staging / ONNX_FILE
+            save_program(slim_program, slim_file)
+            of_slim, of_dense = logits(slim_file), logits(dense.file)
+            largest = max(1.0, *(found.abs().max().item() for found in (of_slim, of_dense)))
+            resolution, tolerance = RESOLUTION * largest, OTHER_PROGRAM["float32"] * largest
+            if self._dtype != "float32":
+                resolution, tolerance = RESOLUTION_BITS * largest, REGROUPED_IN_FEWER_BITS * largest
             how: dict[str, Any] = {"confidence": self.confidence, "resolution": resolution}
-            promise = choose_threshold(found, answers, self.disagreement, passed_on=certain, **how)
-            program = onnx_ir.load(sure)
-            shared = join_graphs(program.graph, graphs[1].graph, promise.threshold)
+            promise = choose_threshold(of_slim, answers, self.disagreement, passed_on=of_dense, **how)
+            program = onnx_ir.load(slim_file)
+            shared = join_graphs(program.graph, dense_program.graph, promise.threshold)
             program.metadata_props[PROMISE] = json.dumps(asdict(promise))
             copy_beside(slim, staging)
-            save_program(program, staging / ONNX_FILE)
-            joined = logits(staging / ONNX_FILE)
-            apart, allowed = (
-                margins(found) - promise.threshold,
-                OTHER_PROGRAM["float32"] if exact else REGROUPED_IN_FEWER_BITS,
-            )
-            max_abs = _compared(joined, found, certain, apart=apart, near=resolution, tolerance=allowed * largest)
+            size = save_program(program, joined_file)
+            joined = logits(joined_file)
+            apart = margins(of_slim) - promise.threshold
+            max_abs = _largest_difference(joined, of_slim, of_dense, apart=apart, near=resolution, tolerance=tolerance)
             differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
             if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
                 raise ParityError(
@@ -172,7 +169,6 @@ class CascadeForm(Compound):
                     f"changes {differ} of {promise.rows:,} held-out answers (its two models in torch: "
                     f"{promise.differ}); serve it in float32"
                 )
-            size = sum(file.stat().st_size for file in staging.glob(f"{ONNX_FILE}*"))
         return Export(
             format="onnx",
             folder=folder,
@@ -196,7 +192,7 @@ class CascadeForm(Compound):
         stability: float,
         tried: Sequence[SizeTried],
     ) -> tuple[CascadeSummary, CascadeFacts]:
-        """Return a report's facts about a cascade, which keeps this share of the answers on the evaluation batches."""
+        """Return the summary and the details of a cascade for a report, see `Compound.facts`."""
         promise = exported.facts["promise"]
         assert exported.max_abs is not None
         runtime = load_runtime(self.runtime, exported.folder, dtype=self._dtype)
@@ -231,10 +227,10 @@ def check_classes(*models: PreTrainedModel) -> None:
     """Refuse, by a RequestError, models that are not classifiers of the same classes."""
     found = []
     for model in models:
-        known = task_by_class(type(model).__name__, model.config)
-        what = task_of(model).predicts if known is not None and issubclass(known, Classification) else None
-        classes: int = (model.config.num_labels or 0) if what == "classes" else 0
-        given = "sets of labels" if what == "labels" else f"{classes or 'no'} classes"
+        task = task_by_class(type(model).__name__, model.config)
+        predicts = task_of(model).predicts if task is not None and issubclass(task, Classification) else None
+        classes: int = (model.config.num_labels or 0) if predicts == "classes" else 0
+        given = "sets of labels" if predicts == "labels" else f"{classes or 'no'} classes"
         found.append((classes, f"{type(model).__name__} with {given}"))
     counts = {classes for classes, _ in found}
     if 0 in counts or len(counts) > 1:
@@ -245,19 +241,13 @@ def check_classes(*models: PreTrainedModel) -> None:
         )
 
 
-def _compared(
-    joined: torch.Tensor,
-    slim: torch.Tensor,
-    dense: torch.Tensor,
-    *,
-    apart: torch.Tensor,
-    near: float,
-    tolerance: float,
+def _largest_difference(
+    joined: torch.Tensor, slim: torch.Tensor, dense: torch.Tensor, *, apart: torch.Tensor, near: float, tolerance: float
 ) -> float:
     """Return the largest difference between the logits of the joined graph and of the two graphs run separately.
 
-    `apart`, (rows,), is each margin minus the threshold. Rows within `near` of it may have either graph's logits.
-    Raises ParityError if the difference exceeds the tolerance.
+    `apart`, (rows,), is each margin minus the threshold. Rows within `near` of the threshold may have either graph's
+    logits. Raises ParityError if the difference exceeds the tolerance.
     """
     to_slim, to_dense = ((joined - part).abs().amax(-1) for part in (slim, dense))
     differences = torch.where(apart <= 0, to_dense, to_slim)

@@ -15,11 +15,11 @@ LOGITS, PASSED_ON = "logits", "passed_on"
 
 
 def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
-    """Let rows whose margin is at most a threshold go through the dense graph; both graphs are changed in place.
+    """Add the dense graph to the slim one, for rows whose margin is at most a threshold; both are changed in place.
 
-    The slim graph becomes the whole one, with the dense graph in a branch of an If. Weights that both have are stored
-    once. Columns of tokens that are padding in all rows that go on are left out. The graphs, `onnx_ir.Graph`, have the
-    same inputs and the output `logits`, (rows, classes). Returns the size of the weights that both have, in bytes.
+    The dense graph becomes a branch of an If. Weights that both have are stored once. Columns of tokens that are
+    padding in all rows that go on are left out. The graphs, `onnx_ir.Graph`, have the same inputs and the output
+    `logits`, (rows, classes). Returns the size of the weights that both have, in bytes.
     """
     import onnx_ir
 
@@ -27,11 +27,10 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
     (logits,) = (output for output in slim.outputs if output.name == LOGITS)
     logits.name = "slim_logits"
     new = Builder(slim, "cascade")
-    # The distance of the largest logit of every row to the next one, (rows,).
     first, second, end, columns = (new.constant(np.array([number])) for number in (0, 1, 2, 1))
     largest, _ = new.several(2, "TopK", logits, end)  # (rows, 2)
-    apart = new("Sub", new("Slice", largest, first, second, columns), new("Slice", largest, second, end, columns))
-    unsure = new("LessOrEqual", new("Squeeze", apart, columns), new.constant(np.float32(threshold)))
+    margin = new("Sub", new("Slice", largest, first, second, columns), new("Slice", largest, second, end, columns))
+    unsure = new("LessOrEqual", new("Squeeze", margin, columns), new.constant(np.float32(threshold)))
     rows = new("Transpose", new("NonZero", unsure), perm=[1, 0])  # (rows that go on, 1)
     some = new("Greater", new("Size", rows), new.constant(np.int64(0)))
     then = onnx_ir.Graph([], [], nodes=[], name="pass_on")
@@ -53,7 +52,10 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
 
 
 def _answers_of(dense: Any, new: Builder, inputs: Mapping[str, Any], rows: Any) -> Any:
-    """Move the nodes of the dense graph into the graph of `new`, for some rows of the inputs; return their logits."""
+    """Move the nodes of the dense graph into that of `new`, to read some rows of the inputs; return their logits.
+
+    `inputs` are values by name; `rows`, (rows that go on, 1), are indices.
+    """
     columns = new.constant(np.array([1]))
     index = new("Squeeze", rows, columns)
     taken = {name: new("Gather", value, index, axis=0) for name, value in inputs.items()}
@@ -77,7 +79,7 @@ def _answers_of(dense: Any, new: Builder, inputs: Mapping[str, Any], rows: Any) 
 
 
 def _share_weights(slim: Any, dense: Any) -> int:
-    """Move the dense graph's weights to the slim graph, except those that it has; return the size of these in bytes."""
+    """Move the dense graph's weights to the slim graph, except those that it has; return the size of those in bytes."""
     known = {_content(value): value for value in slim.initializers.values()}
     shared = 0
     for value in list(dense.initializers.values()):

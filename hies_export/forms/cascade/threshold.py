@@ -59,21 +59,22 @@ def choose_threshold(
     The share of answers that differ only falls as the threshold rises. So the smallest threshold whose Clopper-Pearson
     bound is small enough keeps the promise with the confidence of a single bound, although it is chosen among many.
 
-    All logits are (rows, classes), of the same held-out rows: `slim` as they are served, `dense`, whose largest are the
-    right answers, and `passed_on`, the dense model's as it is served, in other bits perhaps. `resolution` is how far a
-    margin may move when rows are served; the threshold is higher by it. Raises RequestError if `disagreement` is out of
-    range or the rows are too few to promise it, and PlanError if the dense model as it is served changes too many
-    answers itself.
+    All logits are (rows, classes), of the same held-out rows: `slim` as served, `dense`, whose largest are the right
+    answers, and `passed_on`, the dense model's as served, which may be in other bits; by default as `dense`.
+    `resolution` is how far a margin may move when rows are served; the threshold is higher by it. Raises RequestError
+    if `disagreement` is out of range or the rows are too few to promise it, and PlanError if the dense model as served
+    changes too many answers itself.
 
     Source: Bates et al., "Distribution-free, risk-controlling prediction sets", J. ACM 68 (2021), theorem 1.
     """
     check_disagreement(disagreement)
-    count = check_rows(len(slim), disagreement, confidence)
+    count = len(slim)
+    check_rows(count, disagreement, confidence)
     answers = dense.argmax(-1)
     margin, wrong = margins(slim), slim.argmax(-1) != answers
-    # Counted wherever it goes, so that the share still only falls as the threshold rises.
+    # Counted as different even if the slim model keeps it, so that the share still only falls as the threshold rises.
     lost = torch.zeros_like(wrong) if passed_on is None else passed_on.argmax(-1) != answers
-    # The rate only rises with the number of answers that differ, and for none of them it is low enough.
+    # The bound rises with the number of answers that differ; `check_rows` says that it is low enough for none.
     allowed = bisect(range(count), disagreement, key=lambda n: upper_rate(n, count, confidence)) - 1
     allowed -= int(lost.sum())
     if allowed < 0:
@@ -108,12 +109,11 @@ def check_disagreement(disagreement: float) -> None:
         raise RequestError(f"disagreement must be in (0, 1), a share of the answers, got {disagreement:g}")
 
 
-def check_rows(count: int, disagreement: float, confidence: float = CONFIDENCE) -> int:
-    """Return the number of rows, or refuse, by a RequestError, to promise on so few."""
+def check_rows(count: int, disagreement: float, confidence: float = CONFIDENCE) -> None:
+    """Refuse, by a RequestError, a number of rows that is too small for the promise."""
     needed = rate_rows_needed(disagreement, confidence)
     if count < needed:
         raise RequestError(
             f"disagreement: {disagreement:g} can be promised with {100 * confidence:g} % confidence from {needed:,} "
             f"held-out rows or more, and there are {count:,}; give more rows, or promise less"
         )
-    return count
