@@ -41,7 +41,7 @@ def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = N
 
 
 def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
-    """Take two rows of a batch, and add three positions in front: text tokens in the first, padding in the second."""
+    """Return two rows of a batch with three positions in front: text tokens in the first, padding in the second."""
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
     front = text_tokens(rows["input_ids"], 3, image_token_id=image_token_id)
     rows["input_ids"] = torch.cat([front, rows["input_ids"]], dim=1)
@@ -55,8 +55,7 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
 
     With a single token, the tracer would fix the sequence axis; with a single row, the batch axis; and it would drop a
     mask of ones. The prompt is `input_ids` (2, length) or `inputs_embeds` (2, length, hidden) with an `attention_mask`,
-    padded on the left; length is at least 4. Raises ExportError if the model does not run with keys and values as
-    cache.
+    padded on the left; length is at least 4. Raises ExportError if the model does not run with a `DynamicCache`.
     """
     name = "inputs_embeds" if "inputs_embeds" in prompt else "input_ids"
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -79,11 +78,7 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
 
 
 def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Provider) -> Any:
-    """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names; the prompt is as for `decoder_sample`.
-
-    The heads and the width of every layer's cache are numbers: transformers.js makes the empty cache of a prompt from
-    the shapes of the inputs.
-    """
+    """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names; the prompt is as for `decoder_sample`."""
     sample = decoder_sample(model, prompt)
     program = export_program(model, sample, fusions)
     tokens = [name for name, value in sample.items() if isinstance(value, Tensor) and name != "attention_mask"]
@@ -93,24 +88,25 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
 
 
 def _name_cache(program: Any, model: str) -> list[str]:
-    """Rename the cache tensors, check that their heads and width are fixed, and return the names of the inputs."""
+    """Rename the cache tensors of a graph in place, and return the names of those among the inputs.
+
+    Raises ExportError if one is not returned, or has no fixed number of heads or width, by which transformers.js makes
+    the empty cache of a prompt.
+    """
     for values, prefix in ((program.graph.inputs, "past_key_values"), (program.graph.outputs, "present")):
         for value in values:
-            match = _CACHE_TENSOR.fullmatch(value.name)
-            if match:
+            if match := _CACHE_TENSOR.fullmatch(value.name):
                 value.name = f"{prefix}.{match[1]}.{match[2]}"
-    names = []
     known = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
-    for value in program.graph.inputs:
-        if value.name in known:
-            continue
+    cache = [value for value in program.graph.inputs if value.name not in known]
+    for value in cache:
         plain = re.fullmatch(r"past_key_values\.\d+\.(key|value)", value.name) and len(value.shape) == 4
         if not plain or any(fixed_size(value.shape[axis]) is None for axis in (1, 3)):
             raise ExportError(
                 f"a cache must be keys and values of shape (batch, heads, sequence, width), and {model} has "
                 f"{value.name} ({', '.join(str(dim) for dim in value.shape)})"
             )
-        names.append(value.name)
+    names = [value.name for value in cache]
     wanted = {name.replace("past_key_values", "present") for name in names} | {"logits"}
     got = {value.name for value in program.graph.outputs}
     if not names or got != wanted:

@@ -79,10 +79,8 @@ def export_onnx(
     positions to logits and cache. A prompt starts with an empty cache. Layers may differ in the heads of their cache.
 
     A vision-language model becomes `vision_encoder.onnx` (with the projector), `embed_tokens.onnx` and
-    `decoder_model_merged.onnx`.
-
-    Decoders and vision-language models are compared as `OnnxGenerator` runs them: prompts (as given, padded on the
-    left, a single one), then a chunk of two tokens, then single tokens.
+    `decoder_model_merged.onnx`. It is compared like a decoder, as `OnnxGenerator` runs them: prompts (as given, padded
+    on the left, a single one), then a chunk of two tokens, then single tokens.
 
     Args:
         model: A text or image encoder, with or without a classification head; a decoder; or a vision-language model
@@ -124,23 +122,18 @@ def export_onnx(
     given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
     if model.main_input_name not in given:
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
-    kind, given = _kind(model, given)
+    kind, given = _kind_and_inputs(model, given)
     sample, batches = _samples(kind, model, given)
     traced = _traceable_copy(_float32_copy(model), provider, DTYPES[dtype])
     described = share_weights(traced, device="meta")
     talk = logger.isEnabledFor(logging.DEBUG)
 
-    def written(programs: dict[str, Any], spent: PreTrainedModel | None = None) -> Export:
+    def write(programs: dict[str, Any], spent: PreTrainedModel | None = None) -> Export:
+        """Write graphs, given by file name, free them and the copy `spent` that they are of, and compare the files."""
         with new_folder(target, overwrite=overwrite) as staging:
             size = sum(save_program(program, staging / name) for name, program in programs.items())
-            write_config(described, staging)
-            copy_documents(described, staging)
-            if described.can_generate() and described.generation_config is not None:
-                described.generation_config.to_json_file(staging / "generation_config.json")
-            if processor is not None:
-                processor.save_pretrained(staging)
-                use_version4_names(staging)
-            names = _names(programs)
+            _write_beside(described, processor, staging)
+            contents = _contents(programs)
             # A graph has copies of the weights, transposed or joined; the comparison reads the files.
             _release(programs, spent, model)
             if size >= INSIDE_BYTES:  # copies of graphs are cycles, which hold their weights until they are collected
@@ -152,30 +145,41 @@ def export_onnx(
         return Export(
             format="onnx",
             folder=target,
-            file=target / names["files"][-1],
+            file=target / contents["files"][-1],
             bytes=size,
             how=export_options("onnx", provider, dtype),
             max_abs=max_abs,
-            checked_on=runtime.name if len(names["files"]) == 1 else None,
-            **names,
+            checked_on=runtime.name if len(contents["files"]) == 1 else None,
+            **contents,
         )
 
-    # A vision-language model has three graphs, and no runtime reads them, so that none is exported often. To learn from
-    # the graph of a large model takes the memory of its weights.
+    # No runtime reads the three graphs of a vision-language model, so it is not exported often. To learn from the graph
+    # of a large model takes the memory of its weights.
     if kind == "vision-language" or parameter_bytes(traced) >= INSIDE_BYTES:
         traces = None
     key = kind, provider, dtype, *sample
     programs = {ONNX_FILE: None if traces is None else traces.resized(key, traced)}
     if programs[ONNX_FILE] is not None:
         try:
-            return written(programs)
+            return write(programs)
         except (ExportError, ParityError) as error:
             logger.debug("the model is traced, as the graph that was made for it is wrong: %s", error)
     with quiet(verbose=talk), output_alone(traced, cache=kind != "encoder"):
         programs = _trace(kind, traced, sample, provider)
     if traces is not None:
         traces.add(key, traced, programs[ONNX_FILE])
-    return written(programs, traced)
+    return write(programs, traced)
+
+
+def _write_beside(model: PreTrainedModel, processor: Any, folder: Path) -> None:
+    """Write the config and the documents of a model, and its processor if there is one, into a folder."""
+    write_config(model, folder)
+    copy_documents(model, folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.to_json_file(folder / "generation_config.json")
+    if processor is not None:
+        processor.save_pretrained(folder)
+        use_version4_names(folder)
 
 
 def require_onnx(extra: str = "cpu") -> None:
@@ -185,16 +189,16 @@ def require_onnx(extra: str = "cpu") -> None:
 
 
 def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
-    """Refuse a model that has no ONNX form, by a trace of two short rows, before anything is computed with it.
+    """Refuse, by a RequestError, a model that cannot be exported, by a trace of two short rows.
 
     A model of one of the common types in `EXPORTED` is not traced. Of any other, the first layers of every kind
-    are, and if the exporter refuses them, the whole model. Raises RequestError.
+    are, and if the exporter refuses them, the whole model.
     """
     if _is_known(model):
         return
     given = {name: tensor.cpu() for name, tensor in forward_inputs(model, short_samples(model, batch)).items()}
     try:
-        kind, given = _kind(model, given)
+        kind, given = _kind_and_inputs(model, given)
         try:
             _try_to_trace(kind, _first_layers(model), given)
         except Exception as error:  # layers may need those that were left out
@@ -208,13 +212,14 @@ def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
 
 
 def _is_known(model: PreTrainedModel) -> bool:
-    """Return whether models of this type were exported, and this one rotates positions alike on all inputs."""
+    """Return whether models of this type were exported, and this one's rotary embedding is not dynamic."""
     return model.config.model_type in EXPORTED and not any(
         "dynamic" in str(getattr(config, "rope_parameters", None)) for config in configs_in(model.config)
     )
 
 
 def _try_to_trace(kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]) -> None:
+    """Trace a copy of a model for the CPU; raises ExportError if the exporter refuses it."""
     traced = _traceable_copy(_float32_copy(model), "cpu", torch.float32)
     sample, _ = _samples(kind, model, given)
     with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
@@ -222,7 +227,10 @@ def _try_to_trace(kind: Kind, model: PreTrainedModel, given: dict[str, torch.Ten
 
 
 def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy that shares the weights of the first layers of every kind, two at least, and has no others."""
+    """Return a copy that shares the weights of the first layers of every kind, two at least, and has no others.
+
+    Layers are of one kind if their config gives them the same type, and their modules are of the same classes.
+    """
     copied = share_weights(model)
     for config in configs_in(copied.config):
         count = getattr(config, "num_hidden_layers", None)
@@ -230,13 +238,14 @@ def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
         for module in copied.modules():
             for name, layers in module.named_children():
                 if isinstance(layers, torch.nn.ModuleList) and len(layers) == count == len(types):
-                    parts = [[type(part) for part in layer.modules()] for layer in layers]
-                    kinds = list(zip(types, parts, strict=True))
+                    classes = [[type(part) for part in layer.modules()] for layer in layers]
+                    kinds = list(zip(types, classes, strict=True))
                     setattr(module, name, layers[: max(2, 1 + max(kinds.index(kind) for kind in kinds))])
     return copied
 
 
-def _names(programs: Mapping[str, Any]) -> dict[str, Any]:
+def _contents(programs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an `Export` that say what is in graphs, given by file name, the main one last."""
     *_, main = (program.graph for program in programs.values())
     nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
     return {
@@ -249,16 +258,15 @@ def _names(programs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_request(provider: str, dtype: str) -> None:
     problems = []
-    if provider not in get_args(Provider):
-        problems.append(f"export.provider must be one of {', '.join(get_args(Provider))}, got {provider!r}")
-    if dtype not in DTYPES:
-        problems.append(f"export.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    for name, got, known in (("provider", provider, get_args(Provider)), ("dtype", dtype, DTYPES)):
+        if got not in known:
+            problems.append(f"export.{name} must be one of {', '.join(known)}, got {got!r}")
     if problems:
         raise RecipeError(problems)
 
 
-def _kind(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:
-    """Return the kind of the model, and the inputs that its export needs; raises as `export_onnx`."""
+def _kind_and_inputs(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:
+    """Return the kind of the model, and of the given inputs what its export needs; raises as `export_onnx`."""
     refuse_encoder_decoder(model.config, type(model).__name__)
     if not model.can_generate():
         return "encoder", given
@@ -294,7 +302,7 @@ def _trace(kind: Kind, model: PreTrainedModel, sample: dict[str, torch.Tensor], 
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy the model as the reference of the comparison: float32, CPU, evaluation mode, torch's own attention."""
+    """Return a copy to compare with: in float32, on the CPU, in evaluation mode, with torch's own attention."""
     copied = convert(model, dtype=torch.float32, device="cpu").eval()
     # One function for all parts: transformers refuses "sdpa" if one of them lacks it, and "eager" computes the same.
     # For a GPU, the traced copy keeps it.
@@ -303,6 +311,7 @@ def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a copy in a dtype, with the attention that the exporter fuses best for a provider."""
     copied = convert(reference, dtype=dtype)
     # For the CPU, the exporter decomposes an sdpa trace (microsoft/onnxruntime#33873), while an eager
     # trace becomes one Attention operator per layer. Latency eager / sdpa, one run, ONNX Runtime 1.31, 2 cores:
@@ -313,7 +322,7 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
 
 
 def _release(programs: dict[str, Any], traced: PreTrainedModel | None, model: PreTrainedModel) -> None:
-    """Free the weights of exported graphs and of the copy that was traced, but for tensors that it shares with a model.
+    """Free the weights of graphs, and of the copy that was traced but for tensors that it shares with the model.
 
     To drop our references is not enough: rewrite patterns of onnxscript keep their last match, and with it its graph.
     """
@@ -330,7 +339,7 @@ def _release(programs: dict[str, Any], traced: PreTrainedModel | None, model: Pr
 
 
 def save_program(program: Any, file: Path) -> int:
-    """Write a graph with its weights inside, or beside it above `INSIDE_BYTES`; return the size of both in bytes."""
+    """Write a graph with its weights inside, or beside it from `INSIDE_BYTES` on; return the size of both in bytes."""
     import onnx_ir
 
     weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)
@@ -343,6 +352,6 @@ def save_program(program: Any, file: Path) -> int:
 
 
 def copy_beside(exported: Export, folder: Path) -> None:
-    """Copy what lies beside the graph of an export into another one's folder."""
+    """Copy all files in the folder of an export into another folder, except the graph and its weights."""
     ignored = shutil.ignore_patterns(f"{exported.file.name}*")
     shutil.copytree(exported.folder, folder, ignore=ignored, dirs_exist_ok=True)

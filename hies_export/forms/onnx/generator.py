@@ -52,7 +52,7 @@ class OnnxGenerator:
     def from_folder(
         cls, folder: str | Path, *, threads: int | None = None, runtime: type[OnnxRuntime] = OnnxRuntime
     ) -> OnnxGenerator:
-        """Load a folder that `export_onnx` or `quantize_onnx` wrote; a RequestError says that it has no decoder.
+        """Load a folder that `export_onnx` or `quantize_onnx` wrote; raises RequestError if it has no decoder.
 
         By default, the graphs run on the CPU, with torch's number of threads within an operator.
         """
@@ -70,13 +70,12 @@ class OnnxGenerator:
                 f"a folder to generate from must have a decoder, which takes past_key_values, and the graph in "
                 f"{folder} takes {', '.join(decoder.inputs)}: an encoder does not generate"
             )
-        text = config.get_text_config()
         return cls(
             decoder=decoder,
             embed_tokens=others[0] if parts else None,
             vision_encoder=others[1] if parts else None,
             image_token_id=config.image_token_id if parts else None,
-            vocabulary=text.vocab_size,
+            vocabulary=config.get_text_config().vocab_size,
             positions=longest_sequence(config),
             eos_token_ids=eos,
             pad_token_id=eos[0] if pad is None and eos else pad,
@@ -129,42 +128,46 @@ class OnnxGenerator:
         return tokens
 
     def prompt(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
-        """Return the decoder's input: tokens (batch, sequence), or embeddings with images, or a DataError."""
+        """Return the decoder's input: `input_ids` (batch, sequence), or `inputs_embeds` (batch, sequence, hidden).
+
+        Raises DataError if the image tokens do not fit the images.
+        """
         if self.embed_tokens is None:
             return {"input_ids": input_ids}
         embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]
         # Without images, as for a generated image token, the token keeps its own embedding, as in torch.
         if pixel_values is None or self.vision_encoder is None or self.image_token_id is None:
             return {"inputs_embeds": embeds}
-        features = _tensor(_run(self.vision_encoder, {"pixel_values": pixel_values})["image_features"])
-        return {"inputs_embeds": merge_images(_tensor(embeds), input_ids, features, self.image_token_id)}
+        features = _run(self.vision_encoder, {"pixel_values": pixel_values})["image_features"]
+        return {"inputs_embeds": merge_images(_tensor(embeds), input_ids, _tensor(features), self.image_token_id)}
 
     def step(
         self, inputs: Mapping[str, Any], attention_mask: Tensor, cache: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Run the decoder once on a prompt, a chunk or a single token, as `prompt` returns it.
 
-        The mask is of all tokens, those in the cache of the step before first, (batch, past + sequence). Returns logits
-        in float32, (batch, sequence, vocabulary), and the cache by input name, as ONNX Runtime's own values.
+        The mask, (batch, past + sequence), is of all tokens, the cached ones first. Returns logits in float32, (batch,
+        sequence, vocabulary), and the cache for the next step by input name, as ONNX Runtime's own values.
         """
         outputs = _run(self.decoder, {**inputs, "attention_mask": attention_mask, **(cache or {})})
         logits = _tensor(outputs.pop("logits")).float()
         return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
 
     def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
+        """Refuse arguments of `generate` that do not fit the model, as it says."""
         _check_new_tokens(max_new_tokens)
         if unknown := ids[(ids < 0) | (ids >= self.vocabulary)].tolist():
             raise DataError(
                 f"token ids must be in 0..{self.vocabulary - 1}, got {unknown[0]}: use the model's tokenizer"
             )
-        if not bool(mask[:, -1].all()) or bool((mask.diff(dim=1) < 0).any()):
+        if not mask[:, -1].all() or (mask.diff(dim=1) < 0).any():
             raise DataError("prompts must be padded on the left, got zeros after a one: set padding_side='left'")
         if self.positions is not None and ids.shape[1] + max_new_tokens > self.positions:
             raise DataError(
                 f"prompt and new tokens must fit into the model's {self.positions} positions, got {ids.shape[1]} and "
                 f"{max_new_tokens}"
             )
-        if pixel_values is None and self.image_token_id is not None and bool(torch.eq(ids, self.image_token_id).any()):
+        if pixel_values is None and self.image_token_id is not None and (ids == self.image_token_id).any():
             raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
 
 
@@ -174,6 +177,7 @@ def _check_new_tokens(most: int) -> None:
 
 
 def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the outputs of a graph by name, as ONNX Runtime's own values."""
     return runtime.values(runtime.run_once(batch))
 
 
@@ -182,10 +186,10 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _special_tokens(folder: Path, config: Any) -> tuple[tuple[int, ...], int | None]:
-    """Return the ids of the tokens that end a text, and that of padding, from the files beside a graph."""
+    """Return the ids of the tokens that end a text, and that of padding or None, from the files beside a graph."""
     with refusing(f"a generation config must be what transformers wrote, but that of {folder} is not", AGAIN):
-        of_file = (folder / "generation_config.json").is_file()
-        found = GenerationConfig.from_pretrained(folder) if of_file else GenerationConfig.from_model_config(config)
+        in_file = (folder / "generation_config.json").is_file()
+        found = GenerationConfig.from_pretrained(folder) if in_file else GenerationConfig.from_model_config(config)
         pad = None if found.pad_token_id is None else operator.index(found.pad_token_id)
         return tuple(map(operator.index, token_ids(found.eos_token_id))), pad
 
@@ -228,8 +232,7 @@ def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str 
         raise DataError(f"images must be one for all prompts or one for each of {len(prompts)}, got {len(images)}")
     options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
     if images:
-        pictures = [image_of_file(file) for file in images]
-        token = processor.image_token
+        pictures, token = [image_of_file(file) for file in images], processor.image_token
         texts = [prompt if token in prompt else f"{token}\n{prompt}" for prompt in prompts]
         encoded = processor(text=texts, images=pictures * (len(prompts) // len(pictures)), **options)
     else:
@@ -251,13 +254,8 @@ def _continue(folder: str | Path, batch: dict[str, Tensor], most: int) -> Tensor
     model = load(folder, dtype=torch.float32).eval()
     if not model.can_generate():
         raise RequestError(f"a checkpoint must generate text to be prompted, and {type(model).__name__} does not")
-    padding = None if model.generation_config is None else model.generation_config.pad_token_id
-    greedy = GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        max_new_tokens=most,
-        pad_token_id=0 if padding is None else padding,
-    )
+    padding = getattr(model.generation_config, "pad_token_id", None)
+    greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_new_tokens": most}
+    config = GenerationConfig(**greedy, pad_token_id=0 if padding is None else padding)
     with refusing(f"the model at {folder} must continue the prompts, and fails", AGAIN):
-        return model.generate(**batch, generation_config=greedy)
+        return model.generate(**batch, generation_config=config)

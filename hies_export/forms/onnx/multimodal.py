@@ -28,7 +28,7 @@ def is_vision_language(model: PreTrainedModel) -> bool:
 def image_text_batch(
     model: PreTrainedModel, *, batch: int = 2, text: int = 8, image: Sequence[int] | None = None, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Make random images and prompts of `text` tokens, half before the image tokens, half after.
+    """Return random images and prompts of `text` tokens, half before the image tokens, half after.
 
     Returns `pixel_values` (batch, *image), by default in the size of the config, and `input_ids` and `attention_mask`
     (batch, sequence). Raises UnsupportedModelError if image features need more than `pixel_values`.
@@ -44,14 +44,13 @@ def image_text_batch(
 
 
 def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -> None:
-    """Refuse, before any work, a model that cannot be exported in parts, or a batch that does not fit it."""
+    """Refuse a model that cannot be exported in parts (UnsupportedModelError), or bad prompts (DataError)."""
     if getattr(model.config, "image_token_id", None) is None:
         raise UnsupportedModelError(
             f"ONNX export needs a vision-language model whose config names the image token, and "
             f"{type(model).__name__} has no image_token_id"
         )
-    kinds = {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.forward).parameters)
-    if kinds:
+    if kinds := {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.forward).parameters):
         raise UnsupportedModelError(
             f"ONNX export needs a vision-language model that reads images and text alike, from left to right, and "
             f"{type(model).__name__} tells them apart by {min(kinds)}"
@@ -62,7 +61,7 @@ def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -
 
 
 def image_tokens(input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
-    """Return where prompts have image tokens, (batch, sequence) bool; a DataError says that their number is wrong."""
+    """Return where prompts have image tokens, (batch, sequence) bool; raises DataError unless features are as many."""
     found = input_ids == image_token_id
     images, tokens = features.shape[:2]
     if int(found.sum()) != images * tokens:
@@ -74,7 +73,7 @@ def image_tokens(input_ids: Tensor, features: Tensor, image_token_id: int) -> Te
 
 
 def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
-    """Replace the embeddings of image tokens, (batch, sequence, hidden), by image features, in order."""
+    """Return embeddings (batch, sequence, hidden) with image features, in order, in the place of image tokens."""
     mask = image_tokens(input_ids, features, image_token_id).unsqueeze(-1).expand_as(embeds)
     return embeds.masked_scatter(mask, features.to(embeds.dtype))
 
@@ -92,17 +91,14 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
         features = _image_features(model, pixels)
         ids = given["input_ids"].to(model.device)
         embeds = merge_images(embedding(ids), ids, features, model.config.image_token_id)
-    vision = export_program(
-        _ImageEncoder(model), {"pixel_values": pixels}, fusions, axes={"pixel_values": {0: "images"}}
-    )
-    embed = export_program(_Embedding(model), {"input_ids": ids}, fusions, axes={"input_ids": TOKEN_AXES})
+    images, texts = {"pixel_values": pixels}, {"input_ids": ids}
+    vision = export_program(_ImageEncoder(model), images, fusions, axes={"pixel_values": {0: "images"}})
+    embed = export_program(_Embedding(model), texts, fusions, axes={"input_ids": TOKEN_AXES})
     prompt = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
     return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, fusions)}
 
 
 class _ImageEncoder(torch.nn.Module):
-    """Image encoder and projector: `pixel_values` -> `image_features`."""
-
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
@@ -112,8 +108,6 @@ class _ImageEncoder(torch.nn.Module):
 
 
 class _Embedding(torch.nn.Module):
-    """Token embedding: `input_ids` -> `inputs_embeds`."""
-
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.embedding: Any = model.get_input_embeddings()
@@ -123,10 +117,7 @@ class _Embedding(torch.nn.Module):
 
 
 class _Projected(Exception):
-    """Exception that carries the projector's output out of `get_image_features`."""
-
-    def __init__(self, features: Tensor):
-        self.features = features
+    """Carries the projector's output, its only argument, out of `get_image_features`."""
 
 
 def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
@@ -148,9 +139,10 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
         encoder.get_image_features(pixel_values=pixel_values)
         why = "its projector was not called"
     except _Projected as done:
-        if done.features.ndim == 3:
-            return done.features
-        why = f"its projector returns shape {tuple(done.features.shape)}"
+        (features,) = done.args
+        if features.ndim == 3:
+            return features
+        why = f"its projector returns shape {tuple(features.shape)}"
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         if torch.compiler.is_exporting():
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...checkpoint.classes import load_config
+from ...data.batches import in_rows
 from ...equal import OTHER_PROGRAM, Difference
 from ...errors import MissingRuntimeError, ParityError
 from ...model.memory import let_go
@@ -33,14 +35,11 @@ LOGITS_BYTES = 2**27
 
 
 def parity_batches(
-    given: Mapping[str, torch.Tensor],
-    sample: Mapping[str, torch.Tensor],
-    *,
-    shorten: bool = True,
+    given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor], *, shorten: bool = True
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the batches to compare on, by name: as given, padded, and a single row, of another length if it is text.
+    """Return the batches to compare on, by name: as given, the padded sample, and its first row.
 
-    `shorten` is off for prompts with padding in front, whose rows have another length already.
+    With `shorten`, the row of a text gets another length than the given ones. Prompts with padding in front have one.
     """
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if shorten and "input_ids" in sample:
@@ -64,16 +63,16 @@ def compared_on(provider: str) -> type[OnnxRuntime]:
 def _in_torch(
     reference: Callable[[], PreTrainedModel], batches: Iterable[Mapping[str, torch.Tensor]]
 ) -> Iterator[Iterator[dict[str, np.ndarray]]]:
-    """Compute batches with a model, and yield its outputs from files: it is in memory only until then."""
+    """Compute batches with a model, free it, and yield an iterator over its outputs, which it reads from files."""
     with TemporaryDirectory(prefix="hies-outputs-") as folder:
-        made, files = reference(), []
-        model = TorchRuntime(made, threads=torch.get_num_threads())
+        model, files = reference(), []
+        runtime = TorchRuntime(model, threads=torch.get_num_threads())
         for number, batch in enumerate(batches):
             files.append(Path(folder) / f"{number}.npz")
-            outputs: Any = model.compute(batch)
+            outputs: Any = runtime.compute(batch)
             np.savez(files[-1], **outputs)
-        let_go(made)
-        del model, made
+        let_go(model)
+        del runtime, model
 
         def read(file: Path) -> dict[str, np.ndarray]:
             with np.load(file) as outputs:
@@ -89,29 +88,26 @@ def check_parity(
     dtype: str,
     runtime: type[OnnxRuntime] = OnnxRuntime,
 ) -> float:
-    """Return the largest absolute difference between graph and torch, if they agree; `reference` makes the model."""
+    """Return the largest absolute difference between an exported encoder and torch; raises ParityError if too large.
+
+    `reference` makes the model in torch, which is not in memory together with the graph.
+    """
+    worst = 0.0
     with _in_torch(reference, batches.values()) as wanted:
         exported = runtime(folder, threads=torch.get_num_threads())
-        return max(
-            compare_outputs(
-                *(without_padding(outputs, batch) for outputs in (want, exported.compute(batch))),
-                label=label,
-                dtype=dtype,
-            )
-            for want, (label, batch) in zip(wanted, batches.items(), strict=True)
-        )
+        for want, (label, batch) in zip(wanted, batches.items(), strict=True):
+            both = (without_padding(outputs, batch) for outputs in (want, exported.compute(batch)))
+            worst = max(worst, compare_outputs(*both, label=label, dtype=dtype))
+    return worst
 
 
 def without_padding(outputs: Mapping[str, np.ndarray], batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return outputs with zeros at the padding of those by token, where nobody reads them.
+    """Return outputs of a batch with zeros at its padding, where nobody reads them, and programs may differ.
 
-    By token are outputs of shape (batch, sequence, width), the scores of where an answer starts and ends, (batch,
-    sequence), and the cache of a decoder, (batch, key/value heads, sequence, width). In front of a text that is read
-    from left to right, padding sees no token at all, and in 8 bits its values are rounded apart from all others.
+    This is for outputs by token: of shape (batch, sequence, width), the scores of where an answer starts and ends,
+    (batch, sequence), and the cache of a decoder, (batch, key/value heads, sequence, width).
     """
-    if "attention_mask" not in batch:
-        return dict(outputs)
-    real = np.asarray(batch["attention_mask"].cpu(), dtype=bool)
+    real = np.asarray(batch["attention_mask"].cpu(), dtype=bool) if "attention_mask" in batch else np.array(True)
     if real.all():
         return dict(outputs)
 
@@ -132,11 +128,10 @@ def check_generation(
     dtype: str,
     runtime: type[OnnxRuntime] = OnnxRuntime,
 ) -> float:
-    """Return the largest absolute difference between an exported folder and torch, if tolerated.
+    """Return the largest absolute difference between an exported decoder and torch, as `check_parity` does.
 
     The graphs take each prompt, then a chunk of two tokens, then two single tokens, each with the cache of the tokens
-    before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared. `reference` makes
-    the model in torch, which is not in memory together with the graphs.
+    before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared.
     """
     config = load_config(folder)
     image_token_id = config.image_token_id if (folder / DECODER_FILE).is_file() else None
@@ -159,17 +154,10 @@ def check_generation(
 
 
 def _in_groups(batch: Mapping[str, torch.Tensor], row_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """Split a batch into groups of rows whose logits, of `row_bytes` a row, fit the limit; with images it stays whole.
-
-    Images belong to rows by the order of their tokens, and prompts with them are short.
-    """
-    if "pixel_values" in batch:
+    """Split a batch into groups of rows whose logits, of `row_bytes` a row, fit `LOGITS_BYTES`."""
+    if "pixel_values" in batch:  # images belong to rows by the order of their tokens; prompts with them are short
         return [dict(batch)]
-    count = max(1, LOGITS_BYTES // row_bytes)
-    return [
-        {name: tensor[start : start + count] for name, tensor in batch.items()}
-        for start in range(0, len(batch["input_ids"]), count)
-    ]
+    return in_rows(dict(batch), max(1, LOGITS_BYTES // row_bytes))
 
 
 def _in_pieces(
@@ -177,7 +165,7 @@ def _in_pieces(
 ) -> dict[str, np.ndarray]:
     """Run a prompt, a chunk of two tokens and two single tokens; return all logits and the final cache."""
     cache, logits, length = None, [], tokens.shape[1]
-    for start, stop in ((0, length - 4), (length - 4, length - 2), (length - 2, length - 1), (length - 1, length)):
+    for start, stop in pairwise((0, length - 4, length - 2, length - 1, length)):
         inputs = exported.prompt(tokens[:, start:stop], images if start == 0 else None)
         piece, cache = exported.step(inputs, mask[:, :stop], cache)
         logits.append(piece)
@@ -205,7 +193,7 @@ def _real_tokens(
 
 
 def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:
-    """Return the largest absolute difference; a ParityError says that it is too large, or names or shapes differ."""
+    """Return the largest absolute difference; raises ParityError if it is too large, or names or shapes differ."""
     shapes = ["; ".join(f"{name} {array.shape}" for name, array in sorted(outputs.items())) for outputs in (want, got)]
     if shapes[0] != shapes[1]:
         raise ParityError(f"the graph's outputs must be torch's; on {label} torch has {shapes[0]}, it has {shapes[1]}")

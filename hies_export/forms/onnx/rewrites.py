@@ -60,7 +60,7 @@ def share_tied_weights(program: Any) -> None:
 
 
 def read_masks_whole(program: Any) -> None:
-    """Let attention read a padding mask (batch, keys) as (batch, 1, 1, keys), and not gather it by all its indices.
+    """Let attention read a padding mask (batch, keys) as (batch, 1, 1, keys) by Unsqueeze in place of GatherND.
 
     transformers indexes it by the numbers of rows and keys. ONNX Runtime has no `GatherND` of booleans on a GPU, and
     copies its sizes there from memory that is freed by the time a captured CUDA graph is replayed
@@ -73,18 +73,18 @@ def read_masks_whole(program: Any) -> None:
 
 
 def _gathers_all(node: Any) -> bool:
-    """Return whether a node gathers a matrix by the numbers of its rows and columns, (rows, 1, 1, columns)."""
+    """Return whether a GatherND only reshapes a matrix to (rows, 1, 1, columns), by the numbers of both."""
     matrix, indices = node.inputs
-    pair = indices.producer()
+    pair, shape = indices.producer(), node.outputs[0].shape
     if matrix.shape is None or len(matrix.shape) != 2 or pair is None or pair.op_type != "Concat":
         return False
-    shape = node.outputs[0].shape
-    middle = [] if shape is None or len(shape) != 4 else [shape[1], shape[2]]
-    return middle == [1, 1] and len(pair.inputs) == 2 and all(_counts_up(part) for part in pair.inputs)
+    if shape is None or len(shape) != 4 or list(shape[1:3]) != [1, 1]:
+        return False
+    return len(pair.inputs) == 2 and all(_counts_up(part) for part in pair.inputs)
 
 
 def _counts_up(value: Any) -> bool:
-    """Return whether a value is the numbers from 0 on, along one axis."""
+    """Return whether a value is the numbers 0, 1, 2, ... along one axis."""
     node = value.producer()
     while node is not None and node.op_type in ("Unsqueeze", "Expand"):
         node = node.inputs[0].producer()
@@ -104,14 +104,11 @@ def count_from_past(program: Any) -> None:
     for node in [node for node in graph if node.op_type == "Add"]:
         for numbers, length in (node.inputs, node.inputs[::-1]):
             counted = numbers.producer()
-            if counted is None or counted.op_type != "Range" or length.shape is None or len(length.shape) > 0:
-                continue
-            if not _is_size(length):
-                continue
-            new = Rewrite(graph, node)
-            first, end, step = counted.inputs
-            new.finish(new("Range", new("Add", first, length), new("Add", end, length), step))
-            break
+            scalar = length.shape is not None and len(length.shape) == 0
+            if counted is not None and counted.op_type == "Range" and scalar and _is_size(length):
+                new, (first, end, step) = Rewrite(graph, node), counted.inputs
+                new.finish(new("Range", new("Add", first, length), new("Add", end, length), step))
+                break
 
 
 def _is_size(value: Any) -> bool:
@@ -123,7 +120,7 @@ def _is_size(value: Any) -> bool:
 
 
 def arrange_for_cpu(graph: Any) -> None:
-    """Rewrite attention and norms so that ONNX Runtime's CPU kernels are fast, and quantisers see every weight."""
+    """Rewrite attention, so that quantisers see its weights, and norms, so that ONNX Runtime's CPU kernels are fast."""
     for node in list(graph):
         if node.op_type == "Attention" and node.domain == "com.microsoft":
             _separate_projections(graph, node)
@@ -139,17 +136,17 @@ def _separate_projections(graph: Any, node: Any) -> None:
     the same time: 0.99 to 1.02 of it for MiniLM at 1 x 32, 1 x 128 and 8 x 128, ONNX Runtime 1.32, one core.
     """
     states, weight, bias, mask, past, scores = (*node.inputs, *[None] * 6)[:6]
-    parts = _parts(graph, node, weight)
-    if parts is None or past is not None or any(output.uses() for output in node.outputs[1:]):
+    weights = _separate_weights(graph, node, weight)
+    if weights is None or past is not None or any(output.uses() for output in node.outputs[1:]):
         return
     new = Rewrite(graph, node)
-    products = [new("MatMul", states, part) for part in parts]
+    products = [new("MatMul", states, part) for part in weights]
     kept = {name: node.attributes[name].value for name in _KEPT_ATTRIBUTES if name in node.attributes}
     new.finish(new("MultiHeadAttention", *products, bias, mask, scores, domain=node.domain, **kept))
 
 
-def _parts(graph: Any, node: Any, weight: Any) -> list[Any] | None:
-    """Return the weights of query, key and value; None if they are not constants."""
+def _separate_weights(graph: Any, node: Any, weight: Any) -> list[Any] | None:
+    """Return an Attention's weights of query, key and value; None if they are neither constant nor concatenated."""
     joined = weight.producer()
     if joined is not None:
         return list(joined.inputs) if joined.op_type == "Concat" and len(joined.inputs) == 3 else None
@@ -157,10 +154,8 @@ def _parts(graph: Any, node: Any, weight: Any) -> list[Any] | None:
         return None
     matrix = weight.const_value.numpy()
     sizes = node.attributes.get_ints("qkv_hidden_sizes", [matrix.shape[1] // 3] * 3)
-    new = Rewrite(graph, node)
-    return [
-        new.constant(np.ascontiguousarray(part)) for part in np.split(matrix, np.cumsum(sizes)[:2].tolist(), axis=1)
-    ]
+    new, parts = Rewrite(graph, node), np.split(matrix, np.cumsum(sizes)[:2].tolist(), axis=1)
+    return [new.constant(np.ascontiguousarray(part)) for part in parts]
 
 
 def _separate_norm(graph: Any, node: Any) -> None:
@@ -176,6 +171,6 @@ def _separate_norm(graph: Any, node: Any) -> None:
     total = new("Sum", *(value for value in (states, bias, skip) if value is not None))
     if len(node.outputs) > 3:
         read_instead(node.outputs[3], total)
-    parameters = [value for value in (scale, shift) if value is not None]
     epsilon = node.attributes.get_float("epsilon", 1e-12)
+    parameters = (value for value in (scale, shift) if value is not None)
     new.finish(new("LayerNormalization", total, *parameters, axis=-1, epsilon=epsilon))

@@ -13,13 +13,7 @@ from transformers import PreTrainedModel
 from ...errors import ExportError, refusing
 from ...model.internals import exported_program
 from ..runtimes.base import Provider
-from .rewrites import (
-    arrange_for_cpu,
-    count_from_past,
-    flatten_gemm_inputs,
-    read_masks_whole,
-    share_tied_weights,
-)
+from .rewrites import arrange_for_cpu, count_from_past, flatten_gemm_inputs, read_masks_whole, share_tied_weights
 
 # Names of axes as Optimum writes them; transformers.js reads the size of a batch by this one.
 BATCH, SEQUENCE = "batch_size", "sequence_length"
@@ -27,7 +21,7 @@ TOKEN_AXES = {0: BATCH, 1: SEQUENCE}
 
 
 def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the batch to trace: 2 rows, of text with at least 4 tokens, and with padding in the second.
+    """Return the batch to trace: 2 rows; of text with at least 4 tokens, and padding in the second.
 
     With a single row, the tracer would fix the batch axis; and it would drop a mask of ones. A missing mask and token
     types are added if the model's forward takes them.
@@ -64,16 +58,15 @@ def export_program(
     *,
     axes: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Any:
-    """Run transformers' exporter on a module and inputs, repair the graph, and remove this machine's paths from it.
+    """Return a module as an `onnx_ir.Model`, traced by transformers' exporter on a sample, repaired and fused.
 
-    `axes` are the dynamic axes of each input, and their names (`name_axes`); by default the exporter tries to make all
-    axes dynamic, and they stay unnamed.
+    `fusions` is the provider to fuse for. `axes` names the dynamic axes of each input, by number; without, the exporter
+    tries to make all axes dynamic, and they stay unnamed. Raises ExportError if it fails.
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    shapes = None
-    if axes is not None:
-        shapes = {name: dict.fromkeys(open_axes, torch.export.Dim.AUTO) for name, open_axes in axes.items()}
+    auto = torch.export.Dim.AUTO
+    shapes = None if axes is None else {name: dict.fromkeys(named, auto) for name, named in axes.items()}
     must = f"the model must be exportable to ONNX, and the exporter refused {type(module).__name__}"
     with refusing(must, kind=ExportError):
         program = exported_program(module, sample, fusions, shapes)
@@ -99,16 +92,18 @@ def export_program(
 
 
 def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
-    """Name the dynamic axes throughout the graph; raises ExportError if the trace fixed one, or dropped an input."""
+    """Name the dynamic axes throughout the graph, in place: input -> axis -> name.
+
+    Raises ExportError if the trace fixed one of these axes, or dropped an input.
+    """
     import onnx_ir
 
     inputs = {value.name: value for value in program.graph.inputs}
-    missing = sorted(set(axes) - set(inputs))
-    if missing:
+    if missing := sorted(set(axes) - set(inputs)):
         raise ExportError(f"the graph must have the input {missing[0]!r}, and the exporter dropped it")
     names: dict[str, str] = {}
-    for name, open_axes in axes.items():
-        for axis, label in open_axes.items():
+    for name, labels in axes.items():
+        for axis, label in labels.items():
             dim = inputs[name].shape[axis]
             if fixed_size(dim) is not None or dim.value is None:
                 raise ExportError(f"the axis {label} of {name!r} must be dynamic, and the trace fixed it at {dim}")
@@ -129,7 +124,7 @@ def fixed_size(dim: Any) -> int | None:
 
 
 def _named(expression: str, names: Mapping[str, str]) -> str:
-    """Return a symbolic size such as `s36 + s70` with its symbols replaced by names."""
+    """Return a symbolic size such as `s36 + s70` with its symbols replaced by names, unless these are sums."""
     if expression in names:
         return names[expression]
     simple = {symbol: label for symbol, label in names.items() if " " not in label}
@@ -137,6 +132,7 @@ def _named(expression: str, names: Mapping[str, str]) -> str:
 
 
 def _values(graph: Any) -> Iterator[Any]:
+    """Yield the inputs of a graph, and the outputs of its nodes."""
     yield from graph.inputs
     for node in graph.all_nodes():
         yield from node.outputs
