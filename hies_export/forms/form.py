@@ -203,7 +203,7 @@ class Forms:
 
 
 def predictor(exporter: Exporter, runtime: str, bits: str | None) -> Predictor:
-    """Return a function that predicts batches by an export of a model on a runtime, in the main process for all."""
+    """Return a function that exports a model and predicts batches with the export on a runtime, in one process."""
 
     def predict(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:

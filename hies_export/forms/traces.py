@@ -127,9 +127,9 @@ class _Template:
         return True
 
     def resized(self, tensors: Mapping[str, np.ndarray]) -> Any:
-        """Return the graph with the weights and widths of a cut model; None if what was learned does not say it."""
+        """Return the graph with the weights and widths of a cut model; None if they do not follow from others."""
         different = {name for name, array in tensors.items() if array.shape != self._shapes[name]}
-        # A changed parameter that the graph does not have as a weight may be folded into a constant of it.
+        # A parameter that is no weight of the graph may be folded into a constant, so it must be as it was.
         known = different <= self._resized and all(np.array_equal(tensors[name], a) for name, a in self._unused.items())
         weights = self._weights_of(tensors) if known else None
         if weights is None:

@@ -113,7 +113,8 @@ class OnnxGenerator:
         self._check(tokens, mask, pixel_values, max_new_tokens)
         tokens = tokens.to(torch.int64)
         ends = torch.tensor(self.eos_token_ids if eos_token_id is None else token_ids(eos_token_id), dtype=torch.int64)
-        padding = self.pad_token_id if self.pad_token_id is not None else int(ends[0]) if len(ends) else 0
+        first_end = int(ends[0]) if len(ends) else 0
+        padding = first_end if self.pad_token_id is None else self.pad_token_id
         finished = torch.zeros(len(tokens), dtype=torch.bool)
         inputs, cache = self.prompt(tokens, pixel_values), None
         for _ in range(max_new_tokens):
@@ -154,7 +155,7 @@ class OnnxGenerator:
         return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
 
     def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
-        """Refuse arguments of `generate` that do not fit the model, as it says."""
+        """Refuse arguments that do not fit the model, by the errors that `generate` documents."""
         _check_new_tokens(max_new_tokens)
         if unknown := ids[(ids < 0) | (ids >= self.vocabulary)].tolist():
             raise DataError(
