@@ -17,7 +17,7 @@ from hies_export import (
     export_onnx,
     load_runtime,
 )
-from hies_export.forms.runtimes.base import RUNTIMES, Runtime, last_token, register_runtime
+from hies_export.forms.runtimes.base import RUNTIMES, Runtime, register_runtime, split_last_token
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.model.copies import convert, share_weights
 from hies_export.model.tokens import positions_of
@@ -241,7 +241,7 @@ def test_an_encoder_does_not_decode(model, folder):
 
 def test_the_prompt_and_the_step_of_a_batch():
     batch = {"input_ids": IDS, "mm_token_type_ids": IDS + 1, "pixel_values": torch.ones(2, 3, 4, 4)}
-    prompt, step = last_token(batch)
+    prompt, step = split_last_token(batch)
     assert {name: value.tolist() for name, value in prompt.items() if name != "pixel_values"} == {
         "input_ids": [[1, 2], [4, 5]],
         "mm_token_type_ids": [[2, 3], [5, 6]],

@@ -12,17 +12,15 @@ In the order of reading:
 - `ort_gpu.py`: `onnxruntime-cuda`.
 - `openvino.py`: `openvino`.
 - `llamacpp.py`: `llamacpp`, with `llamacpp.mjs`, which runs the model in Node and times it there.
+- `graphs.py`, `bits.py`: edit ONNX graphs, and quantise them.
 
-To add a runtime, write one module and name it in one line:
+To add a runtime, write a subclass of `Runtime` under `@register_runtime("name")`, which takes `(source, *, threads)`.
+For ONNX Runtime, subclass `OnnxRuntime`; for anything else that reads ONNX graphs, `GraphRuntime`, as `openvino.py`
+does. Add its name and module to `RUNTIMES` in `entry_points.py`, or, in another package, an entry point of the group
+`hies_export.runtimes`. Recipes, `bench`, latency budgets and the report then accept it, and a test compares every
+registered runtime with torch.
 
-1. A subclass of `Runtime` under `@register_runtime("name")`. Its constructor takes `(source, *, threads)`. It defines
-   `provider`, `dtype`, `prepare`, `run` and `fetch`; for decoders also `decodes` and `prepare_step`; for a device with
-   its own clock also `time_ns`. A runtime of ONNX Runtime should subclass `OnnxRuntime`; another one that reads ONNX
-   graphs should subclass `GraphRuntime`, as `openvino.py` does. `bits` are those that `deploy` tries.
-2. Its name and module in `RUNTIMES`, or in another package an entry point of the group `hies_export.runtimes`.
-
-Recipes, `bench`, latency budgets and the report then accept it, and a test compares every registered runtime with
-torch. If it needs a package, add an extra to pyproject.toml, name the extra in `require`, and list the package in
-`measure/machine.py`, so that reports show its version. A runtime that reads neither models nor ONNX nor GGUF also
-needs a `Format`, see `forms/formats.py`.
+If it needs a package, add an extra to pyproject.toml, name the extra in `require`, and list the package in
+`forms/machine.py`, so that reports show its version. A runtime that reads neither models nor ONNX nor GGUF also needs a
+`Format`, see `forms/formats.py`.
 """

@@ -1,4 +1,4 @@
-"""Define the interface of a runtime, a loaded model that can be run and timed, and load one by its name."""
+"""Define the interface of a runtime, which is a model loaded to be run and timed, and load one by its name."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ Provider = Literal["cpu", "cuda"]
 RUNTIMES: Registry[type[Runtime]] = KNOWN
 """Name -> runtime; `register_runtime` adds entries."""
 
-# Widths that GPUs compute efficiently in half precision are multiples of 64 elements, or 128 bytes; not measured here.
-# Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html, table 1
-GPU_WIDTH_STEP = 64
-# Matrix products in half precision are fast on NVIDIA's GPUs if rows are a multiple of 16 bytes long. Source:
-# https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc
-GPU_HALF_STEP = 8
+# In half precision, matrix products are fast on NVIDIA's GPUs if rows are a multiple of 8 elements (16 bytes) long, and
+# fastest at multiples of 64 elements; not measured here. Source:
+# https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html, table 1
+GPU_HALF_STEP, GPU_WIDTH_STEP = 8, 64
 
 
 def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
-    """Return a decorator that registers a `Runtime` subclass under `name`, by which recipes select it.
+    """Return a decorator that registers a `Runtime` subclass under the name by which recipes select it.
 
     The class is built as `cls(source, threads=threads)`; its constructor raises if the device in its name is missing.
     """
@@ -52,13 +50,13 @@ class Runtime(ABC):
     reads_models: ClassVar[bool] = False  # whether the source is a `PreTrainedModel`; otherwise a file or folder
     format: ClassVar[str] = "onnx"  # of that file or folder, in `FORMATS`
     fused_for: ClassVar[Provider] = "cpu"  # for ONNX sources, the provider to export for, as in `export_onnx`
-    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")  # of torch, that it can run a model in
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")  # torch dtypes that it can run a model in
     # Dtypes in which it can compute a float32 graph; its constructor then also takes `dtype`. For any other dtype, the
     # graph itself is exported in that dtype.
     hints: ClassVar[tuple[str, ...]] = ()
     # Dtypes in which it computes only graphs that are calibrated on rows -> the format of such a graph.
     calibrated: ClassVar[Mapping[str, str]] = {}
-    bits: ClassVar[tuple[str, ...]] = ("float32",)  # that `deploy` tries, see `find_ways`
+    bits: ClassVar[tuple[str, ...]] = ("float32",)  # dtypes that `deploy` tries, see `find_ways`
     loads: ClassVar[int] = 1  # how often a comparison loads the models; more than 1 if copies of one differ in time
     # Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next multiple.
     # Latency budgets assume no saving in between. ONNX Runtime on one core with AVX-512, a feed-forward block
@@ -66,7 +64,7 @@ class Runtime(ABC):
     # another 3 to 5 %.
     width_step: ClassVar[int] = 16
     full: ClassVar[str | None] = None  # the runtime that computes the same graph in float32, if this one does not
-    threads: int  # of the CPU, within an operator
+    threads: int  # CPU threads within an operator
     cuda_graph: bool = False  # whether a run replays a captured CUDA graph
 
     @classmethod
@@ -76,7 +74,7 @@ class Runtime(ABC):
 
     @classmethod
     def formats(cls) -> tuple[str, ...]:
-        """Return the formats of the exports that it reads; none if it reads models."""
+        """Return the formats of the exports that the runtime reads; none if it reads models."""
         return () if cls.reads_models else (cls.format, *cls.calibrated.values())
 
     @property
@@ -96,18 +94,21 @@ class Runtime(ABC):
 
     @abstractmethod
     def prepare(self, batch: Mapping[str, Any]) -> Any:
-        """Return what `run` takes: a batch on the model's device, without labels and other keys that it does not take.
+        """Return a batch as `run` takes it: on the model's device, without keys that are no inputs, such as labels.
 
         Tensors are (batch, sequence) or (batch, channels, height, width), by input name.
         """
 
     def prepare_step(self, batch: Mapping[str, Any]) -> Any:
-        """Return what `run` takes to repeat a decode step: the last of 2 or more tokens, with the others in a cache."""
+        """Fill a cache with all tokens of a batch but the last, and return the step of the last one as `run` takes it.
+
+        Tensors are (batch, sequence), of two tokens or more; the step can be run any number of times.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def run(self, feed: Any) -> Any:
-        """Run the model once, and return its outputs after they are computed."""
+        """Run the model once, and return its outputs when they are computed."""
 
     def time_ns(self, feed: Any) -> int:
         """Run the model once, and return its time in nanoseconds."""
@@ -120,7 +121,7 @@ class Runtime(ABC):
         """Copy the result of `run` to arrays on the host, by output name; not part of the timed run."""
 
     def run_once(self, batch: Mapping[str, Any]) -> Any:
-        """Run the model on a batch that is not run again, and return what `run` does."""
+        """Prepare and run a batch that is not run again, and return what `run` returns."""
         return self.run(self.prepare(batch))
 
     def compute(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -128,23 +129,26 @@ class Runtime(ABC):
         return self.fetch(self.run_once(batch))
 
     def prediction(self, batch: Mapping[str, Any], names: Sequence[str] = ("logits",)) -> torch.Tensor:
-        """Return what the model predicts for a batch: the outputs of these names, stacked as by `Task.output`."""
+        """Return the outputs of these names for a batch, stacked as `Task.output` stacks them."""
         outputs = self.compute(batch)
         return torch.as_tensor(stack([outputs[name] for name in names]))
 
     def peak_memory_bytes(self, feed: Any) -> int | None:
-        """Return the peak device memory of a run that was made before, weights included, in bytes; None on the CPU."""
+        """Return the peak device memory, weights included, in bytes, of a feed that was run before; None on the CPU."""
         return None
 
 
-def last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into a prompt, (batch, sequence - 1), and a decode step: the last tokens, and the mask of all."""
+def split_last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a batch into a prompt, (batch, sequence - 1), and a decode step, (batch, 1), whose mask is of all tokens.
+
+    Inputs that are not by token, such as images, stay in the prompt alone.
+    """
     ids = batch["input_ids"]
     batch = {"attention_mask": torch.ones_like(ids), **batch}
-    of_tokens = {name for name, value in batch.items() if getattr(value, "shape", ()) == ids.shape}
-    prompt = {name: value[:, :-1] if name in of_tokens else value for name, value in batch.items()}
-    step = {name: batch[name][:, -1:] for name in of_tokens - {"attention_mask"}}
-    return prompt, {**step, "attention_mask": batch["attention_mask"]}
+    by_token = {name for name, value in batch.items() if getattr(value, "shape", ()) == ids.shape}
+    prompt = {name: value[:, :-1] if name in by_token else value for name, value in batch.items()}
+    step = {name: batch[name][:, -1:] for name in by_token}
+    return prompt, step | {"attention_mask": batch["attention_mask"]}
 
 
 def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
@@ -159,18 +163,18 @@ def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
 
 
 def is_for(name: str, task: type[Task]) -> bool:
-    """Return whether a runtime runs models of a task: GGUF is for those that generate text."""
+    """Return whether a runtime runs models of a task; those that read GGUF only run models that generate text."""
     return RUNTIMES[name].format != "gguf" or task.decodes_text
 
 
 def check_task(name: str, task: type[Task]) -> None:
-    """Refuse, by a RecipeError, a runtime of decoders (GGUF) for a task other than generating text."""
+    """Refuse, by a RecipeError, a runtime that does not run models of the task."""
     if not is_for(name, task):
         raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task.name}; leave it out"])
 
 
 def check_one_graph(names: Sequence[str], task: type[Task]) -> None:
-    """Refuse, by a RequestError, runtimes of exports for a task whose models are exported in parts, if at all."""
+    """Refuse, by a RequestError, runtimes of exports for a task whose models are not exported as one graph."""
     exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
     if exported:
         raise RequestError(
@@ -180,7 +184,7 @@ def check_one_graph(names: Sequence[str], task: type[Task]) -> None:
 
 
 def check_dtypes(dtypes: Sequence[str], runtimes: Sequence[str]) -> None:
-    """Refuse, by a RequestError, dtypes that none of the runtimes can run a model in."""
+    """Refuse, by a RequestError, a dtype that none of the runtimes can run a model in."""
     known = list(dict.fromkeys(dtype for runtime in runtimes for dtype in RUNTIMES[runtime].dtypes))
     for dtype in dtypes:
         if dtype not in known:

@@ -9,6 +9,7 @@ a layer reads, they are rounded so that its output changes least.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -40,49 +41,46 @@ _OPSET = 23
 def quantize_graph(
     graph: Any, *, bits: int = 8, smallest: int = SMALLEST, tables: bool = True, spreads: Spreads | None = None
 ) -> dict[str, int]:
-    """Quantise the layers of an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, Gather from a table.
+    """Quantise an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, and with `tables` Gather from a constant.
 
-    Of 4 bits, embeddings (`tables`) and the layer that the graph ends in take 8. `spreads` gives that of what each
-    layer in 4 bits reads; without, weights are rounded to nearest. Returns the number of linear layers by dtype:
-    `int8`, `int4` if there are any, and `float32` for those of fewer weights than `smallest`, which would not gain.
+    With 4 bits, embeddings and the layer that the graph ends in take 8. `spreads` gives the spreads of what the layers
+    in 4 bits read; without, weights are rounded to nearest. Returns the number of linear layers by dtype: `int8`,
+    `int4` if there are any, and `float32` for those of fewer weights than `smallest`, which would not gain.
     """
     attending = [_replace_attention(graph, node) for node in graph if node.op_type == "MultiHeadAttention"]
-    tokens: dict[Any, tuple[Any, Any]] = {}
-    zeros: dict[Any, Any] = {}
     layers = [node for node in graph if weight_of(node) is not None]
     large = [node for node in layers if weight_of(node).size >= smallest]
-    few = [node for node in large if bits == 4 and not node.outputs[0].is_graph_output()]
-    _quantize_few(graph, few, spreads)
-    left = [node for node in large if node not in few]
+    in_4_bits = [node for node in large if bits == 4 and not node.outputs[0].is_graph_output()]
+    _quantize_to_4_bits(graph, in_4_bits, spreads)
+    left = [node for node in large if node not in in_4_bits]
     for products in attending:
-        sharing: dict[Any, list[Any]] = {}
-        for node in [node for node in products if node in left]:
-            sharing.setdefault(node.inputs[0], []).append(node)
-            left.remove(node)
-        for nodes in sharing.values():
+        by_input = defaultdict(list)
+        for node in products:
+            if node in left:
+                by_input[node.inputs[0]].append(node)
+                left.remove(node)
+        for nodes in by_input.values():
             _quantize_projections(graph, nodes)
+    tokens: dict[Any, tuple[Any, Any]] = {}
+    zeros: dict[Any, Any] = {}
     for node in left:
         _quantize_layer(graph, node, tokens, zeros)
-    for node in [node for node in graph if tables and node.op_type == "Gather" and _is_table(node, smallest)]:
-        new, (table, indices) = Rewrite(graph, node), node.inputs
-        columns, scale = quantize_columns(table.const_value.numpy().T)
-        rows = new("Gather", new.constant(np.ascontiguousarray(columns.T)), indices)
-        scales = new("Gather", new.constant(scale[:, None]), indices)
-        new.finish(new("Mul", new("Cast", rows, to=1), scales))
+    for node in [node for node in graph if tables and _is_table(node, smallest)]:
+        _quantize_table(graph, node)
     drop_unused(graph)
     graph.sort()
     graph.opset_imports["com.microsoft"] = graph.opset_imports.get("com.microsoft", 1)
     graph.opset_imports[""] = max(_OPSET, graph.opset_imports[""])
-    counts = {"int4": len(few), "int8": len(large) - len(few), "float32": len(layers) - len(large)}
+    counts = {"int4": len(in_4_bits), "int8": len(large) - len(in_4_bits), "float32": len(layers) - len(large)}
     return {name: count for name, count in counts.items() if count or name != "int4"}
 
 
 def quantize_columns(matrix: np.ndarray, *, paired: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return a matrix (inputs, outputs) as int8, and the scale of each column (outputs,).
+    """Return a matrix (inputs, outputs) as int8, and the float32 scale of each column (outputs,).
 
-    If `paired`, as weights must be that are multiplied, the sums of rows 0 and 1, 2 and 3, ... are in [-128, 128]. x86
-    without VNNI adds two such products in 16 bits, which hold 255 times that, and cuts off what does not fit. Scales
-    are about a third larger for it.
+    If `paired`, as weights of products must be, the sums of rows 0 and 1, 2 and 3, ... are in [-128, 128]. x86 without
+    VNNI adds two products with uint8 in 16 bits, which hold 255 times that, and saturates beyond. Scales are about a
+    third larger for it.
     """
     largest = np.abs(matrix).max(axis=0)
     if paired:
@@ -93,7 +91,10 @@ def quantize_columns(matrix: np.ndarray, *, paired: bool = False) -> tuple[np.nd
 
 
 def _quantize_layer(graph: Any, node: Any, tokens: dict[Any, tuple[Any, Any]], zeros: dict[Any, Any]) -> None:
-    """Replace x W + b by (quantised x) (quantised W), times the scales of columns and of tokens, + b."""
+    """Replace x W + b by (quantised x) (quantised W), times the scales of columns and of tokens, + b.
+
+    `tokens` has the x that were quantised before, by value, and `zeros` is that of `_quantize_tokens`; both grow.
+    """
     states, matrix = node.inputs[0], weight_of(node)
     new = Rewrite(graph, node)
     if states not in tokens:
@@ -114,60 +115,56 @@ def _quantize_projections(graph: Any, nodes: list[Any]) -> None:
     where the parts are copied out of it.
     """
     weights = [weight_of(node) for node in nodes]
-    added = [_added(node) for node in nodes]
-    biases = [
-        np.zeros(weight.shape[1], np.float32) if add is None else add.inputs[1].const_value.numpy()
-        for weight, add in zip(weights, added, strict=True)
-    ]
+    adds = [_bias_add(node) for node in nodes]
+    bias = np.concatenate(
+        [
+            np.zeros(weight.shape[1], np.float32) if add is None else add.inputs[1].const_value.numpy()
+            for weight, add in zip(weights, adds, strict=True)
+        ]
+    )
     new = Rewrite(graph, nodes[0])
     integers, scale, zero = new.several(3, "DynamicQuantizeLinear", nodes[0].inputs[0])
     columns, column_scale = quantize_columns(np.concatenate(weights, axis=1), paired=True)
     factors = [integers, new.constant(columns), scale, new.constant(column_scale), zero, None]
-    bias = np.concatenate(biases)
     product = new("MatMulIntegerToFloat", *factors, new.constant(bias) if bias.any() else None, domain="com.microsoft")
     parts = (product,)
     if len(nodes) > 1:
         sizes = new.constant(np.array([weight.shape[1] for weight in weights]))
         parts = new.several(len(nodes), "Split", product, sizes, axis=-1)
-    for node, add, part in zip(nodes, added, parts, strict=True):
+    for node, add, part in zip(nodes, adds, parts, strict=True):
         Rewrite(graph, add or node).finish(part)
         if add is not None:
             graph.remove(node, safe=True)
 
 
-def _added(node: Any) -> Any:
-    """Return the node that adds a constant bias to a product, if nothing else reads it; else None."""
+def _bias_add(node: Any) -> Any:
+    """Return the node that adds a constant bias to a product, if nothing else reads the product; else None."""
     uses = list(node.outputs[0].uses())
     add = uses[0].node if len(uses) == 1 else None
     constant = None if add is None or add.op_type != "Add" else add.inputs[1].const_value
     return add if constant is not None and len(constant.shape) == 1 else None
 
 
-def _quantize_few(graph: Any, nodes: list[Any], spreads: Spreads | None) -> None:
-    """Quantise the weights of layers to 4 bits; those that read the same value share its spread."""
-    readers: dict[str, list[Any]] = {}
-    for node in nodes:
-        readers.setdefault(node.inputs[0].name, []).append(node)
-    widths = {name: weight_of(reading[0]).shape[0] for name, reading in readers.items()}
-    for name, spread in dict.fromkeys(widths).items() if spreads is None else spreads(widths):
-        for node in readers[name]:
-            _quantize_weights(graph, node, spread)
-
-
-def _quantize_weights(graph: Any, node: Any, spread: Spread | None) -> None:
-    """Replace x W + b by x times W in blocks of 4 bits, + b.
+def _quantize_to_4_bits(graph: Any, nodes: list[Any], spreads: Spreads | None) -> None:
+    """Replace x W + b of each layer by x times W in blocks of 4 bits, + b; layers that read one x share its spread.
 
     Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
     """
-    matrix, new = weight_of(node), Rewrite(graph, node)
-    *arrays, shift = quantize_blocks(matrix, spread)
-    inputs = [node.inputs[0], *map(new.constant, arrays)]
-    if shift is not None:
-        inputs += [None, new.constant(shift)]
-    # Accuracy level 4: activations are rounded to int8 during the run, and multiplied as integers.
-    sizes = {"K": matrix.shape[0], "N": matrix.shape[1], "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
-    product = new("MatMulNBits", *inputs, domain="com.microsoft", **sizes)
-    new.finish(with_bias(new, node, product))
+    readers = defaultdict(list)
+    for node in nodes:
+        readers[node.inputs[0].name].append(node)
+    widths = {name: weight_of(reading[0]).shape[0] for name, reading in readers.items()}
+    for name, spread in dict.fromkeys(widths).items() if spreads is None else spreads(widths):
+        for node in readers[name]:
+            matrix, new = weight_of(node), Rewrite(graph, node)
+            *arrays, bias = quantize_blocks(matrix, spread)
+            inputs = [node.inputs[0], *map(new.constant, arrays)]
+            if bias is not None:
+                inputs += [None, new.constant(bias)]
+            # Accuracy level 4: activations are rounded to int8 during the run, and multiplied as integers.
+            sizes = {"K": matrix.shape[0], "N": matrix.shape[1], "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
+            product = new("MatMulNBits", *inputs, domain="com.microsoft", **sizes)
+            new.finish(with_bias(new, node, product))
 
 
 def quantize_blocks(
@@ -176,31 +173,31 @@ def quantize_blocks(
     """Return a matrix (inputs, outputs) in 4 bits as MatMulNBits takes it: weights, scales, zero points and bias.
 
     Weights are (outputs, blocks, BLOCK / 2) uint8, two to a byte, the first in its lower half. Scales are
-    (outputs, blocks), zero points (outputs, blocks / 2) uint8, packed alike. With the centred spread of the inputs,
-    weights are rounded by it, and the bias (outputs,) keeps the mean of the output; without, it is None.
+    (outputs, blocks) float32, zero points (outputs, blocks / 2) uint8, packed alike. With the centred spread of the
+    inputs, weights are rounded by it, and the bias (outputs,) keeps the mean of the output; without, it is None.
     """
     inputs, outputs = matrix.shape
     padded = np.pad(matrix, ((0, -inputs % BLOCK), (0, 0))).reshape(-1, BLOCK, outputs)
-    low, high = (np.minimum(padded.min(axis=1), 0), np.maximum(padded.max(axis=1), 0))
+    low, high = np.minimum(padded.min(axis=1), 0), np.maximum(padded.max(axis=1), 0)
     scale = np.maximum((high - low) / 15, np.finfo(np.float32).tiny)
     zero = np.clip(np.rint(-low / scale), 0, 15)
     weights, *grid = (torch.from_numpy(array.astype(np.float64)) for array in (padded, scale, zero))
-    blocks, shift = Blocks.nearest(weights, *grid), None
+    blocks, bias = Blocks.nearest(weights, *grid), None
     if spread is not None:
         blocks = fit_blocks(weights, blocks, spread.moments)
         error = (weights - blocks.values).flatten(0, 1)[:inputs]
-        shift = (spread.mean @ error).float().numpy()
+        bias = (spread.mean @ error).float().numpy()
     levels, zero = (tensor.T.numpy().astype(np.uint8) for tensor in (blocks.levels.flatten(0, 1), blocks.zero))
     zero = np.pad(zero, ((0, 0), (0, zero.shape[1] % 2)))
     # Numbers below 16, two to a byte.
     packed, zeros = (part[..., 0::2] | part[..., 1::2] << 4 for part in (levels.reshape(outputs, -1, BLOCK), zero))
-    return packed, blocks.scale.T.float().numpy(), zeros, shift
+    return packed, blocks.scale.T.float().numpy(), zeros, bias
 
 
 def _quantize_tokens(new: Rewrite, states: Any, width: int, zeros: dict[Any, Any]) -> tuple[Any, Any]:
     """Return states (..., width) as uint8 around ZERO, and the scale of each token (..., 1).
 
-    States of as many tokens share their zero points, which `zeros` has by shape.
+    States of as many tokens share their zero points: `zeros` has those that were made, by shape, and grows.
     """
     producer, axes = states.producer(), new.constant(np.array([-1]))
     if producer is not None and producer.op_type in _LOWEST:
@@ -219,8 +216,8 @@ def _quantize_tokens(new: Rewrite, states: Any, width: int, zeros: dict[Any, Any
 def _replace_attention(graph: Any, node: Any) -> list[Any]:
     """Replace MultiHeadAttention by ONNX's own Attention, whose kernel is faster; return the products that it reads.
 
-    At 8 x 128 with 12 heads of 32, two cores, ONNX Runtime 1.32: 0.95 ms, MultiHeadAttention 1.78. Other kinds of
-    masks, and caches, are left to MultiHeadAttention.
+    At 8 x 128 with 12 heads of 32, two cores, ONNX Runtime 1.32: 0.95 ms, MultiHeadAttention 1.78. With a cache, or
+    another mask than a bias of scores, the node stays, and the list is empty.
     """
     query, key, value, bias, padding, scores, *past = (*node.inputs, *[None] * 6)[:8]
     constant = None if bias is None else bias.const_value
@@ -239,17 +236,23 @@ def _replace_attention(graph: Any, node: Any) -> list[Any]:
         value = new("Add", value, new.constant(array[2 * width :]))
     heads = node.attributes.get_int("num_heads")
     scale = node.attributes.get_float("scale", 0.0)
-    kept = {"scale": scale} if scale else {}
-    new.finish(new("Attention", query, key, value, scores, q_num_heads=heads, kv_num_heads=heads, **kept))
+    given = {"scale": scale} if scale else {}
+    new.finish(new("Attention", query, key, value, scores, q_num_heads=heads, kv_num_heads=heads, **given))
     return products
 
 
 def _is_table(node: Any, smallest: int) -> bool:
-    tensor = node.inputs[0].const_value
-    return (
-        tensor is not None
-        and node.attributes.get_int("axis", 0) == 0
-        and len(tensor.shape) == 2
-        and tensor.size >= smallest
-        and tensor.dtype.name == "FLOAT"
-    )
+    """Return whether a node reads rows of a constant float32 matrix of `smallest` elements or more."""
+    tensor = node.inputs[0].const_value if node.op_type == "Gather" else None
+    if tensor is None or node.attributes.get_int("axis", 0):
+        return False
+    return len(tensor.shape) == 2 and tensor.size >= smallest and tensor.dtype.name == "FLOAT"
+
+
+def _quantize_table(graph: Any, node: Any) -> None:
+    """Replace rows of a table by its rows in int8, times the scale of each."""
+    new, (table, indices) = Rewrite(graph, node), node.inputs
+    columns, scale = quantize_columns(table.const_value.numpy().T)
+    rows = new("Gather", new.constant(np.ascontiguousarray(columns.T)), indices)
+    scales = new("Gather", new.constant(scale[:, None]), indices)
+    new.finish(new("Mul", new("Cast", rows, to=1), scales))

@@ -65,7 +65,7 @@ class Rewrite(Builder):
 
 
 def read_instead(old: Any, new: Any) -> None:
-    """Let everything that reads a value, and the graph's outputs, read another one."""
+    """Replace a value by another one in everything that reads it, and among the graph's outputs."""
     from onnx_ir import convenience
 
     convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
@@ -82,25 +82,27 @@ def add_constant(graph: Any, name: str, array: np.ndarray) -> Any:
 
 
 def drop_unused(graph: Any) -> None:
-    """Remove the constants that nothing reads, and their numbers."""
+    """Remove the constants that nothing reads, and free their arrays."""
     for name in [name for name, value in graph.initializers.items() if not (value.uses() or value.is_graph_output())]:
         graph.initializers.pop(name).const_value = None
 
 
 def weight_of(node: Any) -> Any:
-    """Return the constant matrix (inputs, outputs) that a node multiplies by; None for other nodes."""
+    """Return the constant float32 matrix (inputs, outputs) that a node multiplies by; None if it does anything else."""
     if node.op_type not in ("MatMul", "Gemm", "FusedMatMul"):
         return None
     tensor = node.inputs[1].const_value
-    plain = not any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
-    plain = plain and all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
-    if tensor is None or len(tensor.shape) != 2 or tensor.dtype.name != "FLOAT" or not plain:
+    if tensor is None or len(tensor.shape) != 2 or tensor.dtype.name != "FLOAT":
+        return None
+    if any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB")):
+        return None
+    if any(node.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta")):
         return None
     matrix = tensor.numpy()
     return matrix.T if node.attributes.get_int("transB", 0) else matrix
 
 
 def with_bias(new: Rewrite, node: Any, product: Any) -> Any:
-    """Return a product plus the bias of a Gemm that has one."""
+    """Return a product, plus the bias of `node` if that is a Gemm that has one."""
     biased = node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None
     return new("Add", product, node.inputs[2]) if biased else product

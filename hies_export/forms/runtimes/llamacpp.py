@@ -1,6 +1,6 @@
 """Run GGUF files in a stock llama.cpp on the CPU, through node-llama-cpp, which contains a prebuilt one.
 
-llama.cpp runs in a separate process of `llamacpp.mjs`, which also measures the times.
+llama.cpp runs in a process of its own, `llamacpp.mjs`, which also measures the times.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ...files import Rule, read_json
 from .base import Runtime, register_runtime
 
 GGUF_FILE = "model.gguf"
-# Names the folder in whose node_modules node-llama-cpp is; by default the working directory or one above it.
+# Environment variable: the folder whose node_modules has node-llama-cpp, by default the working directory or a parent.
 FOLDER_VARIABLE = "HIES_NODE_LLAMA_CPP"
 VERSION = "3.22"
-# Tensors, or values, of a file; a model of 1,000 layers has 10,000.
+# Most tensors, and most values, of a file; a model of 1,000 layers has 10,000.
 MOST_ENTRIES = 10**6
 _SCRIPT = Path(__file__).with_name("llamacpp.mjs")
 # Numbers of file types in llama.cpp. Source: https://github.com/ggml-org/llama.cpp, include/llama.h, llama_ftype
@@ -54,13 +54,14 @@ def is_installed() -> bool:
 def installed_version() -> str | None:
     """Return the version of node-llama-cpp; None if it is not installed, or is damaged."""
     folder = _package_folder()
-    with suppress(RequestError, KeyError):
-        return None if folder is None else str(read_json(folder / "package.json", dict[str, Any], _PACKAGE)["version"])
+    if folder is not None:
+        with suppress(RequestError, KeyError):
+            return str(read_json(folder / "package.json", dict[str, Any], _PACKAGE)["version"])
     return None
 
 
 def _package_folder() -> Path | None:
-    """Return the folder of node-llama-cpp; like Node, look for it in the parent folders too."""
+    """Return the folder of node-llama-cpp, looked for in parent folders too, as Node does; None if there is none."""
     start = Path(os.environ.get(FOLDER_VARIABLE) or Path.cwd()).resolve()
     places = (folder / "node_modules" / "node-llama-cpp" for folder in (start, *start.parents))
     return next((place for place in places if (place / "package.json").is_file()), None)
@@ -69,9 +70,8 @@ def _package_folder() -> Path | None:
 def find_gguf(source: str | Path) -> Path | None:
     """Return the GGUF file that a path names, itself or as the folder that has it; None if it names none."""
     path = Path(source)
-    if path.is_dir():
-        return path / GGUF_FILE if (path / GGUF_FILE).is_file() else None
-    return path if path.suffix == ".gguf" and path.is_file() else None
+    file = path / GGUF_FILE if path.is_dir() else path
+    return file if file.suffix == ".gguf" and file.is_file() else None
 
 
 @register_runtime("llamacpp")
@@ -86,8 +86,7 @@ class LlamaCppRuntime(Runtime):
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16", "q8_0", "q4_0")
     bits: ClassVar[tuple[str, ...]] = ("q8_0", "q4_0")
     loads: ClassVar[int] = 3
-    # Not measured; one means that every neuron counts.
-    width_step: ClassVar[int] = 1
+    width_step: ClassVar[int] = 1  # not measured, so every neuron is taken to count
 
     def __init__(self, source: str | Path, *, threads: int, exact: bool = False):
         self.require()
@@ -98,17 +97,15 @@ class LlamaCppRuntime(Runtime):
         self.threads = threads
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         folder = os.environ.get(FOLDER_VARIABLE) or str(Path.cwd())
-        command, pipe = ["node", str(_SCRIPT), folder], subprocess.PIPE
-        self._process: Any = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, encoding="utf-8"
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        self._process: Any = subprocess.Popen(["node", str(_SCRIPT), folder], text=True, encoding="utf-8", **pipes)
         self._finalizer = weakref.finalize(self, _stop, self._process, self._errors)
         told = self._ask("open", file=str(file.resolve()), threads=threads, exact=exact)
         self.release, self.architecture = str(told["release"]), str(told["architecture"])
         self._device, self._file_type = str(told["device"]), told.get("fileType")
 
     def close(self) -> None:
-        """End the process; happens by itself when the object is no longer used."""
+        """End the process, which otherwise ends when the object is garbage-collected."""
         self._finalizer()
 
     @classmethod
@@ -138,7 +135,7 @@ class LlamaCppRuntime(Runtime):
 
     @property
     def decodes(self) -> bool:
-        """Whether it generates from a cache, as all models do that llama.cpp runs here."""
+        """True: all models that llama.cpp runs here generate from a cache."""
         return True
 
     def prepare_step(self, batch: Mapping[str, Any]) -> int:
@@ -146,12 +143,12 @@ class LlamaCppRuntime(Runtime):
         return self.prepare(batch, step=True)
 
     def prepare(self, batch: Mapping[str, Any], *, step: bool = False) -> int:
-        """Send the tokens of a batch; padding is left out."""
+        """Send the tokens of a batch, without padding, and return the number by which `run` names them."""
         rows = [row[mask].tolist() for row, mask in zip(batch["input_ids"], _real_tokens(batch), strict=True)]
         return int(self._ask("prepare", texts=rows, step=step))
 
     def run(self, feed: int) -> int:
-        """Run the model once; `fetch` runs it again for the probabilities."""
+        """Run the model once, and return the feed; `fetch` runs it again for the probabilities."""
         self._ask("run", feed=feed)
         return feed
 
@@ -169,26 +166,27 @@ class LlamaCppRuntime(Runtime):
 
         Node passes on every probability separately, so 500 tokens of a vocabulary of 32,000 take seconds.
         """
-        ids = batch["input_ids"]
-        found: list[torch.Tensor] = []
-        for row, mask in zip(ids, _real_tokens(batch), strict=True):
+        rows: list[torch.Tensor] = []
+        for row, mask in zip(batch["input_ids"], _real_tokens(batch), strict=True):
             told = base64.b64decode(self._ask("follow", text=row[mask].tolist()))
-            likely = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(int(mask.sum()), -1)
-            found.append(likely.new_zeros(len(row), likely.shape[-1]))
+            probabilities = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(int(mask.sum()), -1)
+            rows.append(probabilities.new_zeros(len(row), probabilities.shape[-1]))
             # A probability that float32 rounds to 0 must not become an infinite loss.
-            found[-1][mask] = likely.clamp(min=torch.finfo(torch.float32).tiny).log()
-        return torch.stack(found)
+            rows[-1][mask] = probabilities.clamp(min=torch.finfo(torch.float32).tiny).log()
+        return torch.stack(rows)
 
     def generate(self, tokens: Sequence[int], count: int) -> list[int]:
         """Return the next `count` tokens of a text by greedy decoding, also past an end-of-text token."""
-        return [int(token) for token in self._ask("generate", text=list(tokens), count=count)["tokens"]]
+        found: list[int] = self._ask("generate", text=list(tokens), count=count)["tokens"]
+        return found
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text by llama.cpp's tokenizer, without special tokens around them."""
-        return [[int(token) for token in row] for row in self._ask("tokenize", texts=list(texts))["tokens"]]
+        found: list[list[int]] = self._ask("tokenize", texts=list(texts))["tokens"]
+        return found
 
     def _ask(self, method: str, **given: Any) -> Any:
-        """Send a request, and return the result; raises ExportError if llama.cpp refused it or stopped."""
+        """Call a method of `llamacpp.mjs`, and return its result; an ExportError if llama.cpp refused or stopped."""
         try:
             self._process.stdin.write(json.dumps({"method": method, **given}) + "\n")
             self._process.stdin.flush()
@@ -211,10 +209,9 @@ class LlamaCppRuntime(Runtime):
 
 
 def _real_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return where a batch has tokens and no padding, (batch, tokens) bool."""
-    ids = batch["input_ids"]
-    mask: torch.Tensor = batch.get("attention_mask", torch.ones_like(ids)).bool().cpu()
-    return mask
+    """Return where a batch has tokens and no padding, (batch, tokens) bool on the CPU."""
+    mask: torch.Tensor = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    return mask.bool().cpu()
 
 
 def _check_header(file: Path) -> None:
@@ -229,7 +226,7 @@ def _check_header(file: Path) -> None:
 
 
 def _stop(process: Any, errors: IO[bytes]) -> None:
-    """End the process by closing its input; kill it if it does not end."""
+    """End the process by closing its input, or kill it if it has not ended after 5 seconds."""
     try:
         process.stdin.close()
         process.wait(timeout=5)

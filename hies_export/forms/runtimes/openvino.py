@@ -23,7 +23,7 @@ from .ort import GraphRuntime, cache_sizes, input_array, onnx_file
 OPENVINO_FILE = "openvino_model.xml"
 _DEVICE = "CPU"
 _PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_NAMES = {short: name for name, short in _PRECISIONS.items()}
+_DTYPES = {precision: dtype for dtype, precision in _PRECISIONS.items()}
 
 
 @register_runtime("openvino")
@@ -43,18 +43,18 @@ class OpenVinoRuntime(GraphRuntime):
         self.require()
         import openvino
 
-        own_file = Path(source) / OPENVINO_FILE if isinstance(source, (str, Path)) else None
-        file = own_file if own_file is not None and own_file.is_file() else onnx_file(source, self.name)
+        own_file = isinstance(source, (str, Path)) and (Path(source) / OPENVINO_FILE).is_file()
+        file = Path(source) / OPENVINO_FILE if own_file else onnx_file(source, self.name)
         core = openvino.Core()
         try:
             graph = core.read_model(str(file))
             self._calibrated = any(node.get_type_name() == "FakeQuantize" for node in graph.get_ops())
-            own = graph.outputs[0].get_element_type().get_type_name()
-            # What is not in 8 bits: bfloat16 changes less than those do, and dense MiniLM takes 0.91 of the time.
+            precision = graph.outputs[0].get_element_type().get_type_name()
+            # Of what is not in 8 bits: bfloat16 changes less than those do, and dense MiniLM takes 0.91 of the time.
             if self._calibrated and "BF16" in core.get_property(_DEVICE, "OPTIMIZATION_CAPABILITIES"):
-                own = "bf16"
+                precision = "bf16"
             options = {
-                "INFERENCE_PRECISION_HINT": own if dtype is None else _PRECISIONS[dtype],
+                "INFERENCE_PRECISION_HINT": precision if dtype is None else _PRECISIONS[dtype],
                 "INFERENCE_NUM_THREADS": threads,
                 "NUM_STREAMS": 1,
                 "PERFORMANCE_HINT": "LATENCY",
@@ -62,7 +62,7 @@ class OpenVinoRuntime(GraphRuntime):
             self._model = core.compile_model(graph, _DEVICE, options)
         except RuntimeError as error:
             raise ExportError(f"OpenVINO must load {file.name}, and refused: {_reason(error)}") from error
-        # Fewer than asked for if the machine has fewer cores.
+        # OpenVINO takes fewer than asked for if the machine has fewer cores.
         self.threads = int(self._model.get_property("INFERENCE_NUM_THREADS"))
         self.inputs, self.outputs, self._cache_sizes = name_tensors(file, graph)
 
@@ -78,20 +78,20 @@ class OpenVinoRuntime(GraphRuntime):
 
     @property
     def dtype(self) -> str:
-        """The execution precision of the compiled model, whatever its inputs and outputs have; "int8" if calibrated."""
+        """The precision that the compiled model executes in; "int8" if its linear layers are quantised."""
         if self._calibrated:
             return "int8"
         precision = self._model.get_property("INFERENCE_PRECISION_HINT").get_type_name()
-        return _NAMES.get(precision, precision)
+        return _DTYPES.get(precision, precision)
 
     def prepare(self, batch: Mapping[str, Any]) -> Any:
-        """Set the inputs of a new infer request; missing inputs are filled in as for ONNX Runtime."""
+        """Return a new infer request with its inputs set; missing ones are filled in as by `input_array`."""
         import openvino
 
         request = self._model.create_infer_request()
         for name in self.inputs:
-            wanted = self._model.input(name).get_element_type().to_dtype()
-            array = np.ascontiguousarray(input_array(name, batch, self._cache_sizes), dtype=wanted)
+            dtype = self._model.input(name).get_element_type().to_dtype()
+            array = np.ascontiguousarray(input_array(name, batch, self._cache_sizes), dtype=dtype)
             # The request keeps the tensor, and the tensor its own copy of the values.
             request.set_tensor(name, openvino.Tensor(array))
         return request
@@ -112,7 +112,7 @@ class OpenVinoRuntime(GraphRuntime):
 
 
 def name_tensors(file: Path, graph: Any) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[int, int]]]:
-    """Name the inputs and outputs of a graph as its file does; return both, and the sizes of its cache."""
+    """Give a graph's inputs and outputs their names in its file, in place; return these, and its `cache_sizes`."""
     if file.suffix == ".xml":
         return tuple(x.get_any_name() for x in graph.inputs), tuple(x.get_any_name() for x in graph.outputs), {}
     import onnx
@@ -123,7 +123,7 @@ def name_tensors(file: Path, graph: Any) -> tuple[tuple[str, ...], tuple[str, ..
         for value in header.graph.input
     }
     names = tuple(shapes), tuple(value.name for value in header.graph.output)
-    # A tensor may have several names in OpenVINO; those of the file are among them.
+    # A tensor may have several names in OpenVINO; that of the file is among them.
     for values, of_file in zip((graph.inputs, graph.outputs), names, strict=True):
         for value in values:
             (name,) = value.names.intersection(of_file)

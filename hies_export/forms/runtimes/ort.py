@@ -13,7 +13,7 @@ import torch
 
 from ...errors import DataError, ExportError, MissingRuntimeError, RecipeError, first_line, require_package
 from ...model.tokens import positions_of
-from .base import Runtime, last_token, register_runtime
+from .base import Runtime, register_runtime, split_last_token
 from .bits import INTEGER_OPERATORS, SMALLEST, quantize_graph
 
 ONNX_FILE = "model.onnx"
@@ -24,7 +24,7 @@ VISION_FILE, EMBED_FILE, DECODER_FILE = "vision_encoder.onnx", "embed_tokens.onn
 
 
 def require_onnxruntime(extra: str = "cpu") -> Any:
-    """Import and return ONNX Runtime; raises MissingRuntimeError if it is not installed."""
+    """Import and return ONNX Runtime; raise MissingRuntimeError, with the extra to install, if it is missing."""
     require_package("onnxruntime", who="an ONNX file needs", package="ONNX Runtime", extra=extra)
     import onnxruntime
 
@@ -33,7 +33,7 @@ def require_onnxruntime(extra: str = "cpu") -> Any:
 
 @dataclass(frozen=True)
 class BoundFeed:
-    """An IO binding, the input values it points to (they must outlive it), and options of the run."""
+    """An IO binding, the input values that it points to (they must outlive it), and options of the run."""
 
     binding: Any
     values: tuple[Any, ...]
@@ -45,7 +45,7 @@ class GraphRuntime(Runtime):
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    _cache_sizes: dict[str, tuple[int, int]]
+    _cache_sizes: dict[str, tuple[int, int]]  # as `cache_sizes` returns them
 
     @property
     def decodes(self) -> bool:
@@ -54,8 +54,8 @@ class GraphRuntime(Runtime):
 
     def prepare_step(self, batch: Mapping[str, Any]) -> Any:
         """Run all tokens but the last to fill the cache, and prepare the last token with that cache."""
-        prompt, step = last_token(batch)
-        # Copied, as a replayed CUDA graph writes to memory that its session has given out again.
+        prompt, step = split_last_token(batch)
+        # On the host, as a replayed CUDA graph writes to memory that its session has given out again.
         past = self.compute(prompt)
         cache = {name: past[name.replace("past_key_values", "present", 1)] for name in self._cache_sizes}
         return self.prepare({**step, **cache})
@@ -63,15 +63,11 @@ class GraphRuntime(Runtime):
 
 @register_runtime("onnxruntime-cpu")
 class OnnxRuntime(GraphRuntime):
-    """An ONNX file in ONNX Runtime on the CPU, with inputs that are bound once.
+    """An ONNX file in ONNX Runtime on the CPU, with inputs that are bound once."""
 
-    `requested` is the execution provider that it must run on, `device` ONNX Runtime's name for the device of inputs and
-    outputs, and `extra` the extra of this package that installs ONNX Runtime for it.
-    """
-
-    requested: ClassVar[str] = "CPUExecutionProvider"
-    device: ClassVar[str] = "cpu"
-    extra: ClassVar[str] = "cpu"
+    requested: ClassVar[str] = "CPUExecutionProvider"  # the execution provider that it must run on
+    device: ClassVar[str] = "cpu"  # ONNX Runtime's name for the device of inputs and outputs
+    extra: ClassVar[str] = "cpu"  # the extra of this package that installs ONNX Runtime for the provider
     loads: ClassVar[int] = 5
 
     def __init__(self, source: str | Path, *, threads: int):
@@ -89,10 +85,9 @@ class OnnxRuntime(GraphRuntime):
             ) from error
         if self.provider != self.requested:
             raise self._missing(f"its session fell back to {self.provider}")
-        self.inputs = tuple(node.name for node in self._session.get_inputs())
-        self.outputs = tuple(node.name for node in self._session.get_outputs())
         shapes = {node.name: node.shape for node in self._session.get_inputs()}
-        self._cache_sizes = cache_sizes(shapes)
+        self.inputs, self._cache_sizes = tuple(shapes), cache_sizes(shapes)
+        self.outputs = tuple(node.name for node in self._session.get_outputs())
 
     @classmethod
     def require(cls) -> None:
@@ -112,6 +107,7 @@ class OnnxRuntime(GraphRuntime):
         return self._session_on(file, [self.requested])
 
     def _session_on(self, file: Path, providers: list[Any], **config: str) -> Any:
+        """Return a session on execution providers, with entries of its config `session.KEY`."""
         import onnxruntime as ort
 
         options = ort.SessionOptions()
@@ -133,7 +129,8 @@ class OnnxRuntime(GraphRuntime):
     @property
     def dtype(self) -> str:
         """The dtype of the graph's first output."""
-        return _NAMES.get(self._session.get_outputs()[0].type, self._session.get_outputs()[0].type)
+        kind = str(self._session.get_outputs()[0].type)
+        return _DTYPES.get(kind, kind)
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind tensors or ONNX Runtime's values; fill in missing masks, token types, positions and an empty cache."""
@@ -142,13 +139,13 @@ class OnnxRuntime(GraphRuntime):
         binding: Any = self._session.io_binding()
         values: list[Any] = []
         for node in self._session.get_inputs():
-            if isinstance(batch.get(node.name), ort.OrtValue):
-                values.append(batch[node.name])
-            else:
-                given = input_array(node.name, batch, self._cache_sizes)
-                array: np.ndarray = np.ascontiguousarray(given, dtype=_NUMPY_TYPES[node.type])
-                values.append(ort.OrtValue.ortvalue_from_numpy(array, self.device, 0))
-            binding.bind_ortvalue_input(node.name, values[-1])
+            value = batch.get(node.name)
+            if not isinstance(value, ort.OrtValue):
+                array = input_array(node.name, batch, self._cache_sizes)
+                array = np.ascontiguousarray(array, dtype=_NUMPY_TYPES[node.type])
+                value = ort.OrtValue.ortvalue_from_numpy(array, self.device, 0)
+            binding.bind_ortvalue_input(node.name, value)
+            values.append(value)
         for name in self.outputs:
             binding.bind_output(name, self.device)
         return BoundFeed(binding, tuple(values))
@@ -174,7 +171,7 @@ class OnnxRuntime(GraphRuntime):
 
 @register_runtime("onnxruntime-cpu-int8")
 class QuantizedOnnxRuntime(OnnxRuntime):
-    """An ONNX file whose linear layers are in 8 bits; a file in float32 is quantised when it is loaded."""
+    """An ONNX file with linear layers in 8 bits; a file in float32 is quantised when it is loaded."""
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
     bits: ClassVar[tuple[str, ...]] = ("int8",)
@@ -204,17 +201,17 @@ _NUMPY_TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
 }
-_NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
+_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
 
 
 def onnx_file(source: str | Path, name: str) -> Path:
-    """Return a given ONNX file, or that of a folder; raises RecipeError if it has no graph, or several."""
+    """Return the ONNX file that a path names, itself or as its folder; a RecipeError if there is none, or several."""
     if not isinstance(source, (str, Path)):
         raise RecipeError(f"runtime {name!r} needs an ONNX file or folder, got {type(source).__name__}")
     refuse_parts(source)
     file = Path(source)
     if file.is_dir():
-        file = next((file / name for name in (ONNX_FILE, QUANTIZED_FILE) if (file / name).is_file()), file / ONNX_FILE)
+        file /= QUANTIZED_FILE if (file / QUANTIZED_FILE).is_file() and not (file / ONNX_FILE).is_file() else ONNX_FILE
     if not file.is_file():
         raise RecipeError(f"runtime {name!r} needs an ONNX file; {file} does not exist: export the model first")
     return file
@@ -230,7 +227,7 @@ def refuse_parts(folder: str | Path) -> None:
 
 
 def cache_sizes(shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, int]]:
-    """Return the sizes of every cache input, from the shapes of all: name -> (key/value heads, head width)."""
+    """Return name -> (key/value heads, head width) of every cache input, from the shapes of all inputs by name."""
     return {
         name: (shape[1], shape[3])
         for name, shape in shapes.items()
@@ -240,7 +237,10 @@ def cache_sizes(shapes: Mapping[str, Sequence[Any]]) -> dict[str, tuple[int, int
 
 
 def input_array(name: str, batch: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> np.ndarray:
-    """Return a graph's input as an array on the host; raises DataError if the batch lacks it and it has no default."""
+    """Return a graph's input as an array on the host, bfloat16 as float32; `sizes` are those of `cache_sizes`.
+
+    A missing mask, token types, positions or cache are made up; a DataError names any other input that is missing.
+    """
     value = batch.get(name)
     tokens = next((batch[key] for key in ("input_ids", "inputs_embeds") if key in batch), None)
     if value is None and tokens is not None:
@@ -258,4 +258,5 @@ def input_array(name: str, batch: Mapping[str, Any], sizes: Mapping[str, tuple[i
     if value is None:
         raise DataError(f"the graph's input {name!r} must be in the batch, which has {', '.join(sorted(batch))}")
     tensor = torch.as_tensor(value).detach().cpu()
-    return np.asarray(tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy())
+    array: np.ndarray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array

@@ -24,6 +24,12 @@ from ...model.internals import products_in_tf32
 from .base import GPU_WIDTH_STEP, Provider, register_runtime
 from .ort import BoundFeed, OnnxRuntime
 
+# A graph of one operator, which a provider only has to load.
+_ONE_NODE = """
+<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+graph (float[1, 8] x) => (float[1, 8] y) { y = com.microsoft.Gelu(x) }
+"""
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,8 +38,8 @@ class CudaOnnxRuntime(OnnxRuntime):
     """An ONNX file in ONNX Runtime on the first GPU, captured as a CUDA graph if possible.
 
     It is not possible with control flow, or with an operator without CUDA kernel that does more than compute shapes.
-    Batches that are run once are run without a graph: only `prepare` captures one. float32 is multiplied in TF32 if
-    torch was told to (ONNX Runtime does so by default).
+    Batches that are run once are run without a CUDA graph: only `prepare` captures one. float32 is multiplied in TF32
+    if torch was told to (ONNX Runtime does so by default).
     """
 
     requested: ClassVar[str] = "CUDAExecutionProvider"
@@ -63,9 +69,9 @@ class CudaOnnxRuntime(OnnxRuntime):
         self._check_placement()
 
     def _check_placement(self) -> None:
-        """Refuse a session all of whose operators fell back to other providers, and log which of them did.
+        """Refuse a session whose operators all fell back to other providers, and log those that did.
 
-        A graph that can be captured has no others there than those that compute shapes.
+        With a CUDA graph, nothing is logged: only operators that compute shapes are then elsewhere.
         """
         placed: dict[str, Counter[str]] = {}
         for part in self._session.get_provider_graph_assignment_info():
@@ -80,37 +86,39 @@ class CudaOnnxRuntime(OnnxRuntime):
     def _open(self, file: Path) -> Any:
         self.cuda_graph = True
         try:
-            return self._open_with(file, cuda_graph=True)
+            return self._open_with(file)
         except Exception as error:  # ONNX Runtime has a class for each status, and no common one
-            self._give_up(error)
-            return self._open_with(file, cuda_graph=False)
+            return self._open_without_graph(file, error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _open_without_graph(self, file: Path, error: Exception) -> Any:
         self.cuda_graph = False
-        logger.warning("%s times %s without a CUDA graph: %s", self.name, self._file.name, first_line(error))
+        logger.warning("%s times %s without a CUDA graph: %s", self.name, file.name, first_line(error))
+        return self._open_with(file)
 
-    def _open_with(self, file: Path, *, cuda_graph: bool) -> Any:
-        # Grow the arena by the requested size, not by powers of two, so that measured memory is the memory needed.
-        options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": str(int(cuda_graph))}
-        options["use_tf32"] = str(int(products_in_tf32()))
+    def _open_with(self, file: Path) -> Any:
+        options = {
+            # Grow the arena by the requested size, not by powers of two, so that measured memory is the memory needed.
+            "arena_extend_strategy": "kSameAsRequested",
+            "enable_cuda_graph": str(int(self.cuda_graph)),
+            "use_tf32": str(int(products_in_tf32())),
+        }
         providers = [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
         return self._session_on(file, providers, record_ep_graph_assignment_info="1")
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind the inputs, run once to fix the outputs' addresses, and once more to capture the CUDA graph."""
         before = _free_bytes()
-        feed = self._settled(batch)
+        feed = self._with_bound_outputs(batch)
         if self.cuda_graph:
             try:
                 self.run(feed)
             except ExportError as error:
-                self._give_up(error)
-                self._session = self._open_with(self._file, cuda_graph=False)
-                feed = self._settled(batch)
+                self._session = self._open_without_graph(self._file, error)
+                feed = self._with_bound_outputs(batch)
         self._memory_bytes += before - _free_bytes()
         return feed
 
-    def _settled(self, batch: Mapping[str, Any]) -> BoundFeed:
+    def _with_bound_outputs(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind inputs and outputs to fixed memory, and assign the number of the CUDA graph to capture and replay."""
         bound = super().prepare(batch)
         self.run(replace(bound, options=_graph_number(-1)))
@@ -120,7 +128,7 @@ class CudaOnnxRuntime(OnnxRuntime):
         return replace(bound, options=_graph_number(self._captured))
 
     def run_once(self, batch: Mapping[str, Any]) -> Any:
-        """Run the graph on a batch that is not run again, without a CUDA graph, and return what `run` does."""
+        """Run the graph on a batch that is not run again, without a CUDA graph, and return what `run` returns."""
         before = _free_bytes()
         # A run without a number would capture a graph, or replay that of another shape.
         result = self.run(replace(super().prepare(batch), options=_graph_number(-1)))
@@ -139,13 +147,15 @@ def _refusal(provider: str) -> str | None:
     ONNX Runtime lists the providers that it was built with, loads their libraries for the first session, and goes on
     without those that do not load.
     """
+    import onnx.parser
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     ort.set_default_logger_severity(4)  # fatal errors only: the reason is in the message
     try:
         providers = list(dict.fromkeys([provider, "CPUExecutionProvider"]))
-        session = ort.InferenceSession(_one_node(), options, providers=providers, enable_fallback=0)
+        graph = onnx.parser.parse_model(_ONE_NODE).SerializeToString()
+        session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
         if provider in session.get_providers():
             return None
         reason = f"its session fell back to {session.get_providers()[0]}"
@@ -157,7 +167,7 @@ def _refusal(provider: str) -> str | None:
 
 
 def _missing_library(provider: str) -> str | None:
-    """Return the loader's message about a library that a provider's own one needs; None if it misses none."""
+    """Return the loader's message about a missing library that a provider's own library needs; None if none is."""
     import onnxruntime as ort
 
     name = provider.removesuffix("ExecutionProvider").lower()
@@ -167,16 +177,6 @@ def _missing_library(provider: str) -> str | None:
         except OSError as error:
             return str(error) if "No such file" in str(error) else None
     return None
-
-
-def _one_node() -> bytes:
-    from onnx import TensorProto, helper
-
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 8]) for name in ("x", "y"))
-    graph = helper.make_graph([helper.make_node("Gelu", ["x"], ["y"], domain="com.microsoft")], "graph", [x], [y])
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
-    return model
 
 
 def _graph_number(number: int) -> Any:

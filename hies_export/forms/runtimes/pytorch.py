@@ -28,7 +28,7 @@ from ...model.internals import (
 )
 from ...model.modes import torch_threads
 from ...model.tokens import forward_inputs, positions_of
-from .base import Runtime, last_token, register_runtime
+from .base import Runtime, register_runtime, split_last_token
 
 # Shapes of models that are compiled in a process; more than anybody times.
 MOST_COMPILED = 100_000
@@ -40,8 +40,8 @@ MOST_SHAPES = 16
 class TorchRuntime(Runtime):
     """A model in evaluation mode, without gradients, on its own device.
 
-    A decoder runs a prompt like its ONNX graph: it returns its cache, and positions follow the attention mask. On a GPU
-    it is timed with CUDA events, which exclude delays of the host.
+    A decoder runs a prompt as its ONNX graph does: it returns its cache, and positions follow the attention mask. On a
+    GPU it is timed with CUDA events, which exclude delays of the host.
     """
 
     reads_models: ClassVar[bool] = True
@@ -77,11 +77,10 @@ class TorchRuntime(Runtime):
     @property
     def decodes(self) -> bool:
         """Whether the model generates with a key/value cache."""
-        model = self._model
-        return model.can_generate() and self._cache_name is not None
+        return self._model.can_generate() and self._cache_name is not None
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Move tensors to the model's device, floating ones to its dtype."""
+        """Return a batch's inputs on the model's device, floating ones in its dtype, with positions for a decoder."""
         inputs = forward_inputs(self._model, batch)
         if self.decodes and "input_ids" in inputs and self._takes_positions:
             mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
@@ -92,8 +91,8 @@ class TorchRuntime(Runtime):
         }
 
     def prepare_step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill the cache with all tokens but the last, and prepare the last; raises ExportError without a cache."""
-        prompt, step = last_token(batch)
+        """Fill the cache with all tokens but the last, and prepare the last; an ExportError if no cache is returned."""
+        prompt, step = split_last_token(batch)
         # Not with the compiled model: a CUDA graph overwrites its earlier outputs when it runs again.
         with torch.inference_mode():
             model: Any = self._model
@@ -103,8 +102,8 @@ class TorchRuntime(Runtime):
         return {**self.prepare(step), str(self._cache_name): past}
 
     def run(self, feed: dict[str, Any]) -> Any:
-        """Run one forward pass."""
-        inputs = _fresh(feed)
+        """Run one forward pass, on a GPU to its end, and return the model's output."""
+        inputs = _with_own_cache(feed)
         with torch_threads(self.threads), torch.inference_mode():
             output = self._forward(**inputs)
             if self._on_cuda:
@@ -112,8 +111,8 @@ class TorchRuntime(Runtime):
         return output
 
     def time_ns(self, feed: dict[str, Any]) -> int:
-        """Return the time of one forward pass in nanoseconds, measured with CUDA events on a GPU."""
-        inputs = _fresh(feed)
+        """Run one forward pass, and return its time in nanoseconds, measured with CUDA events on a GPU."""
+        inputs = _with_own_cache(feed)
         with torch_threads(self.threads), torch.inference_mode():
             if not self._on_cuda:
                 start_ns = perf_counter_ns()
@@ -146,8 +145,8 @@ class CompiledTorchRuntime(TorchRuntime):
 
     On a GPU it is compiled to CUDA graphs (mode "reduce-overhead"), unless torch gives that up for this model;
     `cuda_graph` says so after the first run. Batches that are run once, and those of any shape after the first 16,
-    share a program for all shapes, without a CUDA graph. For the whole process, it raises torch's limit on how many
-    shapes are compiled.
+    share a program for all shapes, without a CUDA graph. torch's limit on how many shapes are compiled is raised for
+    the whole process.
     """
 
     bits: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
@@ -164,29 +163,28 @@ class CompiledTorchRuntime(TorchRuntime):
         # By default torch compiles eight shapes of all models of a class together, and runs the next ones uncompiled.
         compile_many_shapes(MOST_COMPILED)
         mode = "reduce-overhead" if self.cuda_graph else None
-        self._of_one_shape = torch.compile(self._model, dynamic=False, mode=mode)
-        self._of_any_shape = torch.compile(self._model, dynamic=True)
+        self._for_one_shape = torch.compile(self._model, dynamic=False, mode=mode)
+        self._for_any_shape = torch.compile(self._model, dynamic=True)
         self._shapes: set[Any] = set()
-        self._forward = self._by_shape
+        self._forward = self._run_compiled
         self._pool_bytes = 0
 
-    def _by_shape(self, **inputs: Any) -> Any:
+    def _run_compiled(self, **inputs: Any) -> Any:
+        """Run the program of the inputs' shape; further shapes than the first `MOST_SHAPES` share one."""
         shape = frozenset((name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         if len(self._shapes) < MOST_SHAPES:
             self._shapes.add(shape)
-        return self._compiled(self._of_one_shape if shape in self._shapes else self._of_any_shape, inputs)
-
-    def _compiled(self, forward: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
         with refused_compilations(f"runtime {self.name!r}"):
-            return forward(**inputs)
+            return self._for_one_shape(**inputs) if shape in self._shapes else self._for_any_shape(**inputs)
 
     def run_once(self, batch: Mapping[str, Any]) -> Any:
-        """Run the model on a batch that is not run again, by the program for all shapes."""
-        with torch_threads(self.threads), torch.inference_mode():
-            return self._compiled(self._of_any_shape, self.prepare(batch))
+        """Run a batch that is not run again by the program for all shapes, and return the model's output."""
+        inputs = self.prepare(batch)
+        with torch_threads(self.threads), torch.inference_mode(), refused_compilations(f"runtime {self.name!r}"):
+            return self._for_any_shape(**inputs)
 
     def run(self, feed: dict[str, Any]) -> Any:
-        """Run one forward pass, and take note of what torch captures and reserves for it."""
+        """Run one forward pass, and note whether torch captured it as a CUDA graph, and the memory it reserved."""
         if not self._on_cuda:
             return super().run(feed)
         skipped, reserved = graphs_skipped(), torch.cuda.memory_reserved(self._model.device)
@@ -200,14 +198,14 @@ class CompiledTorchRuntime(TorchRuntime):
 
         A CUDA graph has a pool of its own, which its replays do not allocate from: it counts as a whole.
         """
-        found = super().peak_memory_bytes(feed)
-        return None if found is None else max(found, parameter_bytes(self._model) + self._pool_bytes)
+        allocated = super().peak_memory_bytes(feed)
+        return None if allocated is None else max(allocated, parameter_bytes(self._model) + self._pool_bytes)
 
 
 def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
     """Return a model's peak device memory during `run` in bytes, of all its devices together; None on the CPU.
 
-    It is the size of the parameters plus the peak of what torch's allocator holds beyond what it held before, so other
+    It is the size of the parameters plus the most that torch's allocator holds beyond what it held before, so other
     models on the devices do not count.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.max_memory_allocated.html
@@ -224,11 +222,11 @@ def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int 
     return parameter_bytes(model) + sum(map(torch.cuda.max_memory_allocated, devices)) - before
 
 
-def _fresh(feed: dict[str, Any]) -> dict[str, Any]:
+def _with_own_cache(feed: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs with a copy of the cache object, because a run extends it; its tensors are shared."""
-    fresh = dict(feed)
+    inputs = dict(feed)
     for name, past in feed.items():
         if hasattr(past, "layers"):
-            fresh[name] = copy.copy(past)
-            fresh[name].layers = [copy.copy(layer) for layer in past.layers]
-    return fresh
+            inputs[name] = copy.copy(past)
+            inputs[name].layers = [copy.copy(layer) for layer in past.layers]
+    return inputs
