@@ -20,7 +20,7 @@ from ..formats import FORMATS, Export, Format, export_options
 from ..runtimes.llamacpp import GGUF_FILE, LlamaCppRuntime, is_installed
 from .architecture import Layout, find_layout
 from .parity import check_parity, check_same_function
-from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, rounded, stored_bytes, stored_type
+from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, rounded_by_rows, stored_bytes, stored_type
 from .vocabulary import Vocabulary, find_vocabulary
 
 # Tokens of the text on which the model is compared with llama.cpp's computation before anything is written.
@@ -76,7 +76,7 @@ def export_gguf(
     tokenizer = copy.deepcopy(tokenizer)  # a call changes how it cuts and pads
     layout, vocabulary = _find(model, tokenizer)
     if dtype == "q4_0" and rows:
-        model = rounded(model, rows)
+        model = rounded_by_rows(model, rows)
     with new_folder(target, overwrite=overwrite) as staging:
         file = staging / GGUF_FILE
         types = _write(file, model, layout, vocabulary, dtype)
@@ -98,7 +98,7 @@ def export_gguf(
 
 
 def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
-    """Refuse what no GGUF file can hold, before any work.
+    """Refuse, before any work, a model or tokenizer that no GGUF file can hold, as `export_gguf` does.
 
     `uneven` says whether a cut may leave layers of other sizes.
     """
@@ -109,15 +109,11 @@ def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) ->
 def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, Vocabulary]:
     """Return the layout and the vocabulary in llama.cpp, after comparing its computation with the model's."""
     layout = find_layout(model, uneven=uneven)
-    vocabulary = find_vocabulary(tokenizer, size=_rows(model))
-    ids = synthetic_batch(model, batch=1, sequence=min(CHECKED_TOKENS, layout.positions))["input_ids"].cpu()
-    check_same_function(model, layout, named_tensors(model, layout), ids)
-    return layout, vocabulary
-
-
-def _rows(model: PreTrainedModel) -> int:
     embedding: Any = model.get_input_embeddings()
-    return int(embedding.weight.shape[0])
+    vocabulary = find_vocabulary(tokenizer, size=len(embedding.weight))
+    ids = synthetic_batch(model, batch=1, sequence=min(CHECKED_TOKENS, layout.positions))["input_ids"].cpu()
+    check_same_function(model, layout, ids)
+    return layout, vocabulary
 
 
 def require_gguf() -> None:
@@ -133,6 +129,7 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
     types: Counter[str] = Counter()
     try:
         _write_sizes(writer, model, layout, dtype)
+        writer.add_vocab_size(len(vocabulary.tokens))
         _write_vocabulary(writer, vocabulary)
         for name, tensor in named_tensors(model, layout):
             kind = stored_type(name, tensor, dtype)
@@ -158,24 +155,23 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
 
 
 def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str) -> None:
-    """Write the sizes of the model: one number if layers agree, an array if they differ."""
+    """Write the sizes of the model: one number for all layers if they agree, else an array of all layers'."""
     import gguf
 
-    config: Any = model.config.get_text_config()
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{STORED_AS[dtype]}"])
     if dtype in IN_BLOCKS:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_vocab_size(_rows(model))
     writer.add_context_length(layout.positions)
-    writer.add_embedding_length(config.hidden_size)
+    writer.add_embedding_length(model.config.get_text_config().hidden_size)
     writer.add_block_count(len(layout.sizes))
-    counts = {
-        writer.add_head_count: [sizes.heads for sizes in layout.sizes],
-        writer.add_head_count_kv: [sizes.key_value_heads for sizes in layout.sizes],
-        writer.add_feed_forward_length: [sizes.neurons for sizes in layout.sizes],
-    }
-    for add, values in counts.items():
-        add(values[0] if layout.uniform else values)
+    uniform = len(set(layout.sizes)) == 1
+    for add, field in (
+        (writer.add_head_count, "heads"),
+        (writer.add_head_count_kv, "key_value_heads"),
+        (writer.add_feed_forward_length, "neurons"),
+    ):
+        values = [getattr(sizes, field) for sizes in layout.sizes]
+        add(values[0] if uniform else values)
     writer.add_key_length(layout.head_dim)
     writer.add_value_length(layout.head_dim)
     writer.add_rope_dimension_count(layout.head_dim)
@@ -186,6 +182,7 @@ def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str
 
 
 def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
+    """Write the tokens of the vocabulary, and how texts are split into them."""
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)
     writer.add_token_list(vocabulary.tokens)

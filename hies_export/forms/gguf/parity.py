@@ -1,12 +1,12 @@
 """Compare what llama.cpp computes from the tensors of a GGUF file with the model, in torch and in llama.cpp itself.
 
-The former refuses, before a file is written, a decoder that has LLaMA's modules but computes something else, such as
-multipliers or norms with an offset.
+The comparison in torch refuses, before a file is written, a decoder that has LLaMA's modules but computes something
+else, such as multipliers or norms with an offset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +26,15 @@ from ...model.modes import output_alone
 from ...model.tokens import longest_sequence, synthetic_batch
 from ..runtimes.llamacpp import LlamaCppRuntime
 from .architecture import LayerSizes, Layout, refused
-from .tensors import OUTER, stored_bytes, stored_type
+from .tensors import OUTER, named_tensors, stored_bytes, stored_type
 
 
-def check_same_function(
-    model: PreTrainedModel, layout: Layout, tensors: Iterable[tuple[str, Tensor]], ids: Tensor
-) -> None:
+def check_same_function(model: PreTrainedModel, layout: Layout, ids: Tensor) -> None:
     """Refuse, by an UnsupportedModelError, a model whose logits on tokens (1, sequence) are not those of its layout."""
     reference = convert(model, dtype=torch.float32, device="cpu").eval()
     with output_alone(reference), exact_products(), torch.no_grad():
         wanted = reference(input_ids=ids).logits[0]
-        found = decoder_logits(layout, tensors, ids[0])
+        found = _logits(model, layout, ids[0])
     difference = Difference.of(found, wanted)
     if not difference.within(OTHER_PROGRAM["float32"]):
         raise refused(
@@ -46,29 +44,29 @@ def check_same_function(
         )
 
 
-def decoder_logits(layout: Layout, tensors: Iterable[tuple[str, Tensor]], ids: Tensor) -> Tensor:
-    """Return logits, (tokens, vocabulary), of tokens (tokens,), as llama.cpp does; tensors as in `named_tensors`."""
+def _logits(model: PreTrainedModel, layout: Layout, ids: Tensor) -> Tensor:
+    """Return logits (tokens, vocabulary) of tokens (tokens,), computed as llama.cpp does from a file of the model."""
     frequencies = layout.theta ** (-torch.arange(0, layout.head_dim, 2, dtype=torch.float64) / layout.head_dim)
     if layout.rope_factors is not None:
         frequencies = frequencies / layout.rope_factors.double()
     angles = torch.arange(len(ids), dtype=torch.float64)[:, None] * frequencies
-    # What turns pairs of columns, complex, (tokens, head_dim / 2).
+    # Complex factors that rotate pairs of columns, (tokens, head_dim / 2).
     rotation = torch.polar(torch.full_like(angles, layout.rope_scale), angles).to(torch.complex64)
-    x, embedding, layer = torch.empty(0), torch.empty(0), dict[str, Tensor]()
-    number = 0
-    for name, tensor in tensors:
-        if name == "token_embd.weight":
-            embedding, x = tensor, tensor[ids]
-        elif name.startswith("blk."):
-            _, index, part = name.split(".", 2)
-            if int(index) != number:
-                x, layer, number = _layer(x, layer, layout, layout.sizes[number], rotation), {}, int(index)
-            layer[part] = tensor
-        elif name == "output_norm.weight":
-            x = _norm(_layer(x, layer, layout, layout.sizes[number], rotation), tensor, layout)
-        elif name == "output.weight":
-            embedding = tensor
-    return x @ embedding.T
+    x, head = torch.empty(0), torch.empty(0)
+    # One layer is in memory at a time.
+    for part, tensors in itertools.groupby(named_tensors(model, layout), key=lambda item: item[0].split(".")[:2]):
+        if part[0] == "blk":
+            weights = {name.split(".", 2)[2]: tensor for name, tensor in tensors}
+            x = _layer(x, weights, layout, layout.sizes[int(part[1])], rotation)
+            continue
+        ((_, weight),) = tensors
+        if part[0] == "token_embd":
+            head, x = weight, weight[ids]
+        elif part[0] == "output_norm":
+            x = _norm(x, weight, layout)
+        elif part[0] == "output":
+            head = weight
+    return x @ head.T
 
 
 def _layer(x: Tensor, weights: dict[str, Tensor], layout: Layout, sizes: LayerSizes, rotation: Tensor) -> Tensor:
@@ -84,35 +82,28 @@ def _layer(x: Tensor, weights: dict[str, Tensor], layout: Layout, sizes: LayerSi
         value = linear(f"attn_{name}", normed).reshape(len(x), count, layout.head_dim).transpose(0, 1)
         if f"attn_{name}_norm.weight" in weights:
             value = _norm(value, weights[f"attn_{name}_norm.weight"], layout)
-        heads[name] = value if name == "v" else _rotate(value, rotation, layout)
-    group = sizes.heads // sizes.key_value_heads
-    keys, values = (heads[name].repeat_interleave(group, dim=0) for name in "kv")
-    scores = heads["q"] @ keys.transpose(1, 2) * layout.head_dim**-0.5
-    future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-    mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ values
-    x = x + linear("attn_output", mixed.transpose(0, 1).reshape(len(x), -1))
+        heads[name] = value if name == "v" else _rotate(value, rotation, interleaved=layout.interleaved)
+    mixed = F.scaled_dot_product_attention(heads["q"], heads["k"], heads["v"], is_causal=True, enable_gqa=True)
+    x = x + linear("attn_output", mixed.transpose(0, 1).flatten(1))
     normed = _norm(x, weights["ffn_norm.weight"], layout)
     return x + linear("ffn_down", F.silu(linear("ffn_gate", normed)) * linear("ffn_up", normed))
 
 
 def _norm(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layout.epsilon) * weight
+    return F.rms_norm(x, weight.shape, weight, layout.epsilon)
 
 
-def _rotate(x: Tensor, rotation: Tensor, layout: Layout) -> Tensor:
-    """Rotate queries or keys, (heads, tokens, head_dim), in pairs of neighbours or of halves."""
-    shape = (*x.shape[:2], layout.head_dim // 2, 2) if layout.interleaved else (*x.shape[:2], 2, layout.head_dim // 2)
-    pairs = x.reshape(shape)
-    pairs = pairs if layout.interleaved else pairs.transpose(2, 3)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * rotation)
-    turned = turned if layout.interleaved else turned.transpose(2, 3)
-    return turned.reshape(x.shape)
+def _rotate(x: Tensor, rotation: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate queries or keys, (heads, tokens, head_dim), in pairs of neighbours if `interleaved`, else of halves."""
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * rotation)
+    return (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2)
 
 
-# Two tokens whose probabilities differ by less than this share may swap places in greedy decoding.
+# Two tokens whose probabilities differ by no more than this share may swap places in greedy decoding.
 NEAR_TIE = 1e-2
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 64
-# Where tokenizers differ: spaces, contractions, digits, line breaks, letters with marks or of other scripts, code.
+# Texts on which tokenizers differ: spaces, contractions, digits, line breaks, marks and other scripts, code.
 TEXTS = (
     "Once upon a time, there was a little girl.",
     "I'm sure they'LL say it's 3 o'clock;  we've waited 12345 days!",
@@ -135,10 +126,11 @@ class Parity:
 
 
 def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: str) -> Parity:
-    """Compare next-token probabilities, greedy tokens and a tokenizer's tokens with torch on the weights as stored.
+    """Compare a file in llama.cpp with torch: next-token probabilities, greedy tokens, and how texts are tokenized.
 
-    Greedy tokens must be equal in float32, up to a step where torch finds both tokens about as likely. In other dtypes
-    they are only counted, because activations are rounded too. Raises ParityError if they differ.
+    torch computes with the weights as they are stored. Greedy tokens must be equal in float32, up to a step where torch
+    finds both tokens about as likely. In other dtypes they are only counted, because llama.cpp rounds activations too.
+    Raises ParityError where outputs differ beyond the tolerance.
     """
     reference = as_stored(model, dtype)
     positions = longest_sequence(model.config) or PROMPT_TOKENS + NEW_TOKENS
@@ -159,7 +151,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
             )
         for prompt in prompts:
             tokens = runtime.generate(prompt.tolist(), new)
-            equal += _same_tokens(reference, prompt, tokens, strict=dtype == "float32")
+            equal += _count_equal_tokens(reference, prompt, tokens, strict=dtype == "float32")
         for text, split in zip(TEXTS, runtime.tokenize(TEXTS), strict=True):
             if split != (own := tokenizer(text, add_special_tokens=False)["input_ids"]):
                 raise ParityError(
@@ -171,7 +163,7 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
 
 
 def as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
-    """Return a copy of a model in float32 with every matrix rounded as a file of `dtype` stores it."""
+    """Return a copy of a model in float32, on the CPU, with every matrix rounded as a file of `dtype` stores it."""
     import gguf
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -194,8 +186,8 @@ def as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
     return copied
 
 
-def _same_tokens(reference: PreTrainedModel, prompt: Tensor, tokens: list[int], *, strict: bool) -> int:
-    """Return how many of llama.cpp's tokens torch chooses too, before the first difference.
+def _count_equal_tokens(reference: PreTrainedModel, prompt: Tensor, tokens: list[int], *, strict: bool) -> int:
+    """Return how many of llama.cpp's tokens after a prompt torch chooses too, before the first difference.
 
     With `strict`, another choice is a ParityError, unless torch finds both tokens about as likely.
     """

@@ -1,4 +1,4 @@
-"""The weights of a decoder by GGUF's names, and the types that they are stored in."""
+"""Give the weights of a decoder GGUF's names and the types that they are stored in, and round them for Q4_0."""
 
 from __future__ import annotations
 
@@ -16,38 +16,36 @@ from ...model.linear import features_of, is_linear
 from ..rounding import Blocks, fit_blocks, read_layers, spreads
 from .architecture import LAYER_NAMES, Layout
 
-# Names of dtypes in recipes -> of tensors in the gguf package, and of files in llama.cpp.
+# Dtypes in recipes -> types of tensors in the gguf package, and of files in llama.cpp.
 STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
-# Those that store 32 numbers of a row with one scale.
-IN_BLOCKS = ("q8_0", "q4_0")
-BLOCK = 32
+# Dtypes that store `BLOCK` numbers of a row with one scale.
+IN_BLOCKS, BLOCK = ("q8_0", "q4_0"), 32
 # Embeddings and heads lose most in 4 bits, so a Q4_0 file has them in 8 bits; llama.cpp's own files use Q6_K.
 OUTER = ("token_embd.weight", "output.weight")
 
 
 def named_tensors(model: PreTrainedModel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file by name, float32 on the CPU; a head that shares the embedding is left out."""
+    """Yield name and tensor, float32 on the CPU, of a file's tensors; a head that shares the embedding is left out."""
     base: Any = model.base_model
     head: Any = model.get_output_embeddings()
-    yield "token_embd.weight", _plain(base.embed_tokens.weight)
+    yield "token_embd.weight", _in_float32(base.embed_tokens.weight)
     if layout.rope_factors is not None:
         yield "rope_freqs.weight", layout.rope_factors
-    for number, layer in enumerate(base.layers):
-        sizes = layout.sizes[number]
+    for number, (layer, sizes) in enumerate(zip(base.layers, layout.sizes, strict=True)):
         heads = {"self_attn.q_proj": sizes.heads, "self_attn.k_proj": sizes.key_value_heads}
         for name, parameter in layer.named_parameters():
             module, _, kind = name.rpartition(".")
-            tensor = _plain(parameter)
+            tensor = _in_float32(parameter)
             if module in heads and layout.interleaved:
                 tensor = interleave_halves(tensor, heads[module])
             yield f"blk.{number}.{LAYER_NAMES[module]}.{kind}", tensor
-    yield "output_norm.weight", _plain(base.norm.weight)
+    yield "output_norm.weight", _in_float32(base.norm.weight)
     if head.weight is not base.embed_tokens.weight:
-        yield "output.weight", _plain(head.weight)
+        yield "output.weight", _in_float32(head.weight)
 
 
 def interleave_halves(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head from (first half, second half) to pairs of one row of either.
+    """Reorder the rows of each head from two halves, one after the other, to pairs with one row of each half.
 
     transformers rotates row i of a head with row i + half, llama.cpp's `llama` and `deci` row 2i with row 2i + 1. The
     rows are a weight (rows, width) or bias (rows,) of a query or key projection.
@@ -57,9 +55,10 @@ def interleave_halves(rows: Tensor, heads: int) -> Tensor:
 
 
 def stored_type(name: str, tensor: Tensor, dtype: str) -> str:
-    """Return the type that a tensor is stored in: norms, biases and factors stay float32, as in llama.cpp's own files.
+    """Return the type that a file of `dtype` stores a tensor in, which has GGUF's name.
 
-    In a file of Q8_0 or Q4_0, matrices whose rows are no multiple of 32 long are float16.
+    Norms, biases and factors of frequencies stay in float32, as in llama.cpp's own files. With Q8_0 and Q4_0, matrices
+    whose rows are no multiple of 32 long are float16.
     """
     if tensor.dim() < 2:
         return "F32"
@@ -69,7 +68,10 @@ def stored_type(name: str, tensor: Tensor, dtype: str) -> str:
 
 
 def stored_bytes(tensor: Tensor, kind: str, name: str) -> np.ndarray:
-    """Return a tensor as it is stored, as floats or bytes; a NonFiniteError says that it does not fit into float16."""
+    """Return a float32 tensor as type `kind` stores it: floats, or uint8 bytes of the same number of rows.
+
+    A NonFiniteError names a tensor that does not fit into float16.
+    """
     import gguf
 
     array: np.ndarray = tensor.contiguous().numpy()
@@ -80,14 +82,15 @@ def stored_bytes(tensor: Tensor, kind: str, name: str) -> np.ndarray:
     return np.ascontiguousarray(gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind]))
 
 
-def _plain(parameter: Tensor) -> Tensor:
+def _in_float32(parameter: Tensor) -> Tensor:
     return parameter.detach().to(device="cpu", dtype=torch.float32)
 
 
-def rounded(model: PreTrainedModel, rows: Sequence[Mapping[str, Any]]) -> PreTrainedModel:
-    """Return a copy whose linear layers are on levels of Q4_0, which writing the file leaves as they are.
+def rounded_by_rows(model: PreTrainedModel, rows: Sequence[Mapping[str, Any]]) -> PreTrainedModel:
+    """Return a copy whose linear layers are on levels of Q4_0, chosen so that their outputs on rows change least.
 
-    Layers whose rows are no multiple of 32 long, and the head, are left to the file's other types.
+    Writing the file then leaves these weights as they are. Layers whose rows are no multiple of 32 long, and the head,
+    are not stored in Q4_0, and stay.
     """
     inner: Any = model.base_model
     layers = {name: layer for name, layer in inner.named_modules() if is_linear(layer)}
@@ -96,26 +99,20 @@ def rounded(model: PreTrainedModel, rows: Sequence[Mapping[str, Any]]) -> PreTra
     for name, spread in spreads(widths, read_layers(inner), rows, centred=False):
         weight: Any = layers[name].weight
         # float32 holds every level exactly, whatever the model's dtype.
-        found[id(weight)] = round_rows(weight.detach().cpu().double(), spread.moments).float()
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        if id(tensor) not in found:
-            return tensor
-        return torch.nn.Parameter(found[id(tensor)], requires_grad=tensor.requires_grad)
-
-    return copy_with(model, stand_in)
+        rounded = round_rows(weight.detach().cpu().double(), spread.moments).float()
+        found[id(weight)] = torch.nn.Parameter(rounded, requires_grad=weight.requires_grad)
+    return copy_with(model, lambda tensor: found.get(id(tensor), tensor))
 
 
 def round_rows(weight: Tensor, moments: Tensor) -> Tensor:
-    """Return a weight (outputs, inputs) on levels of Q4_0, float64, rounded by the moments of its inputs.
+    """Return a weight (outputs, inputs) on levels of Q4_0, float64, rounded by the moments (inputs, inputs) it reads.
 
     A block's largest weight stands for level 0 of 16, whose value is -8 scales. Its level stays, so that whoever
     rounds the result to nearest finds the same scale and the same levels.
     """
     matrix = weight.T.reshape(-1, BLOCK, len(weight))
     largest = matrix.abs().argmax(1, keepdim=True)
-    # Stored in float16.
-    scale = (matrix.gather(1, largest)[:, 0] / -8).half().double()
+    scale = (matrix.gather(1, largest)[:, 0] / -8).half().double()  # as it is stored, in float16
     empty = scale == 0
     start = Blocks.nearest(matrix, scale.masked_fill(empty, 1), torch.full_like(scale, 8))
     fixed = empty[:, None].expand_as(matrix).clone().scatter_(1, largest, True)

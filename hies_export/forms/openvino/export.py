@@ -1,8 +1,8 @@
 """Quantise an exported encoder to 8 bits for OpenVINO by NNCF's post-training quantisation.
 
-The neurons with the largest activations are computed apart from the others, so that the others get a narrower scale. A
-scale of 8 bits covers the largest activation of all neurons of a layer. In BERT-like models one or two neurons of a
-layer reach four times what any other reaches, and leave a quarter of the levels to the others.
+A scale of 8 bits covers the largest activation of all neurons of a layer. In BERT-like models one or two neurons of a
+layer reach four times what any other reaches, and leave a quarter of the levels to the others. So the neurons with the
+largest activations are computed apart.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ ROWS = 300
 # https://arxiv.org/abs/2211.10438. NNCF's default is 0.95.
 SMOOTHING = 0.5
 
-# OpenVINO computes it in float in any case; rounding its inputs would only cost time and precision.
-_ATTENTION = "ScaledDotProductAttention"
 # Neurons of a layer that are set apart: as many as a kernel computes in the time of one.
 APART = 16
 # Operators that compute each neuron by itself: those that only scale or shift, and those that make an activation.
@@ -55,18 +53,19 @@ logger = logging.getLogger(__name__)
 
 
 def readers(graph: Any) -> dict[str, Any]:
-    """Return the layers of a graph that read neurons, by the name of what they read."""
+    """Return the layers of an ONNX graph that read neurons, by the name of the value that they read."""
     return {node.inputs[0].name: node for node in graph if weight_of(node) is not None and _are_neurons(node.inputs[0])}
 
 
 def set_apart(program: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
-    """Compute some neurons of each layer apart, in place; return the names of what is computed from them alone.
+    """Compute the neurons of the largest activations of each layer, the loudest, apart, in place, if that helps.
 
-    `largest` has the largest absolute activation of each neuron, by the name of what a layer reads.
+    `largest` has the largest absolute activation of each neuron, (neurons,), by the name of the value that a layer
+    reads. Returns the names of the products of the loudest neurons alone.
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    graph, named = program.graph, set()
+    graph, of_loudest = program.graph, set()
     for name, node in readers(graph).items():
         order = np.argsort(-largest[name], kind="stable")
         # Half the range is one bit more for all others.
@@ -74,18 +73,17 @@ def set_apart(program: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
             continue
         new, matrix, products = Rewrite(graph, node), weight_of(node), []
         for neurons in (np.sort(order[APART:]), np.sort(order[:APART])):
-            states = _narrowed(new, node.inputs[0], neurons, len(order))
+            states = _computed_for(neurons, node.inputs[0], new, len(order))
             products.append(new("MatMul", states, new.constant(matrix[neurons])))
-        named.add(products[-1].name)
-        total = new("Add", *products)
-        new.finish(with_bias(new, node, total))
+        of_loudest.add(products[-1].name)
+        new.finish(with_bias(new, node, new("Add", *products)))
     RemoveUnusedNodesPass()(program)
-    return named
+    return of_loudest
 
 
 def _are_neurons(value: Any) -> bool:
     """Return whether a value is computed by elementwise operators, one of them an activation, from linear layers."""
-    seen, stack, bends = 0, [value], False
+    layers, stack, bends = 0, [value], False
     while stack:
         node = stack.pop().producer()
         if node is None or node.op_type not in _PLAIN | _BENDING:
@@ -95,13 +93,14 @@ def _are_neurons(value: Any) -> bool:
             if given is None or given.const_value is not None:
                 continue
             if given.producer() is not None and weight_of(given.producer()) is not None:
-                seen += 1
+                layers += 1
             else:
                 stack.append(given)
-    return bends and seen > 0
+    return bends and layers > 0
 
 
-def _narrowed(new: Rewrite, value: Any, neurons: np.ndarray, width: int) -> Any:
+def _computed_for(neurons: np.ndarray, value: Any, new: Rewrite, width: int) -> Any:
+    """Compute a value of all `width` neurons, as `_are_neurons` finds it, for some of them, and return it."""
     if value is None:
         return None
     if value.const_value is not None:
@@ -111,8 +110,8 @@ def _narrowed(new: Rewrite, value: Any, neurons: np.ndarray, width: int) -> Any:
     if (matrix := weight_of(node)) is not None:
         product = new("MatMul", node.inputs[0], new.constant(matrix[:, neurons]))
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        return product if bias is None else new("Add", product, _narrowed(new, bias, neurons, width))
-    inputs = [_narrowed(new, given, neurons, width) for given in node.inputs]
+        return product if bias is None else new("Add", product, _computed_for(neurons, bias, new, width))
+    inputs = [_computed_for(neurons, given, new, width) for given in node.inputs]
     return new(node.op_type, *inputs, domain=node.domain, **{a.name: a for a in node.attributes.values()})
 
 
@@ -159,8 +158,7 @@ def quantize_openvino(
         'openvino_model.xml'
     """
     require_nncf()
-    decodes = exported.decodes or len(exported.files) > 1
-    check_calibrated(exported.how, decodes=decodes, rows=rows)
+    _check_request(decodes=exported.decodes or len(exported.files) > 1, rows=rows)
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     import openvino
@@ -193,16 +191,16 @@ def export_openvino(
 ) -> Export:
     """Export an encoder to ONNX, and quantise the graph for OpenVINO; see `export_onnx` and `quantize_openvino`."""
     require_nncf()
-    check_calibrated(how, decodes=model.can_generate(), rows=given.rows)
+    _check_request(decodes=model.can_generate(), rows=given.rows)
     refuse_existing(folder, overwrite=overwrite)
     with TemporaryDirectory(prefix="hies-float32-") as temporary:
-        made: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
-        exported = export_onnx(model, Path(temporary) / "onnx", **made)
+        beside: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
+        exported = export_onnx(model, Path(temporary) / "onnx", **beside)
         return quantize_openvino(exported, folder, rows=given.rows, overwrite=overwrite)
 
 
-def check_calibrated(how: ExportSection, *, decodes: bool, rows: Sequence[Mapping[str, Any]] = ({},)) -> None:
-    """Refuse, by a RequestError, what has no calibrated form for OpenVINO."""
+def _check_request(*, decodes: bool, rows: Sequence[Mapping[str, Any]] = ({},)) -> None:
+    """Refuse, by a RequestError, a model that generates, and a request without rows."""
     if decodes:
         raise RequestError("int8 on OpenVINO is for encoders, got a model that generates; use another runtime, or bits")
     if not rows:
@@ -210,6 +208,7 @@ def check_calibrated(how: ExportSection, *, decodes: bool, rows: Sequence[Mappin
 
 
 def _quantised(file: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict[str, Any]]:
+    """Return an ONNX file as OpenVINO's graph in 8 bits, and what openvino_config.json says of it."""
     with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), TemporaryDirectory(prefix="hies-apart-") as temporary:
         import nncf
         import openvino
@@ -220,15 +219,15 @@ def _quantised(file: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict
         names, _, _ = name_tensors(file, core.read_model(str(file)))
         feeds = list(islice(single_rows(names, rows), ROWS))
         prepared = Path(temporary) / file.name
-        neurons = _set_apart(file, feeds, prepared)
+        loudest = _write_set_apart(file, feeds, prepared)
         graph = core.read_model(str(prepared))
         name_tensors(prepared, graph)
         # Of a graph that comes from ONNX, NNCF at times finds operators that are no longer part of it.
         openvino.save_model(graph, f"{temporary}/{OPENVINO_FILE}", compress_to_fp16=False)
         graph = core.read_model(f"{temporary}/{OPENVINO_FILE}")
-        apart = [layer.get_friendly_name() for layer in _layers(graph) if layer.output(0).names & neurons]
+        in_float = [layer.get_friendly_name() for layer in _layers(graph) if layer.output(0).names & loudest]
         try:
-            found = nncf.quantize(
+            quantised = nncf.quantize(
                 graph,
                 nncf.Dataset(feeds),
                 subset_size=len(feeds),
@@ -237,18 +236,20 @@ def _quantised(file: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict
                     activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
                     smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=SMOOTHING),
                 ),
-                ignored_scope=nncf.IgnoredScope(names=apart, types=[_ATTENTION], validate=False),
+                # OpenVINO computes attention in float in any case; rounding its inputs would only cost time and
+                # precision.
+                ignored_scope=nncf.IgnoredScope(names=in_float, types=["ScaledDotProductAttention"], validate=False),
             )
         except Exception as error:  # NNCF has a class for each part of it, and no common one
             raise ExportError(f"NNCF must quantise {file.name}, and stopped: {error}") from error
-        kinds = (layer.input_value(0).get_node().get_type_name() for layer in _layers(found))
+        kinds = (layer.input_value(0).get_node().get_type_name() for layer in _layers(quantised))
         layers = Counter("int8" if kind == "FakeQuantize" else "float32" for kind in kinds)
-    settings = {"method": "nncf.quantize", "rows": len(feeds), "float_neurons": APART * len(neurons)}
-    return found, {"quantization": {**settings, "nncf": nncf.__version__}, "layers": dict(layers)}
+    settings = {"method": "nncf.quantize", "rows": len(feeds), "float_neurons": APART * len(loudest)}
+    return quantised, {"quantization": {**settings, "nncf": nncf.__version__}, "layers": dict(layers)}
 
 
-def _set_apart(file: Path, feeds: Sequence[Mapping[str, np.ndarray]], target: Path) -> set[str]:
-    """Write a graph that computes neurons of large activations apart; return the names of what is made of them."""
+def _write_set_apart(file: Path, feeds: Sequence[Mapping[str, np.ndarray]], target: Path) -> set[str]:
+    """Write an ONNX file that computes the loudest neurons on the feeds apart, and return what `set_apart` does."""
     import onnx_ir
 
     program = onnx_ir.load(file)
@@ -259,13 +260,14 @@ def _set_apart(file: Path, feeds: Sequence[Mapping[str, np.ndarray]], target: Pa
                 for name, states in read(feed).items():
                     reached = states.flatten(0, -2).abs().amax(0).numpy()
                     largest[name] = np.maximum(largest.get(name, 0.0), reached)
-    neurons = set_apart(program, largest)
+    loudest = set_apart(program, largest)
     program.graph.sort()
     save_program(program, target)
-    return neurons
+    return loudest
 
 
 def _layers(graph: Any) -> list[Any]:
+    """Return the linear layers of OpenVINO's graph: products with what follows from constants."""
     return [node for node in graph.get_ops() if node.get_type_name() == "MatMul" and _constant(node.input_value(1))]
 
 
@@ -281,18 +283,15 @@ def single_rows(names: Sequence[str], batches: Sequence[Mapping[str, Any]]) -> I
     for batch in batches:
         arrays = {name: input_array(name, batch, {}) for name in names}
         mask = batch.get("attention_mask")
-        for row in range(len(next(iter(arrays.values())))):
-            if mask is None:
-                yield {name: array[row : row + 1] for name, array in arrays.items()}
-            else:
-                real = np.asarray(mask[row], dtype=bool)
-                yield {name: array[row : row + 1, real] for name, array in arrays.items()}
+        for row in range(len(arrays[names[0]])):
+            real = slice(None) if mask is None else np.asarray(mask[row], dtype=bool)
+            yield {name: array[row : row + 1, real] for name, array in arrays.items()}
 
 
 FORMATS["openvino"] = Format(
     title=Contents.OPENVINO.value,
     require=require_nncf,
-    check=lambda model, how, given, **_: check_calibrated(how, decodes=model.can_generate()),
+    check=lambda model, how, given, **_: _check_request(decodes=model.can_generate()),
     write=export_openvino,
     quantize=lambda exported, folder, how, given: quantize_openvino(exported, folder, rows=given.rows),
     hub_folder="openvino",
