@@ -1,4 +1,4 @@
-"""What a chat template puts around texts: every role, the use of a tool, and all texts that it has."""
+"""Find what a chat template puts around texts: every role, the use of a tool, and all texts in the template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CALL = {"type": "function", "id": "a" * 9, "function": {"name": _SAID, "argumen
 _SYSTEM, _USER, _ASSISTANT = ({"role": role, "content": _SAID} for role in ("system", "user", "assistant"))
 _CALLS = {**_ASSISTANT, "tool_calls": [_CALL]}
 _RESULT = {"role": "tool", "content": _SAID, "name": _SAID, "tool_call_id": "a" * 9}
-# Templates refuse some of them: a system's turn, or roles that do not alternate.
+# Turns and tools. Templates refuse some of them: a system's turn, or roles that do not alternate.
 _CONVERSATIONS: tuple[tuple[list[dict[str, Any]], list[Any] | None], ...] = (
     ([_USER], None),
     ([_SYSTEM, _USER, _ASSISTANT, _USER], None),
@@ -44,9 +44,9 @@ def chat_texts(processor: Any) -> list[str]:
 
 
 def in_chat(processor: Any, texts: Sequence[str]) -> list[list[str]]:
-    """Return texts as they are read in a chat, for each pair of characters around them there; none without a template.
+    """Return all texts between each pair of characters that a chat puts around a text; none without a template.
 
-    A token may begin with the space or the line's end before it, and end with what is after it.
+    A token may begin with the space or the line's end before a text, and end with what is after it.
     """
     around = set()
     for text in _rendered(processor):
@@ -55,6 +55,7 @@ def in_chat(processor: Any, texts: Sequence[str]) -> list[list[str]]:
 
 
 def _rendered(processor: Any) -> Iterator[str]:
+    """Yield the conversations as each chat template renders them, both as texts and as lists of parts."""
     tokenizer = tokenizer_of(processor)
     for template in templates_of(processor):
         for (turns, tools), begins in itertools.product(_CONVERSATIONS, (False, True)):

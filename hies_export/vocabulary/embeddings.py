@@ -21,7 +21,7 @@ from ..model.tokens import numbers_by_padding
 from ..slim.check import first_output
 from .kept import KeptTokens
 
-# Fields of configurations that are tokens or lists of tokens, and those that count rows.
+# Fields of configurations that hold tokens, and fields that count the rows of a vocabulary.
 _TOKENS = re.compile(
     r"_token_(id|ids|index)$|(^|_)(start|end|newline|patch)_id$|^(begin_)?suppress_tokens$|^(bad|force)_words_ids$"
     "|^sequence_bias$"
@@ -32,11 +32,7 @@ TEXTS, TOKENS = 16, 64
 
 
 def row_count(model: PreTrainedModel) -> int:
-    """Return the number of rows of a model's embedding of tokens.
-
-    Raises:
-        UnsupportedModelError: It reads no tokens, or has several vocabularies.
-    """
+    """Return the number of rows of a model's embedding; an UnsupportedModelError if it has none, or several sizes."""
     sizes = {size for config in configs_of(model) for size in _counts(config).values()}
     if len(sizes) != 1:
         has = "none" if not sizes else f"several, of {' and '.join(f'{size:,}' for size in sorted(sizes))} rows"
@@ -48,14 +44,14 @@ def row_count(model: PreTrainedModel) -> int:
 
 
 def _counts(config: Any) -> dict[str, int]:
-    """Return the fields of a config, not of its parts, that count the rows of a vocabulary."""
+    """Return the fields of a config, not of its sub-configs, that count the rows of a vocabulary."""
     own = {name: value for name, value in vars(config).items() if _COUNTS.search(name) and isinstance(value, int)}
     mapped = config.attribute_map.get("vocab_size")
     return own if mapped is None else {**own, mapped: getattr(config, mapped)}
 
 
 def named_tokens(model: PreTrainedModel, total: int) -> set[int]:
-    """Return the tokens that the configurations of a model name, such as its padding token.
+    """Return the tokens below `total` that the configurations of a model name, such as its padding token.
 
     A model that numbers positions from the padding token on needs all tokens before it too.
     """
@@ -67,15 +63,17 @@ def named_tokens(model: PreTrainedModel, total: int) -> set[int]:
 
 
 def _owners(model: PreTrainedModel) -> list[Any]:
-    generation = getattr(model, "generation_config", None)
-    return [*configs_of(model), *([] if generation is None else [generation])]
+    """Return the configurations of a model, that of generation included."""
+    return [*configs_of(model), *filter(None, [getattr(model, "generation_config", None)])]
 
 
 def _fields(owner: Any) -> dict[str, Any]:
+    """Return the fields of a configuration that hold tokens."""
     return {name: value for name, value in vars(owner).items() if _TOKENS.search(name) and value is not None}
 
 
 def _flat(value: Any) -> Iterator[int]:
+    """Yield the tokens in a field: one, lists of them, or sequences of them as keys."""
     if isinstance(value, (list, tuple, dict)):
         for item in value:
             yield from _flat(item)
@@ -84,7 +82,7 @@ def _flat(value: Any) -> Iterator[int]:
 
 
 def renumber(owner: Any, numbers: Mapping[int, int]) -> None:
-    """Give the tokens that the attributes of a config or a processor name their new numbers, in place."""
+    """Give the tokens in the fields of a configuration or processor their new numbers, in place."""
 
     def new(value: Any) -> Any:
         if isinstance(value, dict):  # sequences of tokens -> their bias
@@ -100,11 +98,9 @@ def renumber(owner: Any, numbers: Mapping[int, int]) -> None:
 def cut_rows(model: PreTrainedModel, kept: KeptTokens) -> PreTrainedModel:
     """Return a copy of a model without the rows of the tokens that go; it shares all other weights.
 
-    What has a row for every token is found by building the model's class with fewer tokens, on the meta device: tensors
-    whose shapes differ there are cut, and numbers that differ are set.
-
-    Raises:
-        UnsupportedModelError: The class makes something else of a config with fewer tokens.
+    What has a row for every token is found by building the model's class on the meta device with all tokens and with
+    fewer: tensors whose shapes differ are cut, and attributes that differ are set. Raises UnsupportedModelError if more
+    than rows differs.
     """
     slim = share_weights(model)
     inner = slim.auto_model if isinstance(slim, TextEncoder) else slim
@@ -132,20 +128,19 @@ def cut_rows(model: PreTrainedModel, kept: KeptTokens) -> PreTrainedModel:
 
 
 def _cut_tensors(model: nn.Module, before: nn.Module, after: nn.Module, kept: KeptTokens) -> None:
-    """Cut every tensor of a model, in place, whose shape differs between two models; shared ones stay shared."""
-    shapes = {name: tensor.shape for name, tensor in _tensors(after)}
+    """Cut the tensors of a model, in place, whose shapes differ from `before` to `after`; shared ones stay shared."""
+    tensors, shapes = dict(_tensors(model)), {name: tensor.shape for name, tensor in _tensors(after)}
     rows, done = torch.tensor(kept.rows), dict[int, Tensor]()
-    here = dict(_tensors(model))
     for name, old in _tensors(before):
-        if shapes[name] == old.shape:
+        tensor, new = tensors[name], shapes[name]
+        if new == old.shape:
             continue
-        axes = [axis for axis, (one, other) in enumerate(zip(old.shape, shapes[name], strict=True)) if one != other]
-        if [(old.shape[axis], shapes[name][axis]) for axis in axes] != [(kept.total, len(kept.rows))]:
+        axes = [axis for axis, (one, other) in enumerate(zip(old.shape, new, strict=True)) if one != other]
+        if [(old.shape[axis], new[axis]) for axis in axes] != [(kept.total, len(kept.rows))]:
             raise UnsupportedModelError(
                 f"fewer tokens must take rows and nothing else, but {name} of a {type(model).__name__} changes from "
-                f"{list(old.shape)} to {list(shapes[name])}; keep the whole vocabulary"
+                f"{list(old.shape)} to {list(new)}; keep the whole vocabulary"
             )
-        tensor = here[name]
         if id(tensor) not in done:
             part = tensor.detach().index_select(axes[0], rows.to(tensor.device))
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -154,6 +149,7 @@ def _cut_tensors(model: nn.Module, before: nn.Module, after: nn.Module, kept: Ke
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers, shared ones by each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -161,27 +157,25 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def compare_rows(
     dense: PreTrainedModel, slim: PreTrainedModel, kept: KeptTokens, tokenizer: Any, texts: Sequence[str]
 ) -> float:
-    """Compare the outputs of both models on some of the texts: for logits of tokens, those of the tokens that stay.
+    """Return the largest absolute difference of the first outputs of both models on some of the texts.
 
-    Tokens that go, which rare ones of the texts may do, are replaced by one that stays.
-
-    Returns:
-        The largest absolute difference between elements of the first output.
-
-    Raises:
-        CutMismatchError: It is more than 1e-4 of the largest output, or of 1 if that is more.
+    Tokens of the texts that go are replaced by one that stays. Of logits over the vocabulary, those of the tokens that
+    stay are compared. Raises CutMismatchError for more than 1e-4 of the largest output, or of 1 if that is more.
     """
-    numbers = torch.zeros(kept.total, dtype=torch.int64)
-    numbers[list(kept.rows)] = torch.arange(len(kept.rows))
+    rows, numbers = torch.tensor(kept.rows), kept.new_numbers(gone=0)
     worst = 0.0
-    for text in [texts[place] for place in range(0, len(texts), max(1, len(texts) // TEXTS))][:TEXTS]:
+    for text in texts[:: max(1, len(texts) // TEXTS)][:TEXTS]:
         # One at a time, because not every model has a padding token.
         batch = encoded(tokenizer, dense.config, [text], max_length=None)
         batch = {name: tensor[:, :TOKENS] for name, tensor in batch.items()}
         if not batch["input_ids"].numel():
             continue
         new = numbers[batch["input_ids"]]
-        difference = _difference(dense, slim, kept, batch, torch.tensor(kept.rows)[new], new)
+        expected = first_output(dense, {**batch, "input_ids": rows[new]})
+        found = first_output(slim, {**batch, "input_ids": new})
+        if expected.shape[-1] == kept.total and found.shape[-1] == len(rows):
+            expected = expected[..., rows]
+        difference = Difference.of(found, expected)
         if not difference.within(SAME_CODE):
             raise CutMismatchError(
                 f"the model with fewer tokens must give the outputs of the dense one to {SAME_CODE:g} of the largest, "
@@ -190,19 +184,3 @@ def compare_rows(
             )
         worst = max(worst, difference.max_abs)
     return worst
-
-
-def _difference(
-    dense: PreTrainedModel,
-    slim: PreTrainedModel,
-    kept: KeptTokens,
-    batch: Mapping[str, Tensor],
-    old: Tensor,
-    new: Tensor,
-) -> Difference:
-    """Compare the first outputs of both models on the same tokens by their old and new numbers, (1, tokens)."""
-    expected = first_output(dense, {**batch, "input_ids": old})
-    found = first_output(slim, {**batch, "input_ids": new})
-    if expected.shape[-1] == kept.total and found.shape[-1] == len(kept.rows):
-        expected = expected[..., list(kept.rows)]
-    return Difference.of(found, expected)

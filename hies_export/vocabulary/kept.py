@@ -1,7 +1,6 @@
 """Find the tokens that stay: those that texts use, and those without which the texts would be split differently.
 
-A smaller tokenizer splits a text into the same tokens if all tokens of the text stay. What else must stay depends on
-the kind of tokenizer:
+A smaller tokenizer splits a text into the same tokens if all tokens of the text stay, and what these need:
 
 - WordPiece needs nothing else. It takes the longest token that fits, and removing tokens adds no longer one.
 - BPE needs the tokens that its merges build the others from. A token is built inside a text as it is by itself, because
@@ -21,10 +20,11 @@ from functools import cached_property
 from typing import Any
 
 import tokenizers
+import torch
 
 from ..errors import DataError, RequestError, listed, quoted
 
-# Texts that are cut at once.
+# Texts that are tokenized at once.
 AT_ONCE = 1000
 _KNOWN = ("WordPiece", "WordLevel", "BPE", "Unigram")
 
@@ -41,12 +41,18 @@ class KeptTokens:
         """The new number of every token that stays, by its old one."""
         return {old: new for new, old in enumerate(self.rows)}
 
+    def new_numbers(self, *, gone: int) -> torch.Tensor:
+        """Return the new number of every token by its old one, (total,) int64, and `gone` for those that go."""
+        numbers = torch.full((self.total,), gone)
+        numbers[list(self.rows)] = torch.arange(len(self.rows))
+        return numbers
+
 
 def backend_of(tokenizer: Any) -> tokenizers.Tokenizer:
-    """Return a copy of what a tokenizer of transformers computes with, which neither truncates nor pads.
+    """Return a copy of the `tokenizers.Tokenizer` in a tokenizer of transformers, without truncation and padding.
 
     Raises:
-        RequestError: It computes in Python, or in a way of which it is not known what the cut of a text depends on.
+        RequestError: There is none, or it is of a kind for which it is not known what the tokens of a text depend on.
     """
     own = getattr(tokenizer, "backend_tokenizer", None)
     if own is None:
@@ -70,7 +76,7 @@ def backend_of(tokenizer: Any) -> tokenizers.Tokenizer:
     return copied
 
 
-def cut_texts(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+def tokens_of(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
     """Yield the tokens of every text, special tokens included."""
     remaining = iter(texts)
     while part := list(itertools.islice(remaining, AT_ONCE)):
@@ -79,7 +85,7 @@ def cut_texts(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Iterator[l
 
 def count_tokens(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Counter[int]:
     """Return how often each token occurs in texts, special tokens included."""
-    return Counter(itertools.chain.from_iterable(cut_texts(backend, texts)))
+    return Counter(itertools.chain.from_iterable(tokens_of(backend, texts)))
 
 
 def find_kept(
@@ -94,27 +100,16 @@ def find_kept(
     keep: Sequence[str] = (),
     multiple_of: int = 1,
 ) -> KeptTokens:
-    """Return the tokens that stay: those of the texts, and those that any text needs.
+    """Return the tokens that stay: those of the texts, and those that any text needs (see `needed`).
 
-    Any text needs special and other added tokens, and either all bytes, if the tokenizer cuts what it does not know
-    into bytes, or all single characters that it has. Tokens of the texts that occur less often may go, and take with
-    them the texts that have them. To reach a multiple, further tokens stay, of the lowest numbers first: tokenizers
-    that are trained give these to frequent tokens.
+    To reach a multiple, further tokens stay, those of the lowest numbers first: the training of a tokenizer gives these
+    to frequent tokens. Raises the RequestErrors and DataErrors of `trim_vocabulary`, whose options it takes.
 
     Args:
-        tokenizer: A tokenizer of transformers that computes with `tokenizers`.
-        texts: Texts like those that will be read.
         total: Rows of the model's embedding.
-        named: Rows that the model's configuration names.
+        named: Tokens that the model's configuration names, which stay.
         read: How often a token occurs where the texts are read inside of something else.
-        around: What is read around texts, all of whose tokens stay.
-        min_count: How often a token must occur to stay.
-        keep: Tokens that stay in any case, as the vocabulary spells them.
-        multiple_of: Divisor of the number of rows that stay.
-
-    Raises:
-        RequestError: The tokenizer is of another kind or another model's, an option is out of range, or nothing goes.
-        DataError: There are no texts, or they use no token often enough.
+        around: What is read around texts, whose tokens all stay.
     """
     backend = check_request(tokenizer, texts, min_count=min_count, keep=keep, multiple_of=multiple_of)
     described, known = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=True)
@@ -125,18 +120,20 @@ def find_kept(
         )
     counts = count_tokens(backend, texts) | Counter(read or {})
     used = {token for token, count in counts.items() if count >= min_count}
-    closing = {*backend.encode("", "").ids, *(added["id"] for added in described["added_tokens"])}
-    closing |= {*itertools.chain(*cut_texts(backend, around))}
-    if not used - closing:
+    always = {*backend.encode("", "").ids, *(added["id"] for added in described["added_tokens"])}
+    always |= {*itertools.chain(*tokens_of(backend, around))}
+    if not used - always:
         raise DataError(
             f"the texts must use tokens at least min_count: {min_count} times, but none but special ones occurs as "
             "often; give more texts, or lower it"
         )
     parts = _parts_of(described["model"])
-    kept = closure(used | closing | {*named} | {known[token] for token in keep} | needed(described["model"]), parts)
+    kept = closure(used | always | {*named} | {known[token] for token in keep} | needed(described["model"]), parts)
     wanted = -len(kept) % multiple_of + len(kept)
     for number in sorted(known.values()):
-        more = closure({number}, parts) - kept if len(kept) < wanted else set()
+        if len(kept) == wanted:
+            break
+        more = closure({number}, parts) - kept
         if len(kept) + len(more) <= wanted:
             kept |= more
     if len(kept) % multiple_of or len(kept) >= total:
@@ -151,11 +148,9 @@ def find_kept(
 def check_request(
     tokenizer: Any, texts: Sequence[str], *, min_count: int = 1, keep: Sequence[str] = (), multiple_of: int = 1
 ) -> tokenizers.Tokenizer:
-    """Return what the tokenizer computes with, as `backend_of`, after every check of `find_kept` that needs no model.
+    """Return the tokenizer's `backend_of`, after every check of `find_kept` that needs no model.
 
-    Raises:
-        RequestError: The tokenizer is of another kind, or an option is out of range.
-        DataError: There are no texts.
+    Raises RequestError for a tokenizer of another kind or an option that is out of range, and DataError without texts.
     """
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         wrong = texts if isinstance(texts, str) else next(text for text in texts if not isinstance(text, str))
@@ -180,17 +175,18 @@ def check_request(
 
 
 def needed(model: Mapping[str, Any]) -> set[int]:
-    """Return the tokens that a model of `tokenizers`, as its JSON describes it, needs for texts that nobody has seen.
+    """Return the tokens that a model of `tokenizers`, as its JSON describes it, needs for any text.
 
-    These are all bytes or all single characters, and of Unigram also the least likely token.
+    These are all bytes if it falls back to them, else all single characters that it has; the unknown token; and of
+    Unigram also the least likely token.
     """
     unigram, vocabulary = model["type"] == "Unigram", model["vocab"]
     entries = [(entry[0], number) for number, entry in enumerate(vocabulary)] if unigram else vocabulary.items()
-    prefix = model.get("continuing_subword_prefix") or ""
-    suffix = model.get("end_of_word_suffix") or ""
-    found = {number for token, number in entries if len(token.removeprefix(prefix).removesuffix(suffix)) == 1}
     if model.get("byte_fallback"):
         found = {number for token, number in entries if len(token) == 6 and token.startswith("<0x")}
+    else:
+        prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+        found = {number for token, number in entries if len(token.removeprefix(prefix).removesuffix(suffix)) == 1}
     if unigram:
         scores = [score for _, score in vocabulary]
         found |= {scores.index(min(scores)), *([] if model["unk_id"] is None else [model["unk_id"]])}
@@ -200,15 +196,13 @@ def needed(model: Mapping[str, Any]) -> set[int]:
 
 
 def closure(tokens: Iterable[int], parts: Callable[[int], set[int]]) -> set[int]:
-    """Return tokens with all tokens that they are built from."""
+    """Return tokens, and all tokens that they are built from."""
     found = set(tokens)
-    for token in [*found]:
-        found |= parts(token)
-    return found
+    return found.union(*map(parts, found))
 
 
 def _parts_of(model: Mapping[str, Any]) -> Callable[[int], set[int]]:
-    """Return a function that gives the tokens that merges build a token from; without merges, none."""
+    """Return a function from a token to the tokens that merges build it from; none if the model has no merges."""
     if model["type"] != "BPE":
         return lambda token: set()
     vocabulary, suffix = model["vocab"], model.get("end_of_word_suffix") or ""
@@ -222,20 +216,16 @@ def _parts_of(model: Mapping[str, Any]) -> Callable[[int], set[int]]:
 
 
 def pair_of(merge: str | Sequence[str]) -> tuple[str, str]:
-    """Return both sides of a merge, which a tokenizer.json has as a text or as a pair."""
+    """Return both sides of a merge, which a tokenizer.json has as a text ("left right") or as a pair."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right
 
 
 def derivation(token: str, ranks: Mapping[tuple[str, str], int], suffix: str = "") -> set[str]:
-    """Return the tokens that byte-pair merges make on the way to a token, the first merges first; none if they do not.
+    """Return the tokens that byte-pair merges make on the way to a token, characters included; none if they never do.
 
-    Of a token that is taken whole, as a word in a vocabulary with `ignore_merges`, no other is needed.
-
-    Args:
-        token: As the vocabulary spells it.
-        ranks: (left, right) -> the place of this merge.
-        suffix: What the last character of a word ends in.
+    The latter are words that are taken whole, with `ignore_merges`. `ranks` has the place of each merge, by both of its
+    sides, and `suffix` is what the last character of a word ends in.
 
     Examples:
         >>> sorted(derivation("low", {("l", "o"): 0, ("lo", "w"): 1}))

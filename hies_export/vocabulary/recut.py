@@ -1,4 +1,4 @@
-"""Read batches with the tokens that stay: each token that went becomes the pieces that its text is cut into."""
+"""Convert batches to the tokens that stay: each token that went becomes the pieces that its text is cut into."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .tokenizer import CutBeside
 
 @dataclass(frozen=True)
 class Recut:
-    """Turns batches of the whole vocabulary into such of the tokens that stay, with the same predictions to make.
+    """Converts batches of the whole vocabulary to the tokens that stay, with the same predictions to make.
 
     A token that went becomes its pieces, as if its text stood alone: beside others of the same word, the tokenizer may
     cut them together otherwise.
 
     Attributes:
         kept: The tokens that stay.
-        pieces: Gives the pieces of a token that went, by their new numbers.
+        pieces: Gives the pieces of a token of the whole vocabulary, by their new numbers.
         text: Gives the text of tokens of the whole vocabulary.
         labels: Whether labels are tokens of the text; otherwise a token's first piece has its label.
         shift: How many tokens before a label its prediction stands.
@@ -46,39 +46,40 @@ class Recut:
 
     @classmethod
     def of(cls, task: Task, kept: KeptTokens, tokenizers: tuple[Any, Any], pad: int) -> Recut:
-        """Return what turns the batches that a task reads for a dense model; the second tokenizer is the smaller."""
+        """Return the conversion of batches that a task reads for a dense model; the second tokenizer is the smaller."""
         whole, smaller = tokenizers
-        text = partial(whole.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return cls(
             kept,
-            pieces_of(whole, smaller, pad),
-            text,
-            task.predicts == "tokens",
-            task.shift,
-            pad,
-            longest_sequence(task.config),
+            pieces=pieces_of(whole, smaller, pad),
+            text=partial(whole.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+            labels=task.predicts == "tokens",
+            shift=task.shift,
+            pad=pad,
+            limit=longest_sequence(task.config),
         )
 
     def batches(self, dense: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-        """Return batches for both models, the dense one's first: as they were, unless a row gets longer than allowed.
+        """Return batches for the dense model, and for the smaller one.
 
-        Of such a row, tokens after the first are left out for both.
+        The former are as they were, unless a row gets longer than the limit: tokens near its start, but not the first,
+        are then left out for both.
         """
         both = [self._batch(batch) for batch in dense]
         return [one for one, _ in both], [other for _, other in both]
 
     def _batch(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Return one batch for both models, whose rows differ in length."""
         real = batch["attention_mask"] != 0
-        names = [name for name, value in batch.items() if value.shape == real.shape]
-        rows = [self._row({name: batch[name][row][real[row]] for name in names}) for row in range(len(real))]
+        by_token = [name for name, value in batch.items() if value.shape == real.shape]
+        rows = [self._row({name: batch[name][row][real[row]] for name in by_token}) for row in range(len(real))]
         left, filled = bool((~real[:, 0]).any()), batch["input_ids"][~real].tolist()
-        dense, slim = (
-            batch | {name: padded([of[name] for of in side], fill.get(name, 0), left=left) for name in side[0]}
-            for side, fill in (
-                ([one for one, _ in rows], {**FILL, "input_ids": filled[0] if filled else 0}),
-                ([other for _, other in rows], {**FILL, "input_ids": self.pad}),
-            )
-        )
+
+        def joined(rows: list[Batch], pad: int) -> Batch:
+            fill = {**FILL, "input_ids": pad}
+            return batch | {n: padded([row[n] for row in rows], fill.get(n, 0), left=left) for n in rows[0]}
+
+        dense = joined([one for one, _ in rows], filled[0] if filled else 0)
+        slim = joined([other for _, other in rows], self.pad)
         if "position_ids" in batch:
             dense, slim = (one | {"position_ids": positions_of(one["attention_mask"])} for one in (dense, slim))
         if self.labels and "labels" in dense and "characters" not in batch:
@@ -87,7 +88,7 @@ class Recut:
         return dense, slim
 
     def _row(self, row: Batch) -> tuple[Batch, Batch]:
-        """Return the tokens of a row, and what belongs to each, for both models."""
+        """Return one row for both models; each value of `row` is (tokens,), without padding."""
         ids, tokens = row["input_ids"], row["input_ids"]
         if self.labels and "labels" in row:  # behind a mask, the label says which token it is
             tokens = row["labels"].where(row["labels"] != IGNORED, ids)
@@ -114,7 +115,7 @@ class Recut:
 
 
 def pieces_of(whole: Any, smaller: Any, unknown: int) -> Callable[[int], list[int]]:
-    """Return a function that gives the pieces of a token in a smaller tokenizer; `unknown` if there are none."""
+    """Return a function from a token of a tokenizer to its pieces in a smaller one; `unknown` where that has none."""
     backend, known = backend_of(smaller), smaller.get_vocab()
     model = json.loads(backend.to_str())["model"]
     prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
@@ -132,7 +133,7 @@ def pieces_of(whole: Any, smaller: Any, unknown: int) -> Callable[[int], list[in
 
 
 def longest_first(text: str, prefix: str, known: Mapping[str, int]) -> list[int]:
-    """Return the tokens that WordPiece makes of a word, or of the rest of one, which begins with a prefix; [] if none.
+    """Return the tokens that WordPiece makes of a word, or of its rest, which begins with a prefix; [] if it cannot.
 
     Examples:
         >>> longest_first("##abc", "##", {"##a": 0, "##ab": 1, "##c": 2})
@@ -153,20 +154,17 @@ def in_new_numbers(predictions: Predictions, labels: Tensor, kept: KeptTokens) -
 
     A token that went is `WHOLE` where it is the label, (label tokens,), and else like no other.
     """
-    numbers = torch.full((kept.total,), -2)
-    numbers[list(kept.rows)] = torch.arange(len(kept.rows))
-    values = numbers[predictions.values]
+    values = kept.new_numbers(gone=-2)[predictions.values]
     return replace(predictions, values=values.masked_fill((values < 0) & (predictions.values == labels), WHOLE))
 
 
 def compare_cuts(dense: Sequence[Batch], slim: Sequence[Batch], kept: KeptTokens) -> CutBeside:
-    """Compare how both models read the same rows."""
-    stays = torch.zeros(kept.total, dtype=torch.bool)
-    stays[list(kept.rows)] = True
+    """Return how many rows, which both models read, have tokens that went, and how many tokens each model reads."""
     if PIECE_KEY in slim[0]:
         went = [batch[PIECE_KEY] > 0 for batch in slim]
     else:
-        went = [~stays[batch["input_ids"]] & (batch["attention_mask"] != 0) for batch in dense]
-    otherwise = sum(int(of_batch.any(-1).sum()) for of_batch in went)
+        numbers = kept.new_numbers(gone=-1)
+        went = [(numbers[batch["input_ids"]] < 0) & (batch["attention_mask"] != 0) for batch in dense]
+    otherwise = sum(int(in_row.any(-1).sum()) for in_row in went)
     tokens = [sum(int(batch["attention_mask"].sum()) for batch in side) for side in (dense, slim)]
     return CutBeside(sum(map(size_of, dense)), otherwise, *tokens)

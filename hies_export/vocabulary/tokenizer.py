@@ -1,8 +1,7 @@
-"""Make the tokenizer of the tokens that stay, and compare how two tokenizers cut texts."""
+"""Make the tokenizer of the tokens that stay, and compare the tokens that two tokenizers make of texts."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,17 @@ import tokenizers
 
 from ..errors import CutMismatchError, quoted
 from ..model.internals import with_backend
-from .kept import KeptTokens, backend_of, cut_texts, pair_of
+from .kept import KeptTokens, backend_of, pair_of, tokens_of
 
 
 def shrink_tokenizer(tokenizer: Any, kept: KeptTokens) -> Any:
-    """Return a copy of a tokenizer of transformers with the tokens that stay, in the order of their old numbers."""
+    """Return a copy of a tokenizer of transformers with the tokens that stay, in the order of their old numbers.
+
+    Raises CutMismatchError if a token does not get its new number.
+    """
     described = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend = tokenizers.Tokenizer.from_str(json.dumps(shrink(described, kept.numbers)))
+    _shrink(described, kept.numbers)
+    backend = tokenizers.Tokenizer.from_str(json.dumps(described))
     known = tokenizer.get_vocab()
     wanted = {token: kept.numbers[number] for token, number in known.items() if number in kept.numbers}
     found = backend.get_vocab(with_added_tokens=True)
@@ -31,10 +34,9 @@ def shrink_tokenizer(tokenizer: Any, kept: KeptTokens) -> Any:
     return with_backend(tokenizer, backend)
 
 
-def shrink(described: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
-    """Return the content of a tokenizer.json with the tokens that have a new number, by their old one."""
-    found = copy.deepcopy(dict(described))
-    model = found["model"]
+def _shrink(described: dict[str, Any], numbers: Mapping[int, int]) -> None:
+    """Leave only the tokens of `numbers`, old number -> new, in the content of a tokenizer.json, in place."""
+    model = described["model"]
     if model["type"] == "Unigram":
         model["vocab"] = [entry for number, entry in enumerate(model["vocab"]) if number in numbers]
         model["unk_id"] = numbers.get(model["unk_id"])
@@ -42,13 +44,12 @@ def shrink(described: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str
         model["vocab"] = {token: numbers[old] for token, old in model["vocab"].items() if old in numbers}
     if model["type"] == "BPE":
         model["merges"] = [merge for merge in model["merges"] if _stays(merge, model["vocab"])]
-    for added in found["added_tokens"]:
+    for added in described["added_tokens"]:
         added["id"] = numbers[added["id"]]
-    if found["padding"] is not None:
-        found["padding"]["pad_id"] = numbers[found["padding"]["pad_id"]]
-    if found["post_processor"] is not None:
-        _renumber(found["post_processor"], numbers)
-    return found
+    if described["padding"] is not None:
+        described["padding"]["pad_id"] = numbers[described["padding"]["pad_id"]]
+    if described["post_processor"] is not None:
+        _renumber(described["post_processor"], numbers)
 
 
 def _stays(merge: str | Sequence[str], vocabulary: Mapping[str, int]) -> bool:
@@ -57,6 +58,7 @@ def _stays(merge: str | Sequence[str], vocabulary: Mapping[str, int]) -> bool:
 
 
 def _renumber(step: dict[str, Any], numbers: Mapping[int, int]) -> None:
+    """Give the tokens that a post-processor adds to texts their new numbers, in place."""
     for inner in step.get("processors", ()):
         _renumber(inner, numbers)
     for name in ("sep", "cls"):  # of BertProcessing and RobertaProcessing: a token and its number
@@ -68,7 +70,7 @@ def _renumber(step: dict[str, Any], numbers: Mapping[int, int]) -> None:
 
 @dataclass(frozen=True)
 class CutBeside:
-    """How many of some texts a smaller vocabulary cuts otherwise, and how many tokens both make of all of them."""
+    """How many of some texts a smaller vocabulary cuts otherwise, and how many tokens each vocabulary makes of all."""
 
     texts: int
     otherwise: int
@@ -87,12 +89,11 @@ class CutBeside:
 
 
 def check_cuts(dense: Any, slim: Any, texts: Sequence[str], kept: KeptTokens) -> None:
-    """Check that two tokenizers of transformers cut texts alike where all tokens stay.
+    """Check that two tokenizers of transformers make the same tokens of texts whose tokens all stay.
 
-    Raises:
-        CutMismatchError: A text all of whose tokens stay is cut otherwise.
+    Raises CutMismatchError, which quotes the first text where they do not.
     """
-    both = (cut_texts(backend_of(tokenizer), texts) for tokenizer in (dense, slim))
+    both = (tokens_of(backend_of(tokenizer), texts) for tokenizer in (dense, slim))
     for text, before, after in zip(texts, *both, strict=True):
         if [kept.rows[token] for token in after] != before and kept.numbers.keys() >= {*before}:
             raise CutMismatchError(

@@ -25,7 +25,7 @@ class Trimmed:
 
     Attributes:
         model: Shares all weights but the cut ones with the dense model.
-        processor: What reads its texts.
+        processor: Its tokenizer or processor.
         kept: The tokens that stay.
         max_abs: Largest difference of any output between both models.
     """
@@ -42,10 +42,10 @@ class VocabularyFacts:
 
     Attributes:
         total, kept: Rows of the embedding before and after.
-        source: Where the texts are from, of which the tokens stay.
-        texts: How many these are.
-        min_count: How often a token occurs in them at least.
-        judged: How the texts that are evaluated are cut with it.
+        source: Where the texts whose tokens stay are from.
+        texts: How many texts these are.
+        min_count: How often a token had to occur in them to stay.
+        judged: How the texts that are evaluated are tokenized with and without the tokens that went.
         max_abs: Largest difference of any output between both models, on texts whose tokens stay.
     """
 
@@ -87,7 +87,7 @@ def trim_vocabulary(
         model: A model of transformers that reads texts.
         processor: Its tokenizer, of `tokenizers` and of the kind WordPiece, WordLevel, BPE or Unigram; or a processor
             that has one.
-        texts: Texts like those that will be read, all languages included: with what precedes them, such as a question's
+        texts: Texts like those that will be read, in all languages, and with what precedes them, such as a question's
             prompt, as a token may begin with a space or a line's end. Blank ones are left out.
         read: How often each token occurs in what is read beside the texts, if that is known.
         min_count: How often a token must occur in the texts to stay.
@@ -112,14 +112,15 @@ def trim_vocabulary(
         True
     """
     refuse_encoder_decoder(model.config, type(model).__name__)
-    total, texts = row_count(model), texts if isinstance(texts, str) else list(texts)
-    tokenizer = tokenizer_of(processor)
+    total, tokenizer = row_count(model), tokenizer_of(processor)
+    texts = texts if isinstance(texts, str) else list(texts)
+    backend = check_request(tokenizer, texts)
+    texts = [text for text in texts if text.strip()]
     prompts = model.reader.prompts if isinstance(model, TextEncoder) else []
-    backend, texts = check_request(tokenizer, texts), [text for text in texts if text.strip()]
     wrapped = [*([prompt + text for text in texts] for prompt in prompts), *in_chat(processor, texts)]
     counts = Counter(read or {})
     for some in wrapped:
-        counts |= count_tokens(backend, some)  # the larger count: these are the same texts
+        counts |= count_tokens(backend, some)  # the larger count of each token: these are the same texts
     kept = find_kept(
         tokenizer,
         texts,
@@ -138,12 +139,12 @@ def trim_vocabulary(
 
 
 def apply_kept(model: PreTrainedModel, processor: Any, kept: KeptTokens) -> tuple[PreTrainedModel, Any]:
-    """Return a model and its tokenizer or processor with the tokens that stay, unchecked."""
+    """Return copies of a model and its tokenizer or processor with the tokens that stay; outputs are not compared."""
     smaller = shrink_tokenizer(tokenizer_of(processor), kept)
     if hasattr(processor, "tokenizer"):
-        whole = copy.copy(processor)
-        renumber(whole, kept.numbers)
-        whole.tokenizer, smaller = smaller, whole
+        tokenizer, smaller = smaller, copy.copy(processor)
+        renumber(smaller, kept.numbers)
+        smaller.tokenizer = tokenizer
     slim = cut_rows(model, kept)
     if isinstance(slim, TextEncoder):
         slim.read_by(smaller)

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import RequestError
+from ...vocabulary.kept import pair_of
 
-# llama.cpp's name of a pre-tokenizer -> the regular expression, as tokenizer.json has it, and whether a word that is
-# itself a token is taken whole (`ignore_merges`).
-# Source: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, which quotes these expressions
+# Parts of the regular expressions in `_SPLITS`.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -32,6 +31,9 @@ def _cased_words(digits: str, ending: str = "") -> str:
     return rf"{cased}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
+# llama.cpp's name of a pre-tokenizer -> the regular expression, as tokenizer.json has it, and whether a word that is
+# itself a token is taken whole (`ignore_merges`).
+# Source: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, which quotes these expressions
 _SPLITS = {
     "llama-bpe": (_words(r"\p{N}{1,3}"), True),
     "smaug-bpe": (_words(r"\p{N}{1,3}"), False),
@@ -50,14 +52,13 @@ class Vocabulary:
 
     model: str  # `llama` (SentencePiece) or `gpt2` (byte-level BPE)
     pre: str  # name of the pre-tokenizer
-    tokens: tuple[str, ...]  # token of every row of the embedding
-    types: tuple[int, ...]  # types of the tokens, as in a GGUF file
-    # Scores of the tokens; the neighbours with the highest are joined first. Empty for `gpt2`.
-    scores: tuple[float, ...] = ()
-    merges: tuple[str, ...] = ()  # pairs that are joined, "left right", the first ones first. Empty for `llama`
+    tokens: tuple[str, ...]  # of every row of the embedding
+    types: tuple[int, ...]  # of the tokens, as in a GGUF file
+    scores: tuple[float, ...] = ()  # of the tokens: SentencePiece joins neighbours with the highest first. For `llama`
+    merges: tuple[str, ...] = ()  # pairs that are joined, "left right", the first ones first. For `gpt2`
     special: Mapping[str, int]  # numbers of the existing special tokens by name: bos, eos, unk, pad
     adds: Mapping[str, bool]  # whether bos and eos are put around a text
-    space_prefix: bool = False  # whether a space is put in front of a text; for `llama`
+    space_prefix: bool = False  # whether a space is put in front of a text. For `llama`
     chat_templates: Mapping[str, str]  # in Jinja by name, of which llama.cpp takes `default`
 
 
@@ -71,36 +72,23 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
     by_number = {number: token for token, number in known.items()}
     tokens = tuple(by_number.get(number, f"[unused{number}]") for number in range(size))
     sentence_piece, template = model.get("byte_fallback", False), tokenizer.chat_template
-    ids = tokenizer("a", add_special_tokens=True)["input_ids"]  # which shows what is put around a text
+    special = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk", "pad")}
+    around = tokenizer("a", add_special_tokens=True)["input_ids"]
     shared: dict[str, Any] = {
         "tokens": tokens,
-        "types": tuple(_types(tokens, described, tokenizer, by_number, has_bytes=sentence_piece)),
-        "special": {
-            name: number
-            for name in ("bos", "eos", "unk", "pad")
-            if (number := getattr(tokenizer, f"{name}_token_id", None)) is not None
-        },
-        "adds": {
-            name: bool(ids) and number is not None and number == ids[place]
-            for name, number, place in (("bos", tokenizer.bos_token_id, 0), ("eos", tokenizer.eos_token_id, -1))
-        },
+        "types": tuple(_types(tokens, described, special["unk"], by_number, has_bytes=sentence_piece)),
+        "special": {name: number for name, number in special.items() if number is not None},
+        "adds": {"bos": around[:1] == [special["bos"]], "eos": around[-1:] == [special["eos"]]},
         "chat_templates": {"default": template} if isinstance(template, str) else template or {},
     }
     if sentence_piece:
-        return Vocabulary(
-            model="llama",
-            pre="default",
-            scores=tuple(_scores(model, tokens)),
-            space_prefix=_space_prefix(described),
-            **shared,
-        )
-    # NFC leaves composed text as it is.
-    for step in _steps(described["normalizer"], "normalizers"):
-        if step["type"] != "NFC":
+        scores, space_prefix = tuple(_scores(model, tokens)), _space_prefix(described)
+        return Vocabulary(model="llama", pre="default", scores=scores, space_prefix=space_prefix, **shared)
+    for step in _steps(described["normalizer"]):
+        if step["type"] != "NFC":  # which leaves composed text as it is
             raise _refused(f"it changes texts by {step['type']} before it splits them")
-    # A merge may be given as a text, or as a pair of tokens.
-    merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"])
-    return Vocabulary(model="gpt2", pre=_pre_tokenizer(described), merges=tuple(merges), **shared)
+    merges = tuple(" ".join(pair_of(merge)) for merge in model["merges"])
+    return Vocabulary(model="gpt2", pre=_pre_tokenizer(described), merges=merges, **shared)
 
 
 def _refused(problem: str) -> RequestError:
@@ -128,14 +116,15 @@ def _described(tokenizer: Any) -> dict[str, Any]:
 def _types(
     tokens: tuple[str, ...],
     described: Mapping[str, Any],
-    tokenizer: Any,
+    unknown: int | None,
     by_number: Mapping[int, str],
     *,
     has_bytes: bool,
 ) -> Iterator[int]:
+    """Yield the type of each token in a GGUF file; SentencePiece's tokens are the ones that have bytes."""
     added = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in described["added_tokens"]}
     for number, token in enumerate(tokens):
-        if number == getattr(tokenizer, "unk_token_id", None) and has_bytes:
+        if number == unknown and has_bytes:
             yield UNKNOWN
         elif number in added:
             yield added[number]
@@ -152,37 +141,35 @@ def _scores(model: Mapping[str, Any], tokens: tuple[str, ...]) -> Iterator[float
     merges, the first one first. Both are the same if all pairs whose text is a token are merges, and the merges of one
     token are consecutive; else RequestError is raised.
     """
-    missing = sorted(_BYTE_TOKENS - set(tokens))
-    if missing:
+    if missing := sorted(_BYTE_TOKENS - set(tokens)):
         raise _refused(f"it has no token for the byte {missing[0]}, which llama.cpp falls back to")
-    pairs = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    merges = [pair_of(merge) for merge in model["merges"]]
     ranks: dict[str, int] = {}
     last = ""
-    for rank, (left, right) in enumerate(pairs):
+    for rank, (left, right) in enumerate(merges):
         joined = left + right
         if joined in ranks and joined != last:
             raise _refused(f"merges of the token {joined!r} stand apart, and SentencePiece has one score for a token")
         ranks.setdefault(joined, rank)
         last = joined
-    of_model, merges = set(model["vocab"]) - _BYTE_TOKENS, set(pairs)
+    of_model, pairs = set(model["vocab"]) - _BYTE_TOKENS, set(merges)
     for token in ranks:
         for cut in range(1, len(token)):
-            pair = (token[:cut], token[cut:])
-            if pair not in merges and pair[0] in of_model and pair[1] in of_model:
-                raise _refused(f"{pair[0]!r} and {pair[1]!r} are no merge, and SentencePiece would join them")
-    lowest = -float(len(pairs)) - 1
-    yield from (-float(ranks[token]) if token in ranks else lowest for token in tokens)
+            left, right = token[:cut], token[cut:]
+            if (left, right) not in pairs and left in of_model and right in of_model:
+                raise _refused(f"{left!r} and {right!r} are no merge, and SentencePiece would join them")
+    yield from (-float(ranks.get(token, len(merges) + 1)) for token in tokens)
 
 
 def _space_prefix(described: Mapping[str, Any]) -> bool:
     """Return whether SentencePiece puts a space in front of a text."""
     prefix = False
-    for step in _steps(described["normalizer"], "normalizers"):
+    for step in _steps(described["normalizer"]):
         if step["type"] == "Prepend" and step["prepend"] == "▁":
             prefix = True
         elif not (step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == "▁"):
             raise _refused(f"it changes texts by {step['type']} before it splits them")
-    for step in _steps(described["pre_tokenizer"], "pretokenizers"):
+    for step in _steps(described["pre_tokenizer"]):
         if step["type"] != "Metaspace" or step["replacement"] != "▁":
             raise _refused(f"it splits texts by {step['type']}")
         prefix = prefix or step.get("prepend_scheme") in ("always", "first")
@@ -190,8 +177,8 @@ def _space_prefix(described: Mapping[str, Any]) -> bool:
 
 
 def _pre_tokenizer(described: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for how byte-level BPE splits a text."""
-    steps = _steps(described["pre_tokenizer"], "pretokenizers")
+    """Return llama.cpp's name for how byte-level BPE splits a text; a RequestError if it has none."""
+    steps = _steps(described["pre_tokenizer"])
     ignore_merges = bool(described["model"].get("ignore_merges"))
     kinds = [step["type"] for step in steps]
     if not kinds or kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space"):
@@ -203,17 +190,18 @@ def _pre_tokenizer(described: Mapping[str, Any]) -> str:
             return "smollm"
     elif kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]:
         pattern = steps[0]["pattern"].get("Regex")
-        found = [name for name, split in _SPLITS.items() if split == (pattern, ignore_merges)]
-        if found:
-            return found[0]
+        for name, split in _SPLITS.items():
+            if split == (pattern, ignore_merges):
+                return name
         raise _refused(f"it splits texts by {pattern!r}, which is none of {', '.join((*_SPLITS, 'gpt-2', 'smollm'))}")
     raise _refused(f"it splits texts by {' and '.join(kinds)} in a way that is none of llama.cpp's")
 
 
-def _steps(part: Mapping[str, Any] | None, plural: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or a pre-tokenizer, which may be none, one or a sequence."""
+def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return the steps of a normalizer or a pre-tokenizer, which may be none, one or a sequence, also of sequences."""
     if part is None:
         return []
     if part["type"] != "Sequence":
-        return [dict(part)]
-    return [inner for step in part[plural] for inner in _steps(step, plural)]
+        return [part]
+    inner = part["normalizers"] if "normalizers" in part else part["pretokenizers"]
+    return [step for one in inner for step in _steps(one)]
