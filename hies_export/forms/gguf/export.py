@@ -129,7 +129,6 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
     types: Counter[str] = Counter()
     try:
         _write_sizes(writer, model, layout, dtype)
-        writer.add_vocab_size(len(vocabulary.tokens))
         _write_vocabulary(writer, vocabulary)
         for name, tensor in named_tensors(model, layout):
             kind = stored_type(name, tensor, dtype)
@@ -158,11 +157,14 @@ def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str
     """Write the sizes of the model: one number for all layers if they agree, else an array of all layers'."""
     import gguf
 
+    embedding: Any = model.get_input_embeddings()
+    rows, width = embedding.weight.shape
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{STORED_AS[dtype]}"])
     if dtype in IN_BLOCKS:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(rows)
     writer.add_context_length(layout.positions)
-    writer.add_embedding_length(model.config.get_text_config().hidden_size)
+    writer.add_embedding_length(width)
     writer.add_block_count(len(layout.sizes))
     uniform = len(set(layout.sizes)) == 1
     for add, field in (

@@ -76,7 +76,7 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
     around = tokenizer("a", add_special_tokens=True)["input_ids"]
     shared: dict[str, Any] = {
         "tokens": tokens,
-        "types": tuple(_types(tokens, described, special["unk"], by_number, has_bytes=sentence_piece)),
+        "types": tuple(_types(described, by_number, size, unknown=special["unk"] if sentence_piece else None)),
         "special": {name: number for name, number in special.items() if number is not None},
         "adds": {"bos": around[:1] == [special["bos"]], "eos": around[-1:] == [special["eos"]]},
         "chat_templates": {"default": template} if isinstance(template, str) else template or {},
@@ -113,25 +113,17 @@ def _described(tokenizer: Any) -> dict[str, Any]:
     return described
 
 
-def _types(
-    tokens: tuple[str, ...],
-    described: Mapping[str, Any],
-    unknown: int | None,
-    by_number: Mapping[int, str],
-    *,
-    has_bytes: bool,
-) -> Iterator[int]:
-    """Yield the type of each token in a GGUF file; SentencePiece's tokens are the ones that have bytes."""
-    added = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in described["added_tokens"]}
-    for number, token in enumerate(tokens):
-        if number == unknown and has_bytes:
-            yield UNKNOWN
-        elif number in added:
-            yield added[number]
-        elif number not in by_number:
-            yield UNUSED
-        else:
-            yield BYTE if has_bytes and token in _BYTE_TOKENS else NORMAL
+def _types(described: Mapping[str, Any], by_number: Mapping[int, str], size: int, *, unknown: int | None) -> list[int]:
+    """Return the types in a GGUF file of the tokens of `size` rows; `unknown` is SentencePiece's unknown token."""
+    types = [NORMAL if number in by_number else UNUSED for number in range(size)]
+    if described["model"].get("byte_fallback"):
+        for number, token in by_number.items():
+            types[number] = BYTE if token in _BYTE_TOKENS else NORMAL
+    for token in described["added_tokens"]:
+        types[token["id"]] = CONTROL if token["special"] else USER_DEFINED
+    if unknown is not None:
+        types[unknown] = UNKNOWN
+    return types
 
 
 def _scores(model: Mapping[str, Any], tokens: tuple[str, ...]) -> Iterator[float]:
