@@ -77,8 +77,6 @@ def stored_bytes(tensor: Tensor, kind: str, name: str) -> np.ndarray:
     array: np.ndarray = tensor.contiguous().numpy()
     if kind == "F16" and bool(tensor.abs().max() > torch.finfo(torch.float16).max):
         raise NonFiniteError(f"weights must fit into float16, but {name} has {tensor.abs().max():g}; use float32")
-    if kind in ("F32", "F16"):
-        return array.astype(np.float32 if kind == "F32" else np.float16)
     return np.ascontiguousarray(gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind]))
 
 

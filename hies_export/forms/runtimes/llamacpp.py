@@ -113,9 +113,9 @@ class LlamaCppRuntime(Runtime):
         """Check that Node and node-llama-cpp are installed."""
         if is_installed():
             return
-        what = "Node (20 or newer) is not installed"
-        if shutil.which("node") is not None:
-            what = f"there is no node_modules/node-llama-cpp in {os.environ.get(FOLDER_VARIABLE) or 'this folder'}"
+        what = f"there is no node_modules/node-llama-cpp in {os.environ.get(FOLDER_VARIABLE) or 'this folder'}"
+        if shutil.which("node") is None:
+            what = "Node (20 or newer) is not installed"
         build = _BUILDS.get((platform.system(), platform.machine()), "PLATFORM")
         raise MissingRuntimeError(
             f"runtime {cls.name!r} runs llama.cpp by node-llama-cpp, and {what}; install it with: npm i "
@@ -218,10 +218,9 @@ def _check_header(file: Path) -> None:
     """Refuse, by a DataError, a file that is not GGUF: node-llama-cpp would hang on it."""
     with file.open("rb") as stream:
         header = stream.read(24)
-    if len(header) == 24:
-        magic, version, tensors, values = struct.unpack("<4sIQQ", header)
-        if magic == b"GGUF" and version in (2, 3) and max(tensors, values) <= MOST_ENTRIES:
-            return
+    magic, version, tensors, values = struct.unpack("<4sIQQ", header.ljust(24, b"\0"))
+    if len(header) == 24 and magic == b"GGUF" and version in (2, 3) and max(tensors, values) <= MOST_ENTRIES:
+        return
     raise DataError(f"a GGUF file must begin with its magic number, version and sizes, and {file} does not")
 
 

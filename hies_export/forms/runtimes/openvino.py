@@ -34,10 +34,7 @@ class OpenVinoRuntime(GraphRuntime):
     hints: ClassVar[tuple[str, ...]] = ("bfloat16",)
     calibrated: ClassVar[Mapping[str, str]] = {"int8": "openvino"}
     bits: ClassVar[tuple[str, ...]] = dtypes
-    # As many as for ONNX Runtime: its copies differ because their weights have other memory addresses, as here.
-    loads: ClassVar[int] = 5
-    # Measured like the base class's: 497 to 512 neurons take the same time within 1 %, 513 to 528 take 2 to 4 % more.
-    width_step: ClassVar[int] = 16
+    loads: ClassVar[int] = 5  # as for ONNX Runtime, and for its reason: copies' weights have other memory addresses
 
     def __init__(self, source: str | Path, *, threads: int, dtype: str | None = None):
         self.require()

@@ -37,7 +37,7 @@ class BoundFeed:
 
     binding: Any
     values: tuple[Any, ...]
-    options: Any = None
+    options: Any = None  # as `_graph_number` makes them, for CUDA graphs
 
 
 class GraphRuntime(Runtime):
@@ -68,7 +68,7 @@ class OnnxRuntime(GraphRuntime):
     requested: ClassVar[str] = "CPUExecutionProvider"  # the execution provider that it must run on
     device: ClassVar[str] = "cpu"  # ONNX Runtime's name for the device of inputs and outputs
     extra: ClassVar[str] = "cpu"  # the extra of this package that installs ONNX Runtime for the provider
-    loads: ClassVar[int] = 5
+    loads: ClassVar[int] = 5  # copies of a model differ in time because their weights have other memory addresses
 
     def __init__(self, source: str | Path, *, threads: int):
         self.require()
@@ -129,8 +129,7 @@ class OnnxRuntime(GraphRuntime):
     @property
     def dtype(self) -> str:
         """The dtype of the graph's first output."""
-        kind = str(self._session.get_outputs()[0].type)
-        return _DTYPES.get(kind, kind)
+        return _dtype_of(self._session.get_outputs()[0])
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind tensors or ONNX Runtime's values; fill in missing masks, token types, positions and an empty cache."""
@@ -142,7 +141,7 @@ class OnnxRuntime(GraphRuntime):
             value = batch.get(node.name)
             if not isinstance(value, ort.OrtValue):
                 array = input_array(node.name, batch, self._cache_sizes)
-                array = np.ascontiguousarray(array, dtype=_NUMPY_TYPES[node.type])
+                array = np.ascontiguousarray(array, dtype=_dtype_of(node))
                 value = ort.OrtValue.ortvalue_from_numpy(array, self.device, 0)
             binding.bind_ortvalue_input(node.name, value)
             values.append(value)
@@ -194,14 +193,10 @@ class QuantizedOnnxRuntime(OnnxRuntime):
             return super()._open(Path(temporary) / QUANTIZED_FILE)
 
 
-_NUMPY_TYPES = {
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(bool)": np.bool_,
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-}
-_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16"}
+def _dtype_of(node: Any) -> str:
+    """Return the dtype of a session's input or output, as NumPy and torch name it."""
+    name = str(node.type).removeprefix("tensor(").removesuffix(")")
+    return "float32" if name == "float" else name
 
 
 def onnx_file(source: str | Path, name: str) -> Path:
