@@ -66,6 +66,7 @@ class Runtime(ABC):
     full: ClassVar[str | None] = None  # the runtime that computes the same graph in float32, if this one does not
     threads: int  # CPU threads within an operator
     cuda_graph: bool = False  # whether a run replays a captured CUDA graph
+    decodes: bool = False  # whether the model decodes from a key/value cache, which `prepare_step` needs
 
     @classmethod
     def require(cls) -> None:
@@ -86,11 +87,6 @@ class Runtime(ABC):
     @abstractmethod
     def dtype(self) -> str:
         """Name of the torch dtype that the model computes in, read from the loaded model."""
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the model decodes from a key/value cache, which `prepare_step` needs."""
-        return False
 
     @abstractmethod
     def prepare(self, batch: Mapping[str, Any]) -> Any:

@@ -87,6 +87,7 @@ class LlamaCppRuntime(Runtime):
     bits: ClassVar[tuple[str, ...]] = ("q8_0", "q4_0")
     loads: ClassVar[int] = 3
     width_step: ClassVar[int] = 1  # not measured, so every neuron is taken to count
+    decodes = True
 
     def __init__(self, source: str | Path, *, threads: int, exact: bool = False):
         self.require()
@@ -132,11 +133,6 @@ class LlamaCppRuntime(Runtime):
     def dtype(self) -> str:
         """The dtype that the file's matrices are stored in."""
         return _DTYPES.get(self._file_type, f"llama.cpp's file type {self._file_type}")
-
-    @property
-    def decodes(self) -> bool:
-        """True: all models that llama.cpp runs here generate from a cache."""
-        return True
 
     def prepare_step(self, batch: Mapping[str, Any]) -> int:
         """Send the tokens of a batch, to run the last one of each text with the others in the cache."""

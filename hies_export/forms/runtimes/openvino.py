@@ -62,6 +62,7 @@ class OpenVinoRuntime(GraphRuntime):
         # OpenVINO takes fewer than asked for if the machine has fewer cores.
         self.threads = int(self._model.get_property("INFERENCE_NUM_THREADS"))
         self.inputs, self.outputs, self._cache_sizes = name_tensors(file, graph)
+        self.decodes = any(name.startswith("past_key_values.") for name in self.inputs)
 
     @classmethod
     def require(cls) -> None:

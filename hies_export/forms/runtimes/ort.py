@@ -47,11 +47,6 @@ class GraphRuntime(Runtime):
     outputs: tuple[str, ...]
     _cache_sizes: dict[str, tuple[int, int]]  # as `cache_sizes` returns them
 
-    @property
-    def decodes(self) -> bool:
-        """Whether the graph takes a key/value cache."""
-        return any(name.startswith("past_key_values.") for name in self.inputs)
-
     def prepare_step(self, batch: Mapping[str, Any]) -> Any:
         """Run all tokens but the last to fill the cache, and prepare the last token with that cache."""
         prompt, step = split_last_token(batch)
@@ -88,6 +83,7 @@ class OnnxRuntime(GraphRuntime):
         shapes = {node.name: node.shape for node in self._session.get_inputs()}
         self.inputs, self._cache_sizes = tuple(shapes), cache_sizes(shapes)
         self.outputs = tuple(node.name for node in self._session.get_outputs())
+        self.decodes = any(name.startswith("past_key_values.") for name in self.inputs)
 
     @classmethod
     def require(cls) -> None:

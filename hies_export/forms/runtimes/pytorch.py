@@ -61,6 +61,7 @@ class TorchRuntime(Runtime):
         self._on_cuda = self._model.device.type == "cuda"
         self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         self._cache_name = cache_name(self._model)
+        self.decodes = self._model.can_generate() and self._cache_name is not None
         ask_for_output_alone(configs_of(self._model), cache=self.decodes)
 
     @property
@@ -73,11 +74,6 @@ class TorchRuntime(Runtime):
     def dtype(self) -> str:
         """The dtype of the parameters."""
         return str(self._model.dtype).removeprefix("torch.")
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the model generates with a key/value cache."""
-        return self._model.can_generate() and self._cache_name is not None
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch's inputs on the model's device, floating ones in its dtype, with positions for a decoder."""
