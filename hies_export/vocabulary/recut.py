@@ -89,29 +89,30 @@ class Recut:
 
     def _row(self, row: Batch) -> tuple[Batch, Batch]:
         """Return one row for both models; each value of `row` is (tokens,), without padding."""
-        ids, tokens = row["input_ids"], row["input_ids"]
-        if self.labels and "labels" in row:  # behind a mask, the label says which token it is
-            tokens = row["labels"].where(row["labels"] != IGNORED, ids)
+        ids, has_labels = row["input_ids"], self.labels and "labels" in row
+        # A mask hides a token, which its label says.
+        tokens = row["labels"].where(row["labels"] != IGNORED, ids) if has_labels else ids
         cuts = [self.pieces(token) for token in tokens.tolist()]
-        count = torch.tensor([*map(len, cuts)])
-        went = torch.tensor([token not in self.kept.numbers for token in tokens.tolist()])
-        if self.limit is not None and len(ids) > 1 and count.sum() > self.limit:
-            fits = count.flip(0).cumsum(0).flip(0) + count[0] <= self.limit
+        counts = torch.tensor([*map(len, cuts)])
+        if self.limit is not None and len(ids) > 1 and counts.sum() > self.limit:
+            # The first token stays, and as many of the last ones as fit beside it.
+            fits = counts.flip(0).cumsum(0).flip(0) + counts[0] <= self.limit
             fits[0] = True
             return self._row({name: value[fits] for name, value in row.items()})
-        slim = {name: value.repeat_interleave(count) for name, value in row.items()}
-        new = torch.tensor([piece for cut in cuts for piece in cut])
-        piece = torch.cat([torch.arange(1, len(cut) + 1) for cut in cuts]) * went.repeat_interleave(count)
-        masks = torch.tensor([self.pieces(token)[0] for token in ids.tolist()]).repeat_interleave(count)
-        slim["input_ids"] = masks.where((ids != tokens).repeat_interleave(count), new)
+        slim = {name: value.repeat_interleave(counts) for name, value in row.items()}
+        pieces = torch.tensor([piece for cut in cuts for piece in cut])
+        masks = torch.tensor([self.pieces(token)[0] for token in ids.tolist()]).repeat_interleave(counts)
+        slim["input_ids"] = masks.where((ids != tokens).repeat_interleave(counts), pieces)
+        went = torch.tensor([token not in self.kept.numbers for token in tokens.tolist()])
+        slim[PIECE_KEY] = torch.cat([torch.arange(1, len(cut) + 1) for cut in cuts]) * went.repeat_interleave(counts)
         for name in {*row} & {JUDGED_KEY, *TOKEN_PLACES, *([] if self.labels else ["labels"])}:
-            slim[name] = slim[name].masked_fill(piece > 1, FILL.get(name, 0))
-        if self.labels and "labels" in row:
-            read = slim["labels"] != IGNORED
-            read[: int(count[0]) * self.shift] = False  # nothing predicts a row's first token
+            slim[name] = slim[name].masked_fill(slim[PIECE_KEY] > 1, FILL.get(name, 0))  # the first piece has it
+        if has_labels:
+            labelled = slim["labels"] != IGNORED
+            labelled[: int(counts[0]) * self.shift] = False  # nothing predicts a row's first token
             row = row | {"labels": row["labels"].index_fill(0, torch.arange(self.shift), IGNORED)}
-            slim["labels"] = new.where(read, IGNORED)
-        return row, slim | {PIECE_KEY: piece}
+            slim["labels"] = pieces.where(labelled, IGNORED)
+        return row, slim
 
 
 def pieces_of(whole: Any, smaller: Any, unknown: int) -> Callable[[int], list[int]]:

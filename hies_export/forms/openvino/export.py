@@ -236,8 +236,7 @@ def _quantised(file: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict
                     activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
                     smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=SMOOTHING),
                 ),
-                # OpenVINO computes attention in float in any case; rounding its inputs would only cost time and
-                # precision.
+                # Attention is computed in float in any case; rounding its inputs would only cost time and precision.
                 ignored_scope=nncf.IgnoredScope(names=in_float, types=["ScaledDotProductAttention"], validate=False),
             )
         except Exception as error:  # NNCF has a class for each part of it, and no common one
@@ -267,7 +266,7 @@ def _write_set_apart(file: Path, feeds: Sequence[Mapping[str, np.ndarray]], targ
 
 
 def _layers(graph: Any) -> list[Any]:
-    """Return the linear layers of OpenVINO's graph: products with what follows from constants."""
+    """Return the linear layers of a graph of OpenVINO: products with a value that follows from constants alone."""
     return [node for node in graph.get_ops() if node.get_type_name() == "MatMul" and _constant(node.input_value(1))]
 
 
