@@ -219,6 +219,7 @@ def _replace_attention(graph: Any, node: Any) -> list[Any]:
     At 8 x 128 with 12 heads of 32, two cores, ONNX Runtime 1.32: 0.95 ms, MultiHeadAttention 1.78. With a cache, or
     another mask than a bias of scores, the node stays, and the list is empty.
     """
+    # Inputs at the end may be left out.
     query, key, value, bias, padding, scores, *past = (*node.inputs, *[None] * 6)[:8]
     constant = None if bias is None else bias.const_value
     if padding is not None or any(past) or (bias is not None and constant is None) or key is None or value is None:
