@@ -7,7 +7,6 @@ largest activations are computed apart.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ...checkpoint.beside import write_json
 from ...checkpoint.folders import Contents, new_folder, refuse_existing
 from ...errors import ExportError, RequestError, require_package
 from ...progress import quiet
@@ -167,7 +167,7 @@ def quantize_openvino(
         copy_beside(exported, staging)
         graph, settings = _quantised(exported.file, rows)
         openvino.save_model(graph, str(staging / OPENVINO_FILE), compress_to_fp16=False)
-        (staging / "openvino_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_json(staging / "openvino_config.json", settings)
         one = OnnxRuntime(exported.file, threads=torch.get_num_threads()).compute(rows[0])
         other = OpenVinoRuntime(staging / OPENVINO_FILE, threads=torch.get_num_threads()).compute(rows[0])
         max_abs = largest_difference(one, other, rows[0])
