@@ -41,8 +41,8 @@ SMOOTHING = 0.5
 # Neurons of a layer that are set apart: as many as a kernel computes in the time of one.
 APART = 16
 # Operators that compute each neuron by itself: those that only scale or shift, and those that make an activation.
-_PLAIN = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub"})
-_BENDING = frozenset(
+_SCALING = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub"})
+_ACTIVATIONS = frozenset(
     {
         *("BiasGelu", "Clip", "Elu", "Erf", "FastGelu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu"),
         *("Mish", "Pow", "QuickGelu", "Relu", "Sigmoid", "Softplus", "Sqrt", "Swish", "Tanh"),
@@ -83,12 +83,12 @@ def set_apart(program: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
 
 def _are_neurons(value: Any) -> bool:
     """Return whether a value is computed by elementwise operators, one of them an activation, from linear layers."""
-    layers, stack, bends = 0, [value], False
+    layers, stack, has_activation = 0, [value], False
     while stack:
         node = stack.pop().producer()
-        if node is None or node.op_type not in _PLAIN | _BENDING:
+        if node is None or node.op_type not in _SCALING | _ACTIVATIONS:
             return False
-        bends |= node.op_type in _BENDING
+        has_activation |= node.op_type in _ACTIVATIONS
         for given in node.inputs:
             if given is None or given.const_value is not None:
                 continue
@@ -96,7 +96,7 @@ def _are_neurons(value: Any) -> bool:
                 layers += 1
             else:
                 stack.append(given)
-    return bends and layers > 0
+    return has_activation and layers > 0
 
 
 def _computed_for(neurons: np.ndarray, value: Any, new: Rewrite, width: int) -> Any:
