@@ -1,4 +1,4 @@
-"""Refuse a model that cannot be kept, or does not suit its calibration rows, before anything is computed."""
+"""Refuse a model that does not run on its calibration rows, or that no checkpoint gives back."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) ->
     """Refuse a model that cannot be run on its calibration rows, judged or saved.
 
     Raises:
-        RequestError: The model fails on the rows, its weights are not finite, its padding token or its classes are not
-            what its config says, or its generation config cannot be saved.
+        RequestError: The model fails on the rows, its weights are not finite, it needs a padding token that its config
+            lacks, its config names more or fewer classes than it has, or its generation config cannot be saved.
     """
     _check_padding_token(model, batches)
     sample = first_samples(batches[0])
@@ -41,17 +41,16 @@ def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) ->
                 f"id2label must name every class of the model, but its config names {len(classes.names)} ({classes}), "
                 f"and the head of {type(model).__name__} gives {given}; name as many"
             )
-    if model.can_generate():  # transformers reads some generation configs with a warning, and does not save them
-        must = (
-            f"a generation config must be one that transformers saves, but that of this {type(model).__name__} is not"
-        )
+    if model.can_generate():  # some generation configs are read with a warning, but cannot be saved
+        name = type(model).__name__
+        must = f"a generation config must be one that transformers saves, but that of this {name} is not"
         remedy = "correct model.generation_config, or generation_config.json beside the weights"
         with tempfile.TemporaryDirectory() as folder, refusing(must, remedy):
             model.generation_config.save_pretrained(folder)
 
 
 def warn_of_one_class(batches: Sequence[Batch], what: str, so: str) -> None:
-    """Warn if all rows of a use, in words, are of one class, and of what follows."""
+    """Warn if all labels are of one class; `what` the rows are and what happens `so` are words of the warning."""
     classes = torch.cat([batch["labels"] for batch in batches if "labels" in batch] or [torch.empty(0)])
     if len(classes) > 1 and len(classes.unique()) == 1:
         logger.warning(
@@ -63,7 +62,9 @@ def warn_of_one_class(batches: Sequence[Batch], what: str, so: str) -> None:
 
 def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
     """Refuse a model that finds the end of a text by a padding token that is none of its tokens."""
-    pad = model.config.get_text_config().pad_token_id if finds_end_by_padding(model) else 0
+    if not finds_end_by_padding(model):
+        return
+    pad = model.config.get_text_config().pad_token_id
     # Without one, it reads the last token of a text that is alone in its batch.
     alone = pad is None and all(len(batch["input_ids"]) == 1 for batch in batches)
     if not alone and not is_token(pad, model.config):
@@ -74,29 +75,32 @@ def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> No
 
 
 def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor:
-    """Return the prediction of a batch, or refuse a model that fails on data: a device and a dtype refuse more."""
+    """Return the output of the last part of a batch; refuse a model that fails on its device and in its dtype.
+
+    Weights that are not finite are refused too. Other outputs that are not finite are returned.
+    """
     must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
         for part in in_rows(batch, task.at_once(batch)):
             output = task.output(model, part)
-            if not (finite := bool(output.isfinite().all())):
+            if not output.isfinite().all():
                 break
-    if not finite:
-        wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
-        if wrong:
-            raise RequestError(
-                f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
-                "infinity; take an earlier checkpoint"
-            )
+    if not output.isfinite().all() and (
+        wrong := [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    ):
+        raise RequestError(
+            f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
+            "infinity; take an earlier checkpoint"
+        )
     return output
 
 
 def check_in_memory(model: PreTrainedModel) -> None:
-    """Refuse a model that was changed in ways that neither its copies nor its files would keep.
+    """Refuse a model that was changed in ways that neither its copies nor its checkpoints would keep.
 
-    A forward that is a function put on a module computes with that module even in a copy, as after
-    `model.forward = torch.compile(model.forward)`. A checkpoint gives back the parameters of the class and the config,
-    and no others. Layers may have been resized.
+    A forward that was put on a module, as by `model.forward = torch.compile(model.forward)`, computes with that module
+    even in a copy. A checkpoint gives back only the parameters that the class makes of the config; their sizes may
+    differ.
 
     Raises:
         RequestError: A module has such a forward, a parameter holds no data, or names of parameters, or which of them

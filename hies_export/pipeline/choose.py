@@ -17,15 +17,7 @@ from ..select.cost import CostTable, Goal, check_reachable, lowest_ratio, shares
 from ..units.units import Selection
 from .pruning import Pruning
 from .search import budget_where, nothing, search
-from .stages import (
-    Choice,
-    Trial,
-    choice_of,
-    predict_trial,
-    score,
-    select,
-    token_weights_of,
-)
+from .stages import Choice, Trial, choice_of, predict_trial, score, select, token_weights_of
 from .trials import Trials, choose_alpha, choose_by_agreement
 
 # If held-out rows decide how much to remove, the removable cost is divided into this many sizes.
@@ -33,45 +25,46 @@ SIZES = 100
 
 
 def choose(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores] = ()) -> Choice:
-    """Choose the units that stay as the options ask, by scores that may be known already.
+    """Choose the units that stay as the options ask, by scores that are computed if not given.
 
     `alpha: auto` and `criterion: auto` are chosen on the held-out rows.
     """
-    if pruning.budget.heads == 0:
+    budget = pruning.budget
+    if budget.heads == 0:
         return nothing(pruning, statistics, (scored or score(pruning, statistics))[0])
-    table = cost_table(pruning)
-    if pruning.budget.searched:
-        return search(pruning, statistics, scored or score(pruning, statistics), sizes_of(pruning, table), table)
-    goal = Goal(heads=pruning.budget.heads)
+    table = _cost_table(pruning)
+    scored = scored or score(pruning, statistics)
+    if budget.searched:
+        return search(pruning, statistics, scored, sizes_of(pruning, table), table)
+    goal = Goal(heads=budget.heads)
     if table is not None:
-        assert pruning.budget.ratio is not None
-        goal = Goal(ratio=pruning.budget.ratio / table.dense, table=table)
+        assert budget.ratio is not None
+        goal = Goal(ratio=budget.ratio / table.dense, table=table)
     pick = _by_agreement if pruning.options.criterion == AUTO else _by_alpha
-    trial, judged = pick(pruning, statistics, scored or score(pruning, statistics), goal)
+    trial, judged = pick(pruning, statistics, scored, goal)
     return choice_of(pruning, statistics, trial, outcome=_outcome(pruning, table, trial.selection), **judged)
 
 
 def choose_within(pruning: Pruning, statistics: Statistics, share: float, like: Choice) -> Choice:
-    """Choose what stays within a share of the FLOPs, by the scores and the weights of tokens of another choice."""
+    """Choose the units that stay within a share of the FLOPs, by the scores and weights of tokens of another choice."""
     assert like.scores is not None
     check_reachable(pruning.scored, pruning.flops_table, ratio=share, constraints=pruning.options.constraints)
     selection = select(pruning, like.scores, Goal(ratio=share, table=pruning.flops_table))
-    trial = Trial(like.scores, selection, like.token_weights)
     outcome = Outcome(Budget(flops=share), predicted=pruning.flops_left(selection))
-    return choice_of(pruning, statistics, trial, outcome=outcome)
+    return choice_of(pruning, statistics, Trial(like.scores, selection, like.token_weights), outcome=outcome)
 
 
 def _by_agreement(
     pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal
 ) -> tuple[Trial, dict[str, Any]]:
-    """Choose the criterion, and the weights of tokens, whose refitted model agrees most with the dense one.
+    """Return the cut whose refitted model agrees most with the dense one, over criteria and weights of tokens.
 
-    Also return the field of a `Choice` that says what was judged.
+    Also return the field of a `Choice` that says how the candidates were judged, with its value.
     """
-    trials, weights = _trials(pruning, statistics), token_weights_of(pruning)
+    trials = _trials(pruning, statistics)
     pruning.progress.stage("choose the criterion on held-out rows")
     candidates = [Trial(scores, select(pruning, scores, goal)) for scores in scored]
-    tried = choose_by_agreement(candidates, weights, trials, progress=pruning.progress)
+    tried = choose_by_agreement(candidates, token_weights_of(pruning), trials, progress=pruning.progress)
     (chosen,) = (one for one in tried if one.chosen)
     return replace(candidates[chosen.candidate], token_weights=chosen.token_weights), {"tried": tried}
 
@@ -79,7 +72,10 @@ def _by_agreement(
 def _by_alpha(
     pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal
 ) -> tuple[Trial, dict[str, Any]]:
-    """Choose by the scores; of several alphas, the one that does best on held-out rows. Returns as `_by_agreement`."""
+    """Return the cut by the only scores, or by those of the alpha that does best on held-out rows.
+
+    Also return the field of a `Choice` that says how the alphas were judged, with its value.
+    """
     weights = token_weights_of(pruning)[0]
     if len(scored) == 1:
         return Trial(scored[0], select(pruning, scored[0], goal), weights), {}
@@ -96,10 +92,10 @@ def _trials(pruning: Pruning, statistics: Statistics) -> Trials:
 
 
 def sizes_of(pruning: Pruning, table: CostTable | None) -> list[Goal]:
-    """Return goals that remove more and more of the dense model, for budgets that held-out rows decide.
+    """Return goals that remove more and more of the dense model, for a budget that is searched for on held-out rows.
 
-    Each removes 1 / `SIZES` more of the time or FLOPs that can be removed. If only heads go and nothing is timed, each
-    removes one bundle of heads more. Raises PlanError if the constraints allow no cut.
+    Each removes 1 / `SIZES` more of the time or FLOPs that can be removed. If only heads are removed and nothing is
+    timed, each removes one more bundle of heads. Raises PlanError if the constraints allow no cut.
     """
     scored, constraints = pruning.scored, pruning.options.constraints
     found: list[Goal] = []
@@ -121,14 +117,14 @@ def sizes_of(pruning: Pruning, table: CostTable | None) -> list[Goal]:
     return found
 
 
-def cost_table(pruning: Pruning) -> CostTable | None:
-    """Return the table of the cost that the budget counts or times; None if it does neither.
+def _cost_table(pruning: Pruning) -> CostTable | None:
+    """Return what every bundle of units saves of what the budget counts or times; None if it does neither.
 
-    Raises PlanError if the constraints allow no cut that meets the budget.
+    Cuts are timed if the budget is one of time. Raises PlanError if the constraints allow no cut that meets it.
     """
     budget = pruning.budget
     if budget.timed is None:
-        return pruning.counted_table  # which `check_pruning` has held against the budget
+        return pruning.counted_table  # `check_pruning` has checked that a cut can meet the budget
     pruning.progress.stage("time cuts of several sizes, to predict the time of a plan")
     table = pruning.time_cuts(pruning)
     if budget.ratio is not None:
@@ -137,10 +133,11 @@ def cost_table(pruning: Pruning) -> CostTable | None:
 
 
 def _outcome(pruning: Pruning, table: CostTable | None, selection: Selection) -> Outcome:
-    """Return the budget with what the table of cost predicts; `run` adds what is measured."""
+    """Return the budget with the predicted cost of a selection, or of a budget of heads with the share removed."""
     budget = budget_where(pruning, pruning.budget)
     if table is None:
         heads = [kept for kept in selection.values() if kept.kind == ATTENTION]
-        return Outcome(budget, found=Found(sum(len(of.removed) for of in heads) / sum(of.total for of in heads)))
+        removed = sum(len(kept.removed) for kept in heads) / sum(kept.total for kept in heads)
+        return Outcome(budget, found=Found(removed))
     predicted = table.left(selection, pruning.scored, unit=pruning.options.unit)
     return Outcome(budget, predicted=predicted * table.dense, table=table.measured or ())

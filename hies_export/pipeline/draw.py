@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import datasets
@@ -17,7 +17,6 @@ from ..errors import RequestError
 from ..evaluate.interval import LEAST_FOR_LOSS, Looks, confidence_of_each, rate_rows_needed
 from ..evaluate.promise import loss_words
 from ..forms.deployment import SEARCHED, fewer_bits
-from ..recipe.budget import KeepBudget
 from ..recipe.sections import (
     CalibrationSection,
     CompoundSection,
@@ -32,19 +31,18 @@ from .recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
 
 logger = logging.getLogger(__name__)
 
-# Held-out rows on which `alpha: auto` is chosen.
-HELD_OUT_SAMPLES = 256
-# Held-out rows on which `criterion: auto` is chosen: its candidates differ by few predictions.
-AUTO_SAMPLES = 512
+# Number of held-out rows on which `alpha: auto` is chosen, and `criterion: auto`, whose candidates differ by few
+# predictions.
+HELD_OUT_SAMPLES, AUTO_SAMPLES = 256, 512
 # Quality is judged on the same rows, whatever the seed of a run.
 EVALUATION_SEED = 0
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The splits that a run reads, by the sections of its recipe; without `held_out`, choices are made on further rows.
+    """The splits that a run reads, by the sections of its recipe.
 
-    Further rows are those of the calibration split that are not scored on.
+    Without `held_out`, choices are made on rows of the calibration split that are not scored on.
     """
 
     data: DataSection
@@ -57,19 +55,14 @@ class Splits:
         """Whether the held-out rows come from the evaluated split, which is then divided."""
         return self.held_out is not None and self.held_out.split == self.evaluation.split
 
-    @property
-    def together(self) -> str | None:
-        """The column whose equal values keep rows on one side of a division; None if there is none."""
-        return self.data.together
-
     def until(self, rows: datasets.Dataset, end: int) -> int:
-        """Return the first place from `end` on at which drawn rows can be divided."""
-        if self.together is None:
+        """Return the first index from `end` on at which drawn rows can be divided, so that no query or group is."""
+        if self.data.together is None:
             return min(end, len(rows))
-        return run_end(common_values(rows, self.together), end)
+        return run_end(common_values(rows, self.data.together), end)
 
     def counted(self, rows: datasets.Dataset) -> int:
-        """Return how many rows are judged: all, or those that have a query."""
+        """Return how many rows can be judged: all, or of queries and documents those that have a query."""
         if self.data.query is None or self.data.query not in rows.column_names:
             return len(rows)
         return sum(value is not None for value in common_values(rows, self.data.query))
@@ -77,34 +70,39 @@ class Splits:
 
 @dataclass(frozen=True)
 class Draws:
-    """Numbers of samples to draw from the calibration split, in the order of a seed."""
+    """Numbers of samples to draw from the calibration split, in the order of a seed.
+
+    Attributes:
+        scoring: From the start.
+        held_out: After those to score on, or from the split that the recipe holds out.
+        compensation: From the start again.
+        apart: Whether held-out samples are kept out of the refit too, if there are enough.
+        promised: How many of the held-out samples the promise of a compound is made on: the last ones.
+        compound: Name of the compound; empty without one.
+    """
 
     seed: int
     scoring: int
-    held_out: int  # after those to score on
-    compensation: int  # from the start again
-    apart: bool = False  # whether held-out samples are kept out of the refit too, if there are enough
-    promised: int = 0  # held-out samples for the promise of a compound, after those for choices
-    compound: str = ""  # its name
+    held_out: int
+    compensation: int
+    apart: bool = False
+    promised: int = 0
+    compound: str = ""
 
     @classmethod
     def of(
         cls, options: PruneSection, calibration: CalibrationSection, compound: CompoundSection | None = None
     ) -> Draws:
         """Return the draws of a run, by its options and the compound that it asks for."""
-        promised = 0 if compound is None else compound.samples
-        by_choice = {
-            "keep": 0 if options.goal.keep is None else options.goal.keep.samples,
-            "criterion: auto": AUTO_SAMPLES,
-            "alpha: auto": HELD_OUT_SAMPLES,
-            None: 0,
-        }
+        keep, promised = options.goal.keep, 0 if compound is None else compound.samples
+        by_choice = {"criterion: auto": AUTO_SAMPLES, "alpha: auto": HELD_OUT_SAMPLES, None: 0}
+        chosen_on = by_choice[options.judged_on_held_out] if keep is None else keep.samples
         return cls(
             seed=calibration.seed,
             scoring=calibration.samples,
-            held_out=by_choice[options.judged_on_held_out] + promised,
+            held_out=chosen_on + promised,
             compensation=0 if options.compensation is None else options.compensation.samples,
-            apart=options.criterion == AUTO or options.goal.keep is not None or promised > 0,
+            apart=options.criterion == AUTO or keep is not None or promised > 0,
             promised=promised,
             compound="" if compound is None else compound.name,
         )
@@ -121,13 +119,15 @@ class Drawn:
 
 
 def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSection, draws: Draws) -> Drawn:
-    """Return the samples to score on, to choose on, to refit on, and to judge a promise on."""
+    """Draw the samples to score on, to choose on, to refit on, and to make the promise of a compound on.
+
+    Raises RequestError if the calibration split has none left to hold out.
+    """
     split, separate = splits.calibration.split, _separate_held_out(splits, load, draws)
-    # How many held-out rows come from the calibration split.
-    needed = draws.held_out if separate is None else 0
+    needed = draws.held_out if separate is None else 0  # from the calibration split
     count = max(draws.scoring + needed, draws.compensation + (needed if draws.apart else 0))
     drawn = load(split, samples=count, shuffle_seed=draws.seed)
-    # Of queries and documents, rows with a query come first, and others cannot be judged.
+    # Rows with a query come first, and the others, which only add documents, cannot be judged.
     available = splits.counted(drawn)
     if needed and available <= splits.until(drawn, draws.scoring):
         raise RequestError(_too_few(options, draws, split, available))
@@ -141,8 +141,8 @@ def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSe
     def part(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
         return rows.select(list(range(splits.until(rows, start), splits.until(rows, start + count))))
 
-    # A promise is not judged on rows that layers are refitted on. Where there are too few rows for both, a third is
-    # left for the refit.
+    # A promise is not made on rows that layers are refitted on. If there are too few rows for both, a third is left for
+    # the refit.
     promises = needed > 0 and (draws.promised > 0 or options.goal.keep is not None)
     for_refit = max(available - needed, available // 3 if promises else 0)
     start = max(draws.scoring, min(draws.compensation, for_refit) if draws.apart else 0)
@@ -157,7 +157,7 @@ def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSe
 
 
 def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], draws: Draws) -> datasets.Dataset | None:
-    """Return the held-out rows of the split that the recipe names for them; None if it needs or names none."""
+    """Return rows of the split that the recipe holds out; None if it names none, or nothing is chosen on such rows."""
     if not draws.held_out or splits.held_out is None:
         return None
     count = splits.held_out.samples or draws.held_out
@@ -168,6 +168,7 @@ def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], dr
 
 
 def _too_few(options: PruneSection, draws: Draws, split: str, available: int) -> str:
+    """Return the error if none of the available rows of a split is left to hold out."""
     what = options.judged_on_held_out or draws.compound or "alpha: auto"
     remedies = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha", draws.compound: "leave it out"}
     remedy = remedies.get(what, "choose another budget")
@@ -194,7 +195,7 @@ def evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets
 def _divided(
     splits: Splits, asked: HeldOutSection, load: Callable[..., datasets.Dataset]
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Return the samples of the evaluated split to hold out, and the others, in the same random order for every run."""
+    """Return the rows of the evaluated split to hold out, and the others, in a random order that every run shares."""
     split = splits.evaluation.split
     rows = load(split, samples=None, shuffle_seed=EVALUATION_SEED)
     wanted = asked.samples or splits.counted(rows) // 2
@@ -211,15 +212,15 @@ def _divided(
 def _warn_of_fewer(field: str, asked: int, there: int, split: str, held_out: int = 0) -> None:
     """Warn if a split has fewer samples, beside those that are held out, than a field of the recipe asks for."""
     if there < asked:
-        beside = f" beside the {held_out:,} held out" if held_out else ""
-        only = f"{there:,}{beside}"
+        only = f"{there:,} beside the {held_out:,} held out" if held_out else f"{there:,}"
         logger.warning("%s is %s, but the split %r has only %s: all are used", field, f"{asked:,}", split, only)
 
 
 def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: bool) -> tuple[Looks, ...]:
-    """Return all that a promise can be searched with, most looks first; only a classifier has compounds.
+    """Return how often a promise may be looked at by the number of held-out rows, most looks first.
 
-    A budget of `keep` takes the last. The others let it hold out the rows of a deployment, where there are enough.
+    Only a classifier has compounds. A budget of `keep`, without `deploy`, looks as the last one says; the others are
+    there so that it holds out the same rows as a deployment, if there are enough.
     """
     bits = fewer_bits(task, () if deploy is None else deploy.runtimes)
     compounds = [Looks(SEARCHED, compounds=len(FLOPS_TO_TRY), bits=bits)] if classifies else []
@@ -230,9 +231,12 @@ def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: boo
 class Promise:
     """A promise in words, and how many rows it takes.
 
-    `sizes` are numbers of rows that are enough, the largest first; a larger one allows more looks. At most `most` rows
-    are held out, and `limited` says whether the recipe gives that number. `blocks` says that rows are blocks of text:
-    each has many predictions, so exactly one of `sizes` is held out.
+    Attributes:
+        words: What is promised.
+        sizes: Numbers of rows that are enough, the largest first, which allows most looks.
+        most: Largest number of rows to hold out.
+        limited: Whether the recipe gives `most`.
+        blocks: Whether rows are blocks of text: each has many predictions, so exactly one of `sizes` is held out.
     """
 
     words: str
@@ -247,12 +251,16 @@ class Promise:
     ) -> Promise | None:
         """Return the promise of a recipe; None if it makes none.
 
-        `metric` is the metric of which a share is promised, see `pruning.promised_metric`; None for a share of the
-        predictions.
+        `metric` is that of which a share is promised, see `pruning.promised_metric`; None for one of the predictions.
         """
-        keep, compound = recipe.goal.keep, recipe.compound
-        looks = all_looks(task, recipe.deploy, classifies=classifies and metric is None)
-        kept = None if keep is None else cls._of_keep(keep, metric, looks)
+        keep, compound, kept = recipe.goal.keep, recipe.compound, None
+        if keep is not None:
+            if keep.predictions is None:
+                words, sizes = loss_words(keep), [LEAST_FOR_LOSS]
+            else:
+                looks = all_looks(task, recipe.deploy, classifies=classifies and metric is None)
+                words, sizes = f"{100 * keep.predictions:g} %", [one.rows(keep.predictions, metric) for one in looks]
+            kept = cls(words, tuple(sizes), keep.samples, "samples" in keep.model_fields_set)
         if compound is None:
             return kept
         needed = rate_rows_needed(compound.disagreement, confidence_of_each(len(recipe.shares)))
@@ -261,24 +269,16 @@ class Promise:
         least = max(needed + min(choices, needed), 0 if kept is None else 2 * kept.sizes[-1])
         return cls(compound.promise, (least,), draws.held_out)
 
-    @classmethod
-    def _of_keep(cls, keep: KeepBudget, metric: str | None, looks: Sequence[Looks]) -> Promise:
-        limited = "samples" in keep.model_fields_set
-        if keep.predictions is None:
-            return cls(loss_words(keep), (LEAST_FOR_LOSS,), keep.samples, limited)
-        sizes = (one.rows(keep.predictions, metric) for one in looks)
-        return cls(f"{100 * keep.predictions:g} %", tuple(sizes), keep.samples, limited)
-
     def of_queries(self, rows: int) -> Promise:
-        """Return the same where every query has up to so many rows."""
+        """Return the same promise of queries, of which each has up to so many rows, in numbers of rows."""
         sizes = tuple(rows * size for size in self.sizes)
         return replace(self, sizes=sizes, most=max(self.most, sizes[-1]))
 
     def count(self, rows: int, *, evaluated: int | None = None) -> int:
         """Return how many of `rows` rows the promise is made on, so that the others judge it; 0 if there are too few.
 
-        At most `most` and three quarters of the rows are used. `evaluated` rows are left over, unless the rest is too
-        small for any of `sizes`. Within these limits, it is the larger of two thirds of the rows and the largest of
+        At most `most` rows and three quarters of all are used, and `evaluated` rows are left over, unless the rest is
+        too small for any of `sizes`. Within these limits, it is the larger of two thirds of the rows and the largest of
         `sizes` that fits; for blocks, the latter alone.
         """
         room = min(self.most, 3 * rows // 4)
@@ -291,23 +291,21 @@ class Promise:
 
 
 def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datasets.Dataset]) -> Splits:
-    """Return splits that hold out rows for a promise; the other evaluated rows judge it.
+    """Return splits that hold out rows of the evaluated split for a promise; the other evaluated rows judge it.
 
-    The model was often trained on the split that units are scored on, and is surer of those rows than of new ones. So
-    the promise is made on rows of the evaluated split, unless the recipe holds out others. Two slices of one split are
-    alike: further rows of the scored one will do. They must do, with a warning, if the evaluated rows are too few.
+    The model was often trained on the split that units are scored on, and is surer of those rows than of new ones.
+    So a promise is not made on further rows of that split, unless both splits are slices of one, the recipe names other
+    held-out rows, or the evaluated rows are too few, of which it warns. The splits then stay as they are.
     """
-    scored, evaluation, together = splits.calibration.split, splits.evaluation, splits.together
+    evaluation, together = splits.evaluation, splits.data.together
+    split = evaluation.split
     if promise is None or splits.held_out is not None or promise.most < promise.sizes[-1]:
         return splits
-    split = evaluation.split
-    if whole_split(split) == whole_split(scored):
+    if whole_split(split) == whole_split(splits.calibration.split):
         return splits
     if evaluation.rows == "first":
-        _warn_of_no_promise(
-            promise, splits, f"evaluation.rows: first leaves no rows of {split!r} to draw", "leave it out"
-        )
-        return splits
+        why = f"evaluation.rows: first leaves no rows of {split!r} to draw"
+        return _without_promise(splits, promise, why, "leave it out")
     loaded = load(split, samples=1 if together is None else None)
     rows = total = taken_from(loaded)
     if together is not None:
@@ -315,32 +313,30 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
         of_queries = [value for value in common_values(loaded, together) if value is not None]
         rows = len(of_queries)
         promise = promise.of_queries(math.ceil(rows / max(1, len(set(of_queries)))))
-    # All of them, before some are held out, are all that are left.
+    # Who asks for all rows then evaluates all that are left.
     everything = evaluation.samples in (None, rows, total)
     count = promise.count(rows, evaluated=None if everything else evaluation.samples)
     if not count:
-        enough = math.ceil(4 * promise.sizes[-1] / 3)
-        why = f"the split {split!r} has {rows:,} rows, too few to promise {promise.words} on some and to judge it on "
-        _warn_of_no_promise(
-            promise, splits, f"{why}the others, which takes {enough:,}", "evaluate on more rows, ask for less"
+        why = (
+            f"the split {split!r} has {rows:,} rows, too few to promise {promise.words} on some and to judge it on the "
+            f"others, which takes {math.ceil(4 * promise.sizes[-1] / 3):,}"
         )
-        return splits
+        return _without_promise(splits, promise, why, "evaluate on more rows, ask for less")
     if promise.limited and count < promise.most:
         logger.warning(
             "%s samples for the promise are asked for, but the split %r has %s: %s are held out, and the others judge",
-            f"{promise.most:,}",
-            split,
-            f"{rows:,}",
-            f"{count:,}",
+            *(f"{promise.most:,}", split, f"{rows:,}", f"{count:,}"),
         )
     if everything and evaluation.samples is not None:
         evaluation = evaluation.model_copy(update={"samples": evaluation.samples - count})
     return replace(splits, evaluation=evaluation, held_out=HeldOutSection(split=split, samples=count))
 
 
-def _warn_of_no_promise(promise: Promise, splits: Splits, why: str, remedy: str) -> None:
+def _without_promise(splits: Splits, promise: Promise, why: str, remedy: str) -> Splits:
+    """Return the splits as they are, with a warning that the promise is made on rows of the scored split."""
     logger.warning(
         "%s: %s is promised on further rows of %r, and if the model was trained on these, it keeps less of new ones; "
         "%s, or name rows as held_out",
         *(why, promise.words, splits.calibration.split, remedy),
     )
+    return splits

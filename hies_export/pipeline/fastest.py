@@ -7,10 +7,9 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
 from transformers import PreTrainedModel
 
 from .. import processes
@@ -93,86 +92,43 @@ class Decision:
     dense_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A cut whose model, or whose compound, keeps the promise in one way, and the time that it takes by its FLOPs."""
-
-    way: DeployWay
-    decision: Decision
-    takes: float = math.inf  # relative to the first form; unknown for a compound
-    form: Form | None = None
-
-
 def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, forms: Forms) -> Decision:
-    """Return the cut that keeps the promise in the least time; nothing is cut where a dense form is the answer.
+    """Return the cut that keeps the promise in the least time; one that removes nothing if a dense form is fastest.
 
     The dense model is judged and timed in all forms. The largest cut is searched for in the fastest of those that keep
     the promise; of a classifier, compounds of deeper cuts are tried too. When the time of `deploy` is over, the search
     ends with what it has found. Raises PlanError if the dense model keeps the promise in no form.
     """
     assert delivery.deploy is not None
-    looks, share, began = looks_of(pruning, delivery), delivery.deploy.keep, time.monotonic()
+    looks, began = looks_of(pruning, delivery), time.monotonic()
     promise = promise_of(pruning, looks.confidence)
     pruning.progress.stage("evaluate the dense model on the held-out rows")
     judge = pruning.judge(pruning.rows.held_out, **judging(promise), progress=pruning.progress)
     ways = _in_time(delivery, find_ways(type(pruning.task), delivery.deploy.runtimes))
     tried = try_dense(forms, judge, ways, partial(quick_times, pruning, delivery))
-    able = [way for way in tried if way.at_least is not None]
-    order = sorted((w for w in able if (w.at_least or 0.0) >= share), key=lambda way: way.dense_ratio or 0.0)
-    if not order:
-        best = max(able, key=lambda way: way.at_least or 0.0)
-        whole, more = "the dense model itself", "more held-out rows"
-        if pruning.trimming is not None:
-            whole, more = "the model without the tokens that go", "vocabulary.files more texts like the held-out rows"
-        raise PlanError(
-            f"keep asks for {asked_words(promise)}, and {whole} keeps at least {100 * (best.at_least or 0.0):.2f} % in "
-            f"its best form ({best.runtime}, {best.bits}); ask for less, or give {more}"
-        )
+    able = _that_keep(promise, delivery.deploy.keep, tried, trimmed=pruning.trimming is not None)
     # Exporting, judging and timing the answer takes about as long as trying the dense model did, which is left for it.
     spent = time.monotonic() - began
     hurried = replace(pruning, progress=Until(pruning.progress, delivery.deadline - spent))
-    scored: list[Scores] = []
-    found: list[_Found] = []
+    search = _Search(pruning, hurried, delivery, statistics, forms, promise, judge, tried)
     try:
-        _trace_a_cut(hurried, forms)
-        scored += score(hurried, statistics)
-        for one in _search_ways(hurried, statistics, scored, promise, judge, order[: looks.forms], tried):
-            found += _as_files(pruning, statistics, forms, judge, promise, one)
-        if looks.compounds:
-            like = found[0].decision.choice if found else None
-            for kind in COMPOUNDS.values():
-                found += _joined(hurried, delivery, statistics, scored, forms, kind, tried, like)
-        if len(found) > 1:
-            hurried.progress.stage("time the cuts that were found")
-            running = [one.form for one in found if one.form is not None]
-            times = ratios(
-                quick_times(hurried, delivery, running, compounds=any(one.decision.compound for one in found))
-            )
-            found = [min(zip(times, found, strict=True), key=lambda pair: pair[0])[1]]
+        search.run(able[: looks.forms], compounds=bool(looks.compounds))
     except OutOfTime as error:
         pruning.progress.stage(str(error))
-        for way in order[: looks.forms]:
-            if way in tried:  # and so was not searched
+        for way in able[: looks.forms]:
+            if way in tried:  # a way that was searched has been replaced
                 tried[tried.index(way)] = replace(way, search=str(error))
-    if found:
-        decision = min(found, key=lambda one: one.takes).decision
+    if search.found:
+        decision = min(search.found, key=lambda one: one.takes).decision
     else:
         pruning.progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
-        scores = scored[0] if scored else Scores(pruning.options.criterion, {}, {})  # there was no time to rank units
-        assert order[0].kept is not None
-        outcome = replace(promise, found=Found(order[0].kept, order[0].at_least))
-        decision = Decision(replace(nothing(pruning, statistics, scores, outcome), served=_served(pruning, order[0])))
+        fastest = able[0]
+        assert fastest.kept is not None
+        # Without scores there was no time to rank units.
+        scores = search.scored[0] if search.scored else Scores(pruning.options.criterion, {}, {})
+        outcome = replace(promise, found=Found(fastest.kept, fastest.at_least))
+        decision = Decision(replace(nothing(pruning, statistics, scores, outcome), served=_served(pruning, fastest)))
     return replace(decision, ways=tuple(tried), dense_seconds=spent)
-
-
-def _trace_a_cut(pruning: Pruning, forms: Forms) -> None:
-    """Export a cut that takes a bundle from every module, so that no further cut has to be traced; see `Traces`."""
-    pruning.progress.stage("trace a cut")
-    unit = pruning.options.unit
-    lost = {module.name: 1 for module in pruning.scored if bundle_count(module, unit) > 1}
-    forms.add("one cut", cut_bundles(pruning.model, pruning.scored, lost, unit=unit))
-    with contextlib.suppress(HiesError):  # then every cut is traced
-        forms.plain("one cut")
 
 
 def _in_time(delivery: Delivery, ways: Sequence[Way]) -> Iterator[Way]:
@@ -184,52 +140,163 @@ def _in_time(delivery: Delivery, ways: Sequence[Way]) -> Iterator[Way]:
         yield way
 
 
-def _search_ways(
-    pruning: Pruning,
-    statistics: Statistics,
-    scored: Sequence[Scores],
-    promise: Outcome,
-    judge: Judge,
-    ways: Sequence[DeployWay],
-    tried: list[DeployWay],
-) -> Iterator[_Found]:
-    """Yield the largest cut that keeps the promise in each way that has one; note in `tried` what was judged."""
-    sizes, best, guessed = sizes_of(pruning, None), math.inf, None
-    known: dict[str, dict[Key, TriedCut]] = {}
-    for way in ways:
-        pruning.progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
+def _that_keep(promise: Outcome, share: float, tried: Sequence[DeployWay], *, trimmed: bool) -> list[DeployWay]:
+    """Return the ways in which the dense model keeps a share, the fastest first; raise PlanError if there is none."""
+    able = [way for way in tried if way.at_least is not None]
+    if found := [way for way in able if (way.at_least or 0.0) >= share]:
+        return sorted(found, key=lambda way: way.dense_ratio or 0.0)
+    best = max(able, key=lambda way: way.at_least or 0.0)
+    whole, more = "the dense model itself", "more held-out rows"
+    if trimmed:
+        whole, more = "the model without the tokens that go", "vocabulary.files more texts like the held-out rows"
+    raise PlanError(
+        f"keep asks for {asked_words(promise)}, and {whole} keeps at least {100 * (best.at_least or 0.0):.2f} % in "
+        f"its best form ({best.runtime}, {best.bits}); ask for less, or give {more}"
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A cut or compound that keeps the promise, its form, and the time that it takes by its FLOPs."""
+
+    decision: Decision
+    form: Form
+    takes: float = math.inf  # relative to the first form; unknown for a compound
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A search for the fastest form: what it works with, and what it has found so far.
+
+    Attributes:
+        pruning, hurried: The pruning, and the same with a progress that raises OutOfTime when time is over.
+        promise, judge: The promise on the held-out rows, and its judge.
+        tried: The forms of the dense model; replaced by what is found of the cuts in them.
+        scored: Scores to cut by, once units are ranked.
+        found: The cuts that keep the promise.
+    """
+
+    pruning: Pruning
+    hurried: Pruning
+    delivery: Delivery
+    statistics: Statistics
+    forms: Forms
+    promise: Outcome
+    judge: Judge
+    tried: list[DeployWay]
+    scored: list[Scores] = field(default_factory=list)
+    found: list[_Found] = field(default_factory=list)
+
+    def run(self, ways: Sequence[DeployWay], *, compounds: bool) -> None:
+        """Search for cuts in some ways, and for compounds if asked; of several that are found, keep the fastest."""
+        self._trace_a_cut()
+        self.scored.extend(score(self.hurried, self.statistics))
+        self._search_in(ways)
+        if compounds:
+            like = self.found[0].decision.choice if self.found else None
+            for kind in COMPOUNDS.values():
+                self._join(kind, like)
+        if len(self.found) > 1:
+            self.hurried.progress.stage("time the cuts that were found")
+            joined = any(one.decision.compound for one in self.found)
+            timed = quick_times(self.hurried, self.delivery, [one.form for one in self.found], compounds=joined)
+            times = ratios(timed)
+            self.found[:] = [self.found[times.index(min(times))]]
+
+    def _trace_a_cut(self) -> None:
+        """Export a cut that takes a bundle from every module, so that no further cut has to be traced; see `Traces`."""
+        pruning, unit = self.hurried, self.pruning.options.unit
+        pruning.progress.stage("trace a cut")
+        lost = {module.name: 1 for module in pruning.scored if bundle_count(module, unit) > 1}
+        self.forms.add("one cut", cut_bundles(pruning.model, pruning.scored, lost, unit=unit))
+        with contextlib.suppress(HiesError):  # then every cut is traced
+            self.forms.plain("one cut")
+
+    def _search_in(self, ways: Sequence[DeployWay]) -> None:
+        """Find the largest cut that keeps the promise in each way, if it has one; note in `tried` what was judged."""
+        pruning, guessed = self.hurried, None
+        sizes, best = sizes_of(pruning, None), math.inf
+        known: dict[str, dict[Key, TriedCut]] = {}
+        for way in ways:
+            dense_ratio = way.dense_ratio or 1.0
+            pruning.progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
+            try:
+                guessed = guessed or guess(pruning, self.statistics, self.promise, self.scored, sizes)
+                choice = search_near(
+                    pruning,
+                    self.statistics,
+                    self.promise,
+                    guessed,
+                    sizes,
+                    served=_served(pruning, way),
+                    judge=self.judge,
+                    at_least=_largest_not_worth(pruning, guessed.scores, sizes, UNSURE * best / dense_ratio),
+                    known=known.setdefault(way.bits, {}),
+                )
+            except HiesError as error:
+                logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
+                self.tried[self.tried.index(way)] = replace(way, search=str(error))
+                continue
+            assert choice.outcome is not None
+            left = pruning.flops_left(choice.plan.kept)
+            best = min(best, dense_ratio * left)
+            self.tried[self.tried.index(way)] = replace(way, judged=choice.outcome.judged, flops=left)
+            self._add_file(way, choice, dense_ratio * left)
+
+    def _add_file(self, way: DeployWay, choice: Choice, takes: float) -> None:
+        """Export a cut, and add it to `found` if the file keeps the promise.
+
+        It is judged again because it may have been judged on another runtime in the same bits.
+        """
+        pruning, judge, budget = self.pruning, self.judge, self.promise.budget
+        name = f"{way.runtime}-{way.bits}-cut"
+        self.forms.add(name, trial_model(pruning, self.statistics, choice.trial))
+        form = self.forms.form(name, way.runtime, way.bits)
+        if budget.met(judge.found(budget, form.predict(judge.batches, judge.task, pruning.progress))):
+            self.found.append(_Found(Decision(choice), form, takes))
+        else:
+            logger.warning("no cut is deployed on %s in %s: its file breaks the promise", way.runtime, way.bits)
+
+    def _join(self, kind: type[Compound], like: Choice | None) -> None:
+        """Add compounds of a classifier that keep the promise, in the form in which the dense model is fastest.
+
+        The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
+        """
+        assert self.delivery.deploy is not None
+        able = [
+            way
+            for way in self.tried
+            if way.runtime in kind.runtimes and way.problem is None and way.bits not in RUNTIMES[way.runtime].calibrated
+        ]
+        if not able or self.forms.exporter.options.unquantized not in self.forms.exports_of("dense"):
+            return
+        way = min(able, key=lambda way: way.dense_ratio or 0.0)
+        asked = kind(
+            disagreement=1 - self.delivery.deploy.keep,
+            confidence=(1 + looks_of(self.pruning, self.delivery).confidence) / 2,  # its interval is one-sided
+            shares=FLOPS_TO_TRY,
+            runtime=RUNTIMES[way.runtime].full or way.runtime,
+            bits=way.bits,
+        )
         try:
-            guessed = guessed or guess(pruning, statistics, promise, scored, sizes)
-            choice = search_near(
-                pruning,
-                statistics,
-                promise,
-                guessed,
-                sizes,
-                served=_served(pruning, way),
-                judge=judge,
-                at_least=_not_worth(pruning, way, guessed.scores, sizes, best),
-                known=known.setdefault(way.bits, {}),
-            )
+            joined = _in_sizes(self.hurried, asked, self.statistics, self.scored, self.forms, like)
         except HiesError as error:
-            logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
-            tried[tried.index(way)] = replace(way, search=str(error))
-            continue
-        assert choice.outcome is not None
-        left = pruning.flops_left(choice.plan.kept)
-        best = min(best, (way.dense_ratio or 1.0) * left)
-        tried[tried.index(way)] = replace(way, judged=choice.outcome.judged, flops=left)
-        yield _Found(way, Decision(choice), (way.dense_ratio or 1.0) * left)
+            logger.warning("no %s is deployed on %s in %s: %s", asked.name, way.runtime, way.bits, error)
+            return
+        sizes = tuple(one.tried for one in joined)
+        for one in joined:
+            if one.cut is not None and one.form is not None:
+                cut = replace(one.cut, served=_served(self.pruning, way))
+                self.found.append(_Found(Decision(cut, asked, sizes), one.form))
 
 
-def _not_worth(pruning: Pruning, way: DeployWay, scores: Scores, sizes: Sequence[Goal], best: float) -> int:
-    """Return the largest size whose cut, predicted by FLOPs, is clearly slower than the best one found; 0 if none."""
+def _largest_not_worth(pruning: Pruning, scores: Scores, sizes: Sequence[Goal], most: float) -> int:
+    """Return the largest size whose cut leaves more than a share of the FLOPs, so that it is too slow; 0 if none."""
 
     def too_slow(size: int) -> bool:
-        left = pruning.flops_left(select(pruning, scores, sizes[size - 1]))
-        return (way.dense_ratio or 1.0) * left > UNSURE * best
+        return pruning.flops_left(select(pruning, scores, sizes[size - 1])) > most
 
-    return largest(len(sizes), too_slow) if best < math.inf else 0
+    return largest(len(sizes), too_slow) if most < math.inf else 0
 
 
 def _served(pruning: Pruning, way: DeployWay) -> TimedSection:
@@ -239,71 +306,10 @@ def _served(pruning: Pruning, way: DeployWay) -> TimedSection:
     )
 
 
-def _as_files(
-    pruning: Pruning, statistics: Statistics, forms: Forms, judge: Judge, promise: Outcome, found: _Found
-) -> list[_Found]:
-    """Export a cut, judge the file, and return the cut with it in a list, which is empty if it breaks the promise.
-
-    It is judged again because it may have been judged on another runtime in the same bits.
-    """
-    choice, way = found.decision.choice, found.way
-    forms.add(name := f"{way.runtime}-{way.bits}-cut", trial_model(pruning, statistics, choice.trial))
-    form = forms.form(name, way.runtime, way.bits)
-    if promise.budget.met(judge.found(promise.budget, form.predict(judge.batches, judge.task, pruning.progress))):
-        return [replace(found, form=form)]
-    logger.warning("no cut is deployed on %s in %s: its file breaks the promise", way.runtime, way.bits)
-    return []
-
-
-def _joined(
-    pruning: Pruning,
-    delivery: Delivery,
-    statistics: Statistics,
-    scored: Sequence[Scores],
-    forms: Forms,
-    kind: type[Compound],
-    tried: Sequence[DeployWay],
-    like: Choice | None,
-) -> list[_Found]:
-    """Return compounds of a classifier that keep the promise, in the form in which the dense model is fastest.
-
-    The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
-    """
-    assert delivery.deploy is not None
-    if forms.exporter.options.unquantized not in forms.exports_of("dense"):
-        return []
-    able = [
-        way
-        for way in tried
-        if way.runtime in kind.runtimes and way.problem is None and way.bits not in RUNTIMES[way.runtime].calibrated
-    ]
-    if not able:
-        return []
-    way = min(able, key=lambda way: way.dense_ratio or 0.0)
-    asked = kind(
-        disagreement=1 - delivery.deploy.keep,
-        confidence=(1 + looks_of(pruning, delivery).confidence) / 2,  # its interval is one-sided
-        shares=FLOPS_TO_TRY,
-        runtime=RUNTIMES[way.runtime].full or way.runtime,
-        bits=way.bits,
-    )
-    try:
-        joined = _in_sizes(pruning, asked, statistics, scored, forms, like)
-    except HiesError as error:
-        logger.warning("no %s is deployed on %s in %s: %s", asked.name, way.runtime, way.bits, error)
-        return []
-    sizes = tuple(one.tried for one in joined)
-    return [
-        _Found(way, Decision(replace(one.cut, served=_served(pruning, way)), asked, sizes), form=one.form)
-        for one in joined
-        if one.cut is not None and one.form is not None
-    ]
-
-
 def find_compound(pruning: Pruning, asked: Compound, statistics: Statistics, forms: Forms) -> Decision:
-    """Return the cut to one of some shares of the FLOPs whose compound answers the held-out rows fastest.
+    """Return the cut whose compound answers the held-out rows fastest, of those to `asked.shares` of the FLOPs.
 
-    Raises PlanError if no share has a compound that keeps the promise.
+    Raises PlanError if none has a compound that keeps the promise.
     """
     processes.refuse_several(f"a {asked.name} that chooses its size")
     scored = score(pruning, statistics)
@@ -311,23 +317,16 @@ def find_compound(pruning: Pruning, asked: Compound, statistics: Statistics, for
     joined = _in_sizes(pruning, asked, statistics, scored, forms, None)
     running = [one.form for one in joined if one.form is not None]
     if not running:
-        tried = [one.tried for one in joined]
-        problems = "; ".join(f"with {size.flops:.2f} of the FLOPs, {size.problem}" for size in tried)
+        problems = "; ".join(f"with {one.tried.flops:.2f} of the FLOPs, {one.tried.problem}" for one in joined)
         raise PlanError(f"no {asked.name} keeps the promise: {problems}")
     pruning.progress.stage(f"time every {asked.name} on the held-out rows")
     in_batches = rows_by_shape({BATCH: in_mixed_order(pruning.rows.promise, BATCH)})
-    timed = time_forms([dense, *running], in_batches, progress=pruning.progress)
-    times = iter(ratios(timed)[1:])
-    sizes = [one.tried if one.form is None else replace(one.tried, time=next(times)) for one in joined]
-    _, best = min((size.time, number) for number, size in enumerate(sizes) if size.time is not None)
-    choice = joined[best].cut
+    _, *times = ratios(time_forms([dense, *running], in_batches, progress=pruning.progress))
+    choice = next(one.cut for one in joined if one.form is running[times.index(min(times))])
+    left = iter(times)
+    sizes = [one.tried if one.form is None else replace(one.tried, time=next(left)) for one in joined]
     assert choice is not None
     return Decision(choice, asked, tuple(sizes))
-
-
-def answers_of(pruning: Pruning) -> torch.Tensor:
-    """Return the dense model's logits on the rows that a promise is made on, (rows, classes)."""
-    return pruning.dense_predictions(pruning.rows.promise).values
 
 
 def _in_sizes(
@@ -338,7 +337,10 @@ def _in_sizes(
     forms: Forms,
     like: Choice | None,
 ) -> list[Joined[Choice]]:
-    """Join cuts to several shares of the FLOPs, by the scores of another choice if there is one; see `join_sizes`."""
+    """Join cuts to several shares of the FLOPs with the dense model, see `join_sizes`.
+
+    Units are chosen by the scores of `like`, or without it as the options ask.
+    """
 
     def cut(share: float) -> tuple[Choice, PreTrainedModel, float]:
         if like is None:
@@ -348,7 +350,7 @@ def _in_sizes(
             choice = choose(within, statistics, scored)
         else:
             choice = choose_within(pruning, statistics, share, like)
-        model = trial_model(pruning, statistics, choice.trial)
-        return choice, model, pruning.flops_left(choice.plan.kept)
+        return choice, trial_model(pruning, statistics, choice.trial), pruning.flops_left(choice.plan.kept)
 
-    return join_sizes(forms, asked, cut, batches=pruning.rows.promise, answers=answers_of(pruning))
+    rows = pruning.rows.promise
+    return join_sizes(forms, asked, cut, batches=rows, answers=pruning.dense_predictions(rows).values)

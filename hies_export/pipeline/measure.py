@@ -25,16 +25,14 @@ from ..recipe.budget import Found, Outcome
 from ..recipe.sections import ExportSection
 from ..units.counts import Both, Shape
 from .delivery import Delivery, Saved, on_rows
-from .fastest import Decision, answers_of, looks_of, quick_times
+from .fastest import Decision, looks_of, quick_times
 from .pruning import Pruning
 from .stages import Slim
 
 # Sizes of the batches in which forms are timed on the rows.
 BATCHES = (1, 8, 32)
-# So many of the forms that keep the promise of a deployment, the fastest, are timed in all sizes.
-CANDIDATES = 2
-# How often each of them is loaded for that.
-LOADS = 3
+# Number of the fastest forms that keep the promise of a deployment to time in all sizes, and how often each is loaded.
+CANDIDATES, LOADS = 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,216 +66,210 @@ def measure(
     Both are counted, and timed on every runtime that the recipe names. All forms of both, in fewer bits and joined in a
     compound, are then judged and timed beside each other.
     """
-    if delivery.deploy is not None:
-        in_int8 = any(
-            way.bits == "int8" and way.bits not in RUNTIMES[way.runtime].calibrated for way in _ways(decision)
+    return _Measuring(pruning, delivery, forms, decision, folder).run(slim, saved)
+
+
+class _Measuring:
+    """Work of `measure` on its arguments; `ways` are those of a deployment that serve the dense model."""
+
+    def __init__(self, pruning: Pruning, delivery: Delivery, forms: Forms, decision: Decision, folder: Path):
+        self.pruning, self.delivery, self.forms, self.folder = pruning, delivery, forms, folder
+        self.decision, self.deploy = decision, delivery.deploy
+        self.ways = [way for way in decision.ways if way.problem is None]
+
+    def run(self, slim: Slim, saved: Saved) -> Measured:
+        """Export, count, judge and time."""
+        pruning, delivery, forms, folder = self.pruning, self.delivery, self.forms, self.folder
+        if self.deploy is not None:  # the export of the run has the bits that were tried
+            in_int8 = any(way.bits == "int8" and way.bits not in RUNTIMES[way.runtime].calibrated for way in self.ways)
+            options = delivery.export.model_copy(update={"quantize": "int8" if in_int8 else None})
+            forms.exporter = replace(delivery.exporter, options=options)
+            self.delivery = delivery = replace(delivery, exporter=forms.exporter)
+        dense = "dense" if pruning.trimming is None else "whole"
+        forms.add(dense, pruning.dense)
+        forms.map(dense)
+        exports = self._export(slim)
+        assert delivery.source is not None
+        with pruning.clock("measure"):
+            stored = Both(delivery.source.bytes, saved.bytes)
+            how: dict[str, Any] = {"modules": pruning.modules, "batches": pruning.shapes, "stored": stored}
+            sizes = measure_both(forms, delivery.measure, dense=dense, **how)
+            judge = pruning.judge(pruning.rows.evaluation, index=None)
+            on_dense_index = judge.on_dense_index()
+            joined = self._join()
+            running = self._forms(joined, same=not slim.plan.removes)
+            judged = self._judge(running, on_dense_index)
+            best, step = None, 0
+            if running:
+                judged, best, step = self._time(running, judged, joined=joined is not None)
+            deployment = self._deployment(judge, judged, best, step)
+            compound = self._compound(judge, joined, judged[-1].stability) if joined else ({}, {})
+            file = judge_exported(forms.export("slim", delivery.export), folder, on_dense_index, judged)
+        add_graphs(exports.values(), folder / "slim")
+        if isinstance(slim.model, TextEncoder):
+            _serve(slim.model, exports, judged, deployment, folder)
+        return Measured(
+            sizes=sizes,
+            exported=exports[delivery.export.unquantized],
+            file=file,
+            forms=judged,
+            deployment=deployment,
+            compound=compound,
+            outcome=self._with_cost(sizes),
         )
-        export = delivery.export.model_copy(update={"quantize": "int8" if in_int8 else None})
-        delivery = replace(delivery, exporter=replace(delivery.exporter, options=export))
-        forms.exporter = delivery.exporter
-    dense = "dense" if pruning.trimming is None else "whole"
-    forms.add(dense, pruning.dense)
-    forms.map(dense)
-    exports = _export(pruning, delivery, forms, slim, folder)
-    assert delivery.source is not None
-    with pruning.clock("measure"):
-        stored = Both(delivery.source.bytes, saved.bytes)
-        how: dict[str, Any] = {"modules": pruning.modules, "batches": pruning.shapes, "stored": stored}
-        sizes = measure_both(forms, delivery.measure, dense=dense, **how)
-        judge = pruning.judge(pruning.rows.evaluation, index=None)
-        on_dense_index = judge.on_dense_index()
-        joined = _join(pruning, forms, decision, folder)
-        running = _forms(pruning, delivery, forms, decision, joined, same=not slim.plan.removes)
-        judged = _judge(pruning, delivery, running, decision, on_dense_index)
-        best, step = None, 0
-        if running:
-            judged, best, step = _time(pruning, delivery, decision, running, judged, joined=joined is not None)
-        deployment = None
-        if delivery.deploy is not None:
-            deployment = _deployment(pruning, delivery, forms, decision, judge, judged, best, step, folder)
-        compound = (
-            _compound(pruning, delivery, forms, decision, judge, joined, judged[-1].stability) if joined else ({}, {})
-        )
-        file = judge_exported(forms.export("slim", delivery.export), folder, on_dense_index, judged)
-    add_graphs(exports.values(), folder / "slim")
-    if isinstance(slim.model, TextEncoder):
-        _serve(slim.model, exports, judged, deployment, folder)
-    return Measured(
-        sizes=sizes,
-        exported=exports[delivery.export.unquantized],
-        file=file,
-        forms=judged,
-        deployment=deployment,
-        compound=compound,
-        outcome=_with_cost(pruning, delivery, forms, decision.choice.outcome, sizes),
-    )
 
+    def _export(self, slim: Slim) -> dict[ExportSection, Export]:
+        """Export the slim model into the folder of a run, and quantise the export if asked."""
+        progress, exporter, options = self.pruning.progress, self.forms.exporter, self.delivery.export
+        plain = options.unquantized
+        with self.pruning.clock("export"):
+            progress.stage(f"export to {plain.format.upper()}, and compare with torch")
+            found = {plain: exporter.export(slim.model, self.folder / plain.format, plain)}
+            if options.quantize:
+                progress.stage(f"quantise to {options.quantize}, and compare with float32")
+                place = self.folder / f"{options.format}-{options.quantize}"
+                found[options] = exporter.quantize(found[plain], place, options)
+        self.forms.add("slim", slim.model, found)
+        self.forms.map("slim")
+        return found
 
-def _ways(decision: Decision) -> list[DeployWay]:
-    return [way for way in decision.ways if way.problem is None]
+    def _join(self) -> Export | None:
+        """Write the compound of both models into the folder of a run; None if none is asked for."""
+        if (asked := self.decision.compound) is None:
+            return None
+        self.pruning.progress.stage(f"join both models in a {asked.name}, and compare it with them")
+        slim, dense, rows = self.forms.plain("slim"), self.forms.plain("dense"), self.pruning.rows.promise
+        answers = self.pruning.dense_predictions(rows).values
+        return asked.join(slim, dense, self.folder / asked.folder, batches=rows, answers=answers)
 
+    def _forms(self, joined: Export | None, *, same: bool) -> list[Form]:
+        """Return all forms of a run, the dense float32 graph first; none of a model that is exported as several graphs.
 
-def _export(
-    pruning: Pruning, delivery: Delivery, forms: Forms, slim: Slim, folder: Path
-) -> dict[ExportSection, Export]:
-    """Export the slim model into the folder of a run, and quantise the export if asked."""
-    options, plain = delivery.export, delivery.export.unquantized
-    with pruning.clock("export"):
-        pruning.progress.stage(f"export to {plain.format.upper()}, and compare with torch")
-        found = {plain: forms.exporter.export(slim.model, folder / plain.format, plain)}
-        if options.quantize:
-            pruning.progress.stage(f"quantise to {options.quantize}, and compare with float32")
-            place = folder / f"{options.format}-{options.quantize}"
-            found[options] = forms.exporter.quantize(found[plain], place, options)
-    forms.add("slim", slim.model, found)
-    forms.map("slim")
-    return found
+        If both models are the `same`, these are those of the dense one alone. When the time of `deploy` is nearly over,
+        they are the form to deploy, the first dense one, and those of the same runtimes and bits.
+        """
+        if self.pruning.task.in_parts:
+            return []
+        compound, served = self.decision.compound, self.decision.choice.served
+        if self.deploy is None:
+            ways = self.delivery.measure.ways_to_judge(self.delivery.export, compound)
+        else:
+            ways = [(way.runtime, way.bits) for way in self.ways]
+            if self._hurried and served is not None:
+                ways = [way for way in ways if way in (ways[0], (served.runtime, served.dtype))]
+        # A form with a calibration of its own is made of the slim model only if the dense one keeps the promise in it.
+        broken = {
+            (way.runtime, way.bits)
+            for way in self.ways
+            if way.bits in RUNTIMES[way.runtime].calibrated and self._breaks(way)
+        }
+        found = []
+        for way in ways:
+            names = ("dense",) if same or way in broken else ("dense", "slim")
+            found += [self.forms.form(name, *way) for name in names]
+        if compound is not None and joined is not None:
+            found.append(compound.form(joined))
+        return found
 
+    def _judge(self, running: Sequence[Form], judge: Judge) -> list[Judged]:
+        """Judge forms on the evaluation rows, and those of a deployment by what they keep on the held-out rows too."""
+        pruning = self.pruning
+        if self.deploy is None:
+            return judge_forms(running, judge, progress=pruning.progress)
+        held_out = pruning.judge(pruning.rows.held_out, confidence=looks_of(pruning, self.delivery).confidence)
+        known = {(way.runtime, way.bits): way for way in self.ways}
+        found = []
+        for form in running:
+            way = known.get((form.runtime, str(form.bits)))
+            dense = way if form.model == "dense" else None
+            # Nothing is promised of the slim model where the dense one breaks the promise, see `Looks`.
+            broken = form.model == "slim" and way is not None and self._breaks(way)
+            (judged,) = judge_forms([form], judge, None if dense or broken else held_out, progress=pruning.progress)
+            found.append(judged if dense is None else replace(judged, kept=dense.kept, at_least=dense.at_least))
+        return found
 
-def _join(pruning: Pruning, forms: Forms, decision: Decision, folder: Path) -> Export | None:
-    """Write the compound of both models into the folder of a run, if one is asked for."""
-    if (asked := decision.compound) is None:
-        return None
-    pruning.progress.stage(f"join both models in a {asked.name}, and compare it with them")
-    slim, dense = (forms.plain(name) for name in ("slim", "dense"))
-    return asked.join(slim, dense, folder / asked.folder, batches=pruning.rows.promise, answers=answers_of(pruning))
+    def _breaks(self, way: DeployWay) -> bool:
+        """Return whether the dense model breaks the promise of a deployment in a way."""
+        return self.deploy is not None and (way.at_least or 0.0) < self.deploy.keep
 
+    @property
+    def _hurried(self) -> bool:
+        """Whether less time is left than trying the slim model in all forms, and timing them, would take."""
+        return self.delivery.deadline - time.monotonic() < 2 * self.decision.dense_seconds
 
-def _forms(
-    pruning: Pruning, delivery: Delivery, forms: Forms, decision: Decision, joined: Export | None, *, same: bool
-) -> list[Form]:
-    """Return all forms of a run, the dense float32 graph first; where nothing was cut, those of the dense model alone.
+    def _time(
+        self, running: Sequence[Form], judged: Sequence[Judged], *, joined: bool
+    ) -> tuple[list[Judged], int | None, int]:
+        """Return judged forms with their times, which one to deploy, and the step that decides; see `fastest`.
 
-    When the time that `deploy` gives is nearly over, these are the form to deploy and the dense ones beside it.
-    """
-    if pruning.task.in_parts:  # models in several graphs have no forms
-        return []
-    if delivery.deploy is None:
-        ways = delivery.measure.ways_to_judge(delivery.export, decision.compound)
-    else:
-        ways = [(way.runtime, way.bits) for way in _ways(decision)]
-        if _hurried(delivery, decision) and decision.choice.served is not None:
-            ways = [
-                way for way in ways if way in (ways[0], (decision.choice.served.runtime, decision.choice.served.dtype))
-            ]
-    # A form with a calibration of its own is made of the slim model only if the dense one keeps the promise in it.
-    broken = {
-        (way.runtime, way.bits)
-        for way in decision.ways
-        if delivery.deploy
-        and way.bits in RUNTIMES[way.runtime].calibrated
-        and (way.at_least or 0.0) < delivery.deploy.keep
-    }
-    found = []
-    for way in ways:
-        names = ("dense",) if same or way in broken else ("dense", "slim")
-        found += [forms.form(name, *way) for name in names]
-    if decision.compound is not None and joined is not None:
-        found.append(decision.compound.form(joined))
-    return found
+        Of a deployment, all are timed briefly. Those on the frontier, the dense float32 graph and the candidates to
+        deploy are then timed beside each other in all sizes.
+        """
+        pruning, delivery = self.pruning, self.delivery
+        pruning.progress.stage("time all forms of both models")
+        how: dict[str, Any] = {"progress": pruning.progress}
+        if not joined and not (self.deploy and on_rows(pruning)):
+            batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch] for shape, batch in pruning.shapes.items()}
+            how |= {"repeats": delivery.measure.repeats, "min_seconds": delivery.measure.min_seconds, "decode": True}
+        else:
+            assert delivery.in_order is not None
+            batches = rows_by_shape({size: delivery.in_order(size) for size in BATCHES})
+        if self.deploy is None:
+            return with_times(judged, time_forms(running, batches, **how)), None, 0
+        briefly = quick_times(pruning, delivery, running, compounds=joined)
+        found = with_times(judged, briefly)
+        able = [n for n, form in enumerate(judged) if form.at_least is not None and form.at_least >= self.deploy.keep]
+        if self._hurried:
+            return found, *fastest(briefly, able)
+        times = ratios(briefly)
+        best_of_all = frontier(times, [form.stability for form in judged])
+        chosen = sorted({0, *best_of_all, *sorted(able, key=times.__getitem__)[:CANDIDATES]})
+        pruning.progress.stage(f"time the {len(chosen)} forms that may be deployed, in all sizes")
+        timed = time_forms([running[number] for number in chosen], batches, loads=LOADS, **how)
+        for number, form in zip(chosen, with_times([judged[number] for number in chosen], timed), strict=True):
+            found[number] = form
+        best, step = fastest(timed, [place for place, number in enumerate(chosen) if number in able])
+        return found, None if best is None else chosen[best], step
 
+    def _deployment(self, judge: Judge, judged: list[Judged], best: int | None, step: int) -> Deployment | None:
+        """Return which form to deploy, whose file is kept in the folder of the run; None if that was not asked."""
+        if self.deploy is None:
+            return None
+        seconds, ranking, file = time.monotonic() - self.delivery.began, None, None
+        if best is not None:
+            found = judged[best]
+            if self.pruning.task.embeds:
+                form = self.forms.form(found.model, found.runtime, found.bits)
+                ranking = judge.ranking(form.predict(judge.batches, judge.task))
+            # Last, as it moves what the form reads.
+            file = keep_file(self.forms, found, self.folder, same=all(form.model == "dense" for form in judged))
+        return Deployment(self.deploy.keep, best, step, list(self.decision.ways), seconds, file, ranking)
 
-def _judge(
-    pruning: Pruning, delivery: Delivery, running: Sequence[Form], decision: Decision, judge: Judge
-) -> list[Judged]:
-    if delivery.deploy is None:
-        return judge_forms(running, judge, progress=pruning.progress)
-    held_out = pruning.judge(pruning.rows.held_out, confidence=looks_of(pruning, delivery).confidence)
-    known = {(way.runtime, way.bits): way for way in _ways(decision)}
-    found = []
-    for form in running:
-        way = known.get((form.runtime, str(form.bits)))
-        dense = way if form.model == "dense" else None
-        # Nothing is promised of the slim model where the dense one breaks the promise, see `Looks`.
-        broken = form.model == "slim" and way is not None and (way.at_least or 0.0) < delivery.deploy.keep
-        (judged,) = judge_forms([form], judge, None if dense or broken else held_out, progress=pruning.progress)
-        found.append(judged if dense is None else replace(judged, kept=dense.kept, at_least=dense.at_least))
-    return found
+    def _compound(self, judge: Judge, joined: Export, stability: float) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return what the report's summary and its details say of the compound, by its name."""
+        asked, plain = self.decision.compound, self.delivery.export.unquantized
+        assert asked is not None
+        part = self.forms.export("slim", plain.model_copy(update={"quantize": joined.how.quantize}))
+        parts, tried = Both(self.forms.plain("dense").bytes, part.bytes), self.decision.sizes
+        summary, facts = asked.facts(joined, judge.batches, parts=parts, stability=stability, tried=tried)
+        return {asked.name: summary}, {asked.name: facts}
 
-
-def _hurried(delivery: Delivery, decision: Decision) -> bool:
-    """Return whether less time is left than trying the slim model in all forms, and timing them, would take."""
-    return delivery.deadline - time.monotonic() < 2 * decision.dense_seconds
-
-
-def _time(
-    pruning: Pruning,
-    delivery: Delivery,
-    decision: Decision,
-    running: Sequence[Form],
-    judged: Sequence[Judged],
-    *,
-    joined: bool,
-) -> tuple[list[Judged], int | None, int]:
-    """Return judged forms with their times, which one to deploy, and the step that decides; see `fastest`.
-
-    Of a deployment, all are timed briefly. Those on the frontier, the dense float32 graph and the candidates to deploy
-    are then timed beside each other in all sizes.
-    """
-    pruning.progress.stage("time all forms of both models")
-    how: dict[str, Any] = {"progress": pruning.progress}
-    if not joined and not (delivery.deploy and on_rows(pruning)):
-        batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch] for shape, batch in pruning.shapes.items()}
-        how |= {"repeats": delivery.measure.repeats, "min_seconds": delivery.measure.min_seconds, "decode": True}
-    else:
-        assert delivery.in_order is not None
-        batches = rows_by_shape({size: delivery.in_order(size) for size in BATCHES})
-    if delivery.deploy is None:
-        return with_times(judged, time_forms(running, batches, **how)), None, 0
-    briefly = quick_times(pruning, delivery, running, compounds=joined)
-    found = with_times(judged, briefly)
-    able = [n for n, form in enumerate(judged) if form.at_least is not None and form.at_least >= delivery.deploy.keep]
-    if _hurried(delivery, decision):
-        return found, *fastest(briefly, able)
-    times = ratios(briefly)
-    best_of_all = frontier(times, [form.stability for form in judged])
-    chosen = sorted({0, *best_of_all, *sorted(able, key=times.__getitem__)[:CANDIDATES]})
-    pruning.progress.stage(f"time the {len(chosen)} forms that may be deployed, in all sizes")
-    timed = time_forms([running[number] for number in chosen], batches, loads=LOADS, **how)
-    for number, form in zip(chosen, with_times([judged[number] for number in chosen], timed), strict=True):
-        found[number] = form
-    best, step = fastest(timed, [place for place, number in enumerate(chosen) if number in able])
-    return found, None if best is None else chosen[best], step
-
-
-def _deployment(
-    pruning: Pruning,
-    delivery: Delivery,
-    forms: Forms,
-    decision: Decision,
-    judge: Judge,
-    judged: list[Judged],
-    best: int | None,
-    step: int,
-    folder: Path,
-) -> Deployment:
-    """Name the fastest form that keeps the promise, and keep its file in the folder of the run."""
-    assert delivery.deploy is not None
-    seconds, ranking = time.monotonic() - delivery.began, None
-    if best is not None and pruning.task.embeds:
-        form = forms.form(judged[best].model, judged[best].runtime, judged[best].bits)
-        ranking = judge.ranking(form.predict(judge.batches, judge.task))
-    # Last, as it moves what the form reads.
-    same = all(form.model == "dense" for form in judged)
-    file = None if best is None else keep_file(forms, judged[best], folder, same=same)
-    return Deployment(delivery.deploy.keep, best, step, list(decision.ways), seconds, file, ranking)
-
-
-def _compound(
-    pruning: Pruning,
-    delivery: Delivery,
-    forms: Forms,
-    decision: Decision,
-    judge: Judge,
-    joined: Export,
-    stability: float,
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    asked = decision.compound
-    assert asked is not None
-    part = forms.export("slim", delivery.export.unquantized.model_copy(update={"quantize": joined.how.quantize}))
-    parts = Both(forms.plain("dense").bytes, part.bytes)
-    summary, facts = asked.facts(joined, judge.batches, parts=parts, stability=stability, tried=decision.sizes)
-    return {asked.name: summary}, {asked.name: facts}
+    def _with_cost(self, sizes: Measurements) -> Outcome | None:
+        """Return the outcome of the choice; that of a budget of cost with what was counted or timed."""
+        outcome = self.decision.choice.outcome
+        if outcome is None or outcome.budget.ratio is None:
+            return outcome
+        asked = outcome.budget.latency
+        if asked is None:
+            counted = sizes.flops.ratio if outcome.budget.flops is not None else sizes.parameters.ratio
+            return replace(outcome, found=Found(counted), noisy=None)
+        found: Timed | LatencyRow
+        if self.pruning.trimming is not None:  # the rows are relative to the model with all its tokens
+            both = [self.forms.form(name, asked.runtime, asked.dtype) for name in ("dense", "slim")]
+            found = self.delivery.timed_on(self.pruning).time(both, self.pruning.progress)[1]
+        else:
+            found = budget_rows(asked, sizes.latency)[0]
+        return replace(outcome, found=Found(found.ratio), noisy=found.noisy)
 
 
 def _serve(
@@ -301,22 +293,3 @@ def _serve(
         return
     link_files(file.parent, folder / "served")
     write_served(folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)
-
-
-def _with_cost(
-    pruning: Pruning, delivery: Delivery, forms: Forms, outcome: Outcome | None, sizes: Measurements
-) -> Outcome | None:
-    """Return the outcome of a budget of cost with what was counted or timed; others stay as they are."""
-    if outcome is None or outcome.budget.ratio is None:
-        return outcome
-    asked = outcome.budget.latency
-    if asked is None:
-        counted = sizes.flops.ratio if outcome.budget.flops is not None else sizes.parameters.ratio
-        return replace(outcome, found=Found(counted), noisy=None)
-    found: Timed | LatencyRow
-    if pruning.trimming is not None:  # the rows are relative to the model with all its tokens
-        both = [forms.form(name, asked.runtime, asked.dtype) for name in ("dense", "slim")]
-        found = delivery.timed_on(pruning).time(both, pruning.progress)[1]
-    else:
-        found = budget_rows(asked, sizes.latency)[0]
-    return replace(outcome, found=Found(found.ratio), noisy=found.noisy)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from ..calibrate.statistics import Statistics
@@ -23,24 +23,15 @@ from ..score.criteria import Scores
 from ..select.cost import CostTable, Goal
 from ..tasks.given import first_rows
 from .pruning import Pruning
-from .stages import (
-    Choice,
-    Trial,
-    choice_of,
-    judging,
-    predict_trial,
-    select,
-    token_weights_of,
-)
+from .stages import Choice, Trial, choice_of, judging, predict_trial, select, token_weights_of
 from .trials import Key, key_of
 
-# A cut's loss of nDCG@10 against the dense model's ranking is at least this many times its loss of nDCG@10 against the
-# relevant documents: 3.5 to 9 times for MiniLM on BoolQ (bench/results/embedding-quality.txt). Only the guess of a size
-# assumes it.
+# A guess assumes that a cut loses at least this many times as much of nDCG@10 against the dense model's ranking as
+# against the relevant documents: 3.5 to 9 times for MiniLM on BoolQ (bench/results/embedding-quality.txt).
 OWN_LOSS = 3
-# Rows that a size is guessed on, at most: the held-out rows decide, and the guess only says where they begin.
+# Largest number of rows that a size is guessed on: the guess only says where the search on the held-out rows begins.
 GUESS_ROWS = 512
-# A guess is known to less than this share of all sizes, and no better: the search begins a tenth below it anyway.
+# Precision of a guess, as a share of the number of sizes: the search begins a tenth below it anyway.
 GUESS_WITHIN = 0.04
 
 
@@ -51,11 +42,7 @@ def search(
     sizes: Sequence[Goal],
     table: CostTable | None = None,
 ) -> Choice:
-    """Return the largest cut that keeps the promise of the budget, which is `keep`.
-
-    Raises:
-        PlanError: No cut keeps it.
-    """
+    """Return the largest cut that keeps the promise of a budget `keep`; raise PlanError if none does."""
     promise = promise_of(pruning)
     guessed = guess(pruning, statistics, promise, scored, sizes)
     return search_near(pruning, statistics, promise, guessed, sizes, served=pruning.budget.timed, table=table)
@@ -63,7 +50,10 @@ def search(
 
 @dataclass(frozen=True)
 class Guess:
-    """Scores and weights of tokens to cut by, a size to begin a search at, and rows of the cuts that were judged."""
+    """What a search on the held-out rows begins with: scores, weights of tokens and a size.
+
+    `rows` say how the cuts were judged that the guess is based on, see `Cuts.rows`.
+    """
 
     scores: Scores
     token_weights: float
@@ -72,15 +62,11 @@ class Guess:
 
 
 def guess(
-    pruning: Pruning,
-    statistics: Statistics,
-    promise: Outcome,
-    scored: Sequence[Scores],
-    sizes: Sequence[Goal],
+    pruning: Pruning, statistics: Statistics, promise: Outcome, scored: Sequence[Scores], sizes: Sequence[Goal]
 ) -> Guess:
-    """Choose the scores and the weights of tokens, and guess the size, in torch on rows that nothing is promised on.
+    """Choose the scores and the weights of tokens, and guess the size, in torch on rows that are not held out.
 
-    Without such rows, the guess is the smallest size, by the first scores.
+    Without such rows, or if no cut keeps the promise on them, the guess is the smallest size by the first scores.
     """
     weights, rows = token_weights_of(pruning), _rows_to_guess_on(pruning, promise)
     smallest = Guess(scored[0], weights[0], 1)
@@ -114,16 +100,16 @@ def search_near(
     at_least: int = 0,
     known: dict[Key, TriedCut] | None = None,
 ) -> Choice:
-    """Return the largest cut that keeps the promise, near a guess; held-out rows decide nothing but its size.
+    """Return the largest cut that keeps the promise on the held-out rows, near a guess.
 
     Args:
-        pruning, statistics, promise, guessed: What is cut, the promise on the held-out rows, and where to begin.
-        sizes: What cuts of each size remove; each at least as much as the one before.
-        served: What serves the models, and predicts; torch by default.
-        judge: The judge on the held-out rows, if it is known.
-        table: What a budget of time is predicted by.
-        at_least: Only cuts of a larger size than this are looked for.
-        known: Cuts that were judged in the same bits; those that are judged now are added.
+        pruning, statistics, promise, guessed: The model to cut, the promise, and where to begin.
+        sizes: Goals that remove more and more.
+        served: What serves the models, and predicts; None for torch.
+        judge: The judge on the held-out rows; None to make it.
+        table: The table of cost that gives the predicted cost of the cut; None for no prediction.
+        at_least: Only larger sizes are tried.
+        known: Cuts that were judged before in the same bits; new ones are added in place.
 
     Raises:
         PlanError: No such cut keeps the promise.
@@ -131,36 +117,37 @@ def search_near(
     where = "" if served is None else f", on {served.runtime}"
     pruning.progress.stage(f"judge cuts near that size on held-out rows{where}")
     judge = judge or pruning.judge(pruning.rows.held_out, **judging(promise))
-    cuts = Cuts(pruning, statistics, promise, judge, sizes, served=served, known=known)
+    cuts = Cuts(pruning, statistics, promise, judge, sizes, served=served, known={} if known is None else known)
     found = cuts.near(guessed, at_least)
+    if found is None and at_least:
+        raise PlanError("no cut that keeps the promise here is faster than what was found in another form")
     if found is None:
+        mildest = replace(promise, found=[*cuts.known.values()][-1].found)  # it is judged last
         raise PlanError(
-            "no cut that keeps the promise here is faster than what was found in another form"
-            if at_least
-            else cuts.problem
+            f"keep asks for {asked_words(promise)} on {promise.samples:,} held-out rows, and the mildest cut has "
+            f"{found_words(mildest)}; ask for less, compensate, or give more held-out rows, which narrow the interval"
         )
+    kept, unit = found.trial.selection, pruning.options.unit
     outcome = replace(
         promise,
         budget=budget_where(pruning, promise.budget, served),
         found=found.found,
         judged=(*guessed.rows, *cuts.rows),
-        predicted=None
-        if table is None
-        else table.left(found.trial.selection, pruning.scored, unit=pruning.options.unit),
+        predicted=None if table is None else table.left(kept, pruning.scored, unit=unit),
     )
     return choice_of(pruning, statistics, found.trial, outcome=outcome, served=served)
 
 
 def nothing(pruning: Pruning, statistics: Statistics, scores: Scores, promise: Outcome | None = None) -> Choice:
-    """Return the choice that removes nothing, because no cut keeps a promise, or none is asked for."""
+    """Return the choice to remove nothing."""
     whole = {module.name: module.kept(range(module.units)) for module in pruning.modules}
     return choice_of(pruning, statistics, Trial(scores, whole), outcome=promise)
 
 
 def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
-    """Return what is promised on the held-out rows, with what the budget leaves open: of rankings, a metric's share.
+    """Return what is promised on the held-out rows, with the metric and the index that the budget leaves open.
 
-    `confidence` is that of each interval; by default, one search of `FAILURES` failing cuts is all that looks at them.
+    `confidence` is that of each interval; by default, it is corrected for a search in which `FAILURES` cuts may fail.
     """
     rows, budget = pruning.rows.held_out, pruning.budget
     if budget.keep is None:
@@ -182,7 +169,10 @@ def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
 
 
 def budget_where(pruning: Pruning, budget: Budget, served: TimedSection | None = None) -> Budget:
-    """Return a budget with where it is timed, by default as it says itself; the same if nothing is timed."""
+    """Return a budget with the runtime, shape and dtype that it is timed in; unchanged if nothing is timed.
+
+    They are those of `served`, by default the budget's own.
+    """
     timed = served or budget.timed
     if timed is None:
         return budget
@@ -192,10 +182,10 @@ def budget_where(pruning: Pruning, budget: Budget, served: TimedSection | None =
 
 
 def _rows_to_guess_on(pruning: Pruning, promise: Outcome) -> list[Batch] | None:
-    """Return rows that nothing is promised on: those refitted on or, for a metric, those scored on, with labels.
+    """Return the rows to guess on: those refitted on or, for a metric that needs labels, those scored on.
 
-    Rankings are guessed from unlabelled texts, or candidates, which are ranked as the dense model does. None for a
-    metric of choices, which none of these rows have, and for candidates of which too few are of one query.
+    Rankings are compared with the dense model's, so they need no labels. None for a metric of choices, which these rows
+    lack, and for groups of candidates that have fewer than two each on average.
     """
     rows, metric = pruning.rows, promise.budget.metric
     unlabelled = rows.refit or rows.score
@@ -215,44 +205,36 @@ class TriedCut:
     size: int
     found: Found
     met: bool
-    runtime: str | None  # what predicted, where that matters
+    runtime: str | None  # what predicted; None where a report need not say it
 
 
+@dataclass(frozen=True)
 class Cuts:
-    """The cuts of a search: judged on some rows, each once, as they are served.
+    """The cuts of a search, each judged once.
 
-    Args:
-        pruning, statistics, promise: What is cut, and what it is held against.
-        judge: The judge on the rows.
-        sizes: What cuts of each size remove.
-        served: What serves the models, and predicts; torch by default.
-        guess: Whether the rows are others than the promise is made on.
-        known: Cuts that were judged before, to which others are added.
+    Attributes:
+        pruning, statistics, promise: The model to cut, and what is promised.
+        judge: The judge on the rows that decide.
+        sizes: Goals that remove more and more; size n is `sizes[n - 1]`.
+        served: What serves the models, and predicts; None for torch.
+        guess: Whether `judge` has other rows than the promise is made on.
+        known: The cuts that were judged, by their keys; new ones are added in place.
     """
 
-    def __init__(
-        self,
-        pruning: Pruning,
-        statistics: Statistics,
-        promise: Outcome,
-        judge: Judge,
-        sizes: Sequence[Goal],
-        *,
-        served: TimedSection | None = None,
-        guess: bool = False,
-        known: dict[Key, TriedCut] | None = None,
-    ):
-        self._pruning, self._statistics, self._promise = pruning, statistics, promise
-        self._judge, self._sizes, self._served = judge, sizes, served
-        self._guess = guess
-        self._by: Predictor = predict if served is None else pruning.serve(served)
-        self._known = {} if known is None else known
+    pruning: Pruning
+    statistics: Statistics
+    promise: Outcome
+    judge: Judge
+    sizes: Sequence[Goal]
+    served: TimedSection | None = None
+    guess: bool = False
+    known: dict[Key, TriedCut] = field(default_factory=dict)
 
     def largest(self, scored: Iterable[Scores], weights: Sequence[float]) -> TriedCut | None:
         """Return the largest cut that keeps the promise, by bisection; None if none does.
 
-        All scores are tried with the first weights of tokens, and the best scores then with the others. Each takes the
-        place of the best so far only if it allows a larger cut. For most of them, one cut rules that out.
+        All scores are tried with the first weights of tokens, and then the best scores with the other weights. Each
+        replaces the best so far only if it allows a larger cut. For most of them, one cut rules that out.
         """
         first, *others = weights
         best: TriedCut | None = None
@@ -263,86 +245,79 @@ class Cuts:
         return best
 
     def _larger(self, scores: Scores, weights: float, best: TriedCut | None) -> TriedCut | None:
+        """Return the largest cut by other scores or weights that keeps the promise; `best` if it is not larger."""
         known = 0 if best is None else best.size
-        within = max(1, round(GUESS_WITHIN * len(self._sizes))) if self._guess else 1
-        size = largest(len(self._sizes), partial(self._holds, scores, weights), at_least=known, within=within)
+        within = max(1, round(GUESS_WITHIN * len(self.sizes))) if self.guess else 1
+        size = largest(len(self.sizes), partial(self._holds, scores, weights), at_least=known, within=within)
         return best if size == known else self._judged(scores, weights, size)
 
     def near(self, guessed: Guess, at_least: int = 0) -> TriedCut | None:
-        """Return the largest cut that keeps the promise, by few failing cuts around a guess; None if none does."""
+        """Return the largest cut above a size that keeps the promise, near a guess; None if none does.
+
+        At most `FAILURES` cuts fail. When the time is over, it is the largest that was found until then.
+        """
         scores, weights = guessed.scores, guessed.token_weights
         holds = partial(self._holds, scores, weights)
         try:
-            size = largest(len(self._sizes), holds, near=guessed.size, at_least=at_least, failures=FAILURES)
+            size = largest(len(self.sizes), holds, near=guessed.size, at_least=at_least, failures=FAILURES)
         except OutOfTime:
-            size = max((cut.size for cut in self._known.values() if cut.met), default=at_least)
+            size = max((cut.size for cut in self.known.values() if cut.met), default=at_least)
             if size <= at_least:
                 raise
         return self._judged(scores, weights, size) if size > at_least else None
 
-    def _trial(self, scores: Scores, weights: float, size: int) -> Trial:
-        return Trial(scores, select(self._pruning, scores, self._sizes[size - 1]), weights)
-
     def _holds(self, scores: Scores, weights: float, size: int) -> bool:
-        trial = self._trial(scores, weights, size)
-        if (key := key_of(trial)) not in self._known:
-            predicted = predict_trial(self._pruning, self._statistics, trial, self._judge.batches, by=self._by)
-            found = self._judge.found(self._promise.budget, predicted)
-            self._known[key] = TriedCut(trial, size, found, self._promise.budget.met(found), self._runtime)
-            self._tell(trial, found)
-        return self._known[key].met
+        return self._judged(scores, weights, size).met
 
     def _judged(self, scores: Scores, weights: float, size: int) -> TriedCut:
-        """Return a cut that was judged, by its size; sizes that keep the same units share what was found."""
-        trial = self._trial(scores, weights, size)
-        return replace(self._known[key_of(trial)], trial=trial, size=size)
+        """Return the judged cut of a size; sizes that keep the same units are judged once."""
+        trial = Trial(scores, select(self.pruning, scores, self.sizes[size - 1]), weights)
+        if (key := key_of(trial)) not in self.known:
+            predicted = predict_trial(self.pruning, self.statistics, trial, self.judge.batches, by=self._by)
+            found = self.judge.found(self.promise.budget, predicted)
+            self.known[key] = TriedCut(trial, size, found, self.promise.budget.met(found), self._runtime)
+            self._show(trial, found)
+        return replace(self.known[key], trial=trial, size=size)
 
-    def _tell(self, trial: Trial, found: Found) -> None:
+    @cached_property
+    def _by(self) -> Predictor:
+        return predict if self.served is None else self.pruning.serve(self.served)
+
+    def _show(self, trial: Trial, found: Found) -> None:
+        """Show as progress how a cut was judged."""
         alpha, weights = trial.scores.parameters.get("alpha"), trial.token_weights
         name = trial.scores.criterion + ("" if alpha is None else f" at alpha {alpha:g}")
         name += "" if weights == 1 else f", tokens weighted {weights:g}"
-        where = "torch" if self._served is None else self._served.runtime
-        if self._promise.budget.share is None:
+        where = "torch" if self.served is None else self.served.runtime
+        if self.promise.budget.share is None:
             shown = f"{found.value:.4g} worse"
         else:
-            shown = f"{100 * found.value:.2f} % {stays_words(self._promise)}"
+            shown = f"{100 * found.value:.2f} % {stays_words(self.promise)}"
             shown += "" if found.bound is None else f", at least {100 * found.bound:.2f} %"
-        left = self._pruning.flops_left(trial.selection)
-        self._pruning.progress.stage(f"{name}, {left:.2f} of the FLOPs in {where}: {shown}")
+        left = self.pruning.flops_left(trial.selection)
+        self.pruning.progress.stage(f"{name}, {left:.2f} of the FLOPs in {where}: {shown}")
 
     @property
     def _runtime(self) -> str | None:
-        if self._guess:
-            return "torch" if self._pruning.fast or self._pruning.budget.timed else None
-        return None if self._served is None else self._served.runtime
+        if self.guess:
+            return "torch" if self.pruning.fast or self.pruning.budget.timed else None
+        return None if self.served is None else self.served.runtime
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """What was judged, in order, for a report: criterion, alpha, units removed, how it was judged, what it has."""
-        return tuple(map(self._row, self._known.values()))
-
-    def _row(self, cut: TriedCut) -> dict[str, Any]:
-        scores, found = cut.trial.scores, cut.found
-        value, bound = ("lost", "at_most") if self._promise.budget.share is None else ("kept", "at_least")
-        return {
-            "criterion": scores.criterion,
-            "alpha": scores.parameters.get("alpha"),
-            "removed": sum(len(kept.removed) for kept in cut.trial.selection.values()),
-            **({} if cut.runtime is None else {"runtime": cut.runtime}),
-            **({"guess": True} if self._guess else {}),
-            value: found.value,
-            **({} if found.bound is None else {bound: found.bound}),
-        }
-
-    @property
-    def problem(self) -> str:
-        """Why no cut keeps the promise."""
-        cuts, promise = list(self._known.values()), self._promise
-        # The mildest cut is judged last.
-        return (
-            f"keep asks for {asked_words(promise)} on {promise.samples:,} held-out rows, and the mildest cut has "
-            f"{found_words(replace(promise, found=cuts[-1].found))}; ask for less, compensate, or give more held-out "
-            "rows, which narrow the interval"
+        """What a report says of every judged cut, in order: how it was made and judged, and what it keeps or loses."""
+        value, bound = ("lost", "at_most") if self.promise.budget.share is None else ("kept", "at_least")
+        return tuple(
+            {
+                "criterion": cut.trial.scores.criterion,
+                "alpha": cut.trial.scores.parameters.get("alpha"),
+                "removed": sum(len(kept.removed) for kept in cut.trial.selection.values()),
+                **({} if cut.runtime is None else {"runtime": cut.runtime}),
+                **({"guess": True} if self.guess else {}),
+                value: cut.found.value,
+                **({} if cut.found.bound is None else {bound: cut.found.bound}),
+            }
+            for cut in self.known.values()
         )
 
 
@@ -357,20 +332,18 @@ def largest(
 ) -> int:
     """Return the largest size in 1..count that holds, `at_least` if no larger one does.
 
-    The result may be too small, by less than `within`. It was tried, unless it is `at_least`. Every size below one that
-    holds is assumed to hold.
-
-    Without a limit of failures, this is a bisection. With one, it begins a tenth below `near`, because a size that
-    fails costs more than one that holds. Then it goes up from the largest size that held, in the steps that take the
-    fewest trials in the worst case: for 100 sizes and 3 failures at most 14.
+    Every size below one that holds is assumed to hold. Without a limit of failures, this is a bisection. With one, it
+    begins a tenth below `near`, because a size that fails costs more than one that holds. Then it goes up from the
+    largest size that held, in the steps that take the fewest trials in the worst case: for 100 sizes and 3 failures at
+    most 14.
 
     Args:
         count: Number of sizes.
-        holds: Returns whether a size holds; it is asked for no size twice.
+        holds: Returns whether a size holds; called at most once for each size.
         near: A guess of the size.
-        at_least: A size that is known to hold; smaller ones are not looked for.
+        at_least: A size that is taken to hold without a trial; smaller ones are not tried.
         failures: How many sizes may fail.
-        within: The search ends as soon as the size is known to less than this.
+        within: The result may be too small by less than this.
     """
     low, high = at_least, count + 1
     size = (low + 1 if low else high // 2) if near is None else max(low + 1, round(0.9 * near))
@@ -384,10 +357,10 @@ def largest(
 
 
 def _step_up(sizes: int, failures: int) -> int:
-    """Return how far to go up if so many sizes are open and so many may fail; with a single failure left, by one.
+    """Return how many sizes to go up for the next trial if `sizes` are open and `failures` trials may fail.
 
-    With d trials, of which f may fail, C(d, 1) + ... + C(d, f) sizes can be told apart. If the next trial fails, those
-    below it are left to d - 1 trials and f - 1 failures.
+    d trials, of which f may fail, tell C(d, 1) + ... + C(d, f) sizes apart. If the next trial fails, those below it
+    are left to d - 1 trials and f - 1 failures. With one failure left, the step is therefore 1.
 
     Source: the egg-dropping problem; Boardman, Mathematics Magazine 77 (2004).
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,21 +38,17 @@ from ..units.counts import Both
 from ..units.units import PrunableModule, Selection
 from .pruning import Pruning
 
-logger = logging.getLogger(__name__)
-
-
 # Refits a model that was cut by a selection, in place.
 Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]
-# Weights of tokens that `criterion: auto` tries, see `Compensation`.
+# Weights of tokens that deployments and `criterion: auto` try, see `Compensation`.
 TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
 # The alphas that `alpha: auto` tries.
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-# Criteria that `criterion: auto` tries beside `compensated`, and the alphas of HIES. Fewer alphas than `alpha: auto`
-# tries, because each is cut and refitted.
+# Criteria that `criterion: auto` tries beside `compensated`, and alphas of HIES: few, because each is cut and refitted.
 AUTO_CRITERIA = ("fisher", "hies", "his")
 AUTO_ALPHAS = (0.3, 0.6, 0.9, 0.99)
-# Tokens whose gradients greedy removal uses, if there are enough unlabelled rows: with half of its FLOPs, MiniLM
-# fine-tuned on STS-B kept 90 % of the predictions with 7,000 tokens, and 94 % with 14,000 (dev/LOG.md).
+# Number of tokens whose gradients greedy removal uses, if the unlabelled rows have as many: with half of its FLOPs,
+# MiniLM fine-tuned on STS-B kept 90 % of the predictions with 7,000 tokens, and 94 % with 14,000 (dev/LOG.md).
 EFFECT_TOKENS = 16384
 
 
@@ -67,14 +63,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """What stays, and why; of a given plan, only the plan is known.
+    """The units that stay, and why; if the plan was given, only `plan` is known.
 
     Attributes:
         plan: The units that stay.
         scores, statistics: What they were chosen from.
         outcome: The budget, with what is predicted for the plan, or what was found of it on held-out rows.
-        alpha_curve: One entry per alpha under `alpha: auto`, see `AlphaPoint`.
-        tried: What `criterion: auto` judged.
+        alpha_curve: How `alpha: auto` judged each alpha, as an `AlphaPoint`.
+        tried: The candidates of `criterion: auto`.
         token_weights: How refits weigh tokens.
         served: What serves the model that was judged; None for torch.
     """
@@ -90,12 +86,12 @@ class Choice:
 
     @property
     def trial(self) -> Trial:
-        """What a trial of the plan needs to be refitted; the plan must have been chosen, not given."""
+        """The plan as a trial; it must have been chosen, not given."""
         assert self.scores is not None
         return Trial(self.scores, self.plan.kept, self.token_weights)
 
     def done(self, slim: Slim) -> Choice:
-        """Return the choice as it was carried out, without moments and gradients, which may be gigabytes."""
+        """Return the choice with the slim model's plan and outcome, without moments and gradients (gigabytes)."""
         statistics = self.statistics and replace(self.statistics, moments=None, gradients=None)
         return replace(self, plan=slim.plan, outcome=slim.outcome, statistics=statistics)
 
@@ -103,19 +99,19 @@ class Choice:
 def calibrate(pruning: Pruning) -> Statistics:
     """Collect the statistics that the criteria read, with the moments that refits need.
 
-    A deployment, which has to be quick, does without those that only a report shows.
+    A deployment by `compensated` collects the moments alone: the statistics would only be shown in the report.
     """
-    if pruning.fast and pruning.options.criterion == COMPENSATED:
+    criterion = pruning.options.criterion
+    if pruning.fast and criterion == COMPENSATED:
         return replace(no_statistics(pruning.model, pruning.rows.score), moments=moments_of(pruning))
     pruning.progress.stage("score units: calibration rows forward and backward")
-    criterion = pruning.options.criterion
     tried = AUTO_CRITERIA if criterion == AUTO else (criterion,)
     found = collect_statistics(
         pruning.model,
         pruning.rows.score,
         pruning.scored,
         needs=(*DEFAULT_NEEDS, *needs_of(*tried)),
-        # A language model's loss is what greedy removal keeps small, too.
+        # Greedy removal in a language model needs the gradients of the same loss.
         keep=criterion in (COMPENSATED, AUTO) and pruning.task.generative and "labels" in pruning.rows.score[0],
         progress=pruning.progress,
     )
@@ -127,34 +123,34 @@ def moments_of(pruning: Pruning) -> MomentStore | None:
     if not pruning.rows.refit:
         return None
     how = pruning.options.compensation
+    # Layers that are refitted one after the other have moments of their own, so these are read for scores alone.
     once = how is not None and how.sequential and not pruning.budget.searched and pruning.options.criterion != AUTO
     weighted = min(token_weights_of(pruning)) < 1
     return MomentStore(pruning.model, pruning.scored, pruning.rows.refit, weighted=weighted, keep=not once)
 
 
 def score(pruning: Pruning, statistics: Statistics, criterion: str | None = None) -> list[Scores]:
-    """Return the scores to choose from: one per alpha under `alpha: auto`, more for the criterion `auto`."""
+    """Return the scores to choose from: several for `alpha: auto` and the criterion `auto`, otherwise one.
+
+    `criterion` is by default that of the options.
+    """
     options, criterion = pruning.options, criterion or pruning.options.criterion
-
-    def by(name: str, alpha: float) -> Scores:
-        how: dict[str, Any] = {"criterion": name, "alpha": alpha, "normalize": options.normalize, "seed": pruning.seed}
-        return score_units(statistics, pruning.scored, **how)
-
+    by = partial(score_units, statistics, pruning.scored, normalize=options.normalize, seed=pruning.seed)
     if criterion == COMPENSATED:
         return [score_by_removal(pruning, statistics)]
     if criterion == AUTO:
         simple = [
-            by(name, alpha)
+            by(criterion=name, alpha=alpha)
             for name in AUTO_CRITERIA
             if name != "hies" or ("attention" in options.modules and "entropy" in statistics.values)
             for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
         ]
         removal = score_by_removal(pruning, statistics)
-        # The first is taken unless another is clearly better. It assumes a refit.
+        # The first is taken unless another is clearly better; greedy removal assumes a refit.
         return [removal, *simple] if options.compensation else [*simple, removal]
     if not isinstance(options.alpha, str):
-        return [by(criterion, options.alpha)]
-    return [by(criterion, alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
+        return [by(criterion=criterion, alpha=options.alpha)]
+    return [by(criterion=criterion, alpha=alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
 
 
 def score_by_removal(pruning: Pruning, statistics: Statistics) -> Scores:
@@ -176,9 +172,9 @@ def score_by_removal(pruning: Pruning, statistics: Statistics) -> Scores:
 def effect_batches(pruning: Pruning) -> list[Batch]:
     """Return the batches whose gradients greedy removal takes.
 
-    These are the calibration rows. If they have fewer than `EFFECT_TOKENS` tokens, rows to refit on are added until
-    that number is reached. Both are drawn in the same order. Where labels say what is predicted, as those of a language
-    model do, only calibration rows are used.
+    If there are more rows to refit on than calibration rows, these are the first batches to refit on: as many as have
+    the number of calibration rows, and `EFFECT_TOKENS` tokens. Both are drawn in the same order. Otherwise, and where
+    labels say what is predicted, as those of a language model do, these are the calibration batches.
     """
     scored, more = pruning.rows.score, pruning.rows.refit
     if pruning.task.places_by_labels or sum(map(size_of, more)) <= sum(map(size_of, scored)):
@@ -209,6 +205,7 @@ def token_weights_of(pruning: Pruning) -> tuple[float, ...]:
 
 
 def _compensation(pruning: Pruning, token_weights: float) -> Compensation:
+    """Return how layers are refitted, with these weights of tokens unless the options name others."""
     how = pruning.options.compensation
     assert how is not None
     weights = how.token_weights or token_weights
@@ -216,7 +213,10 @@ def _compensation(pruning: Pruning, token_weights: float) -> Compensation:
 
 
 def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.0) -> Refit | None:
-    """Return what refits a cut model from the moments, and rounds it as it will be saved; None without compensation."""
+    """Return what refits a cut model from the moments, and rounds it as it will be saved; None without compensation.
+
+    The layers are refitted independently of each other, also where the final cut refits them one after the other.
+    """
     moments = statistics.moments
     if pruning.options.compensation is None or moments is None:
         return None
@@ -237,7 +237,7 @@ def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.
 def cut_beside(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], refit: Refit | None
 ) -> PreTrainedModel:
-    """Return a model cut by a selection and refitted; only its cut weights are copies, the others are the model's."""
+    """Return a copy of a model, cut by a selection and refitted, that shares all other weights with it."""
     slim = prune_units(share_weights(model), selection, modules, inplace=True)
     if refit is not None:
         refit(slim, selection)
@@ -245,7 +245,7 @@ def cut_beside(
 
 
 def trial_model(pruning: Pruning, statistics: Statistics, trial: Trial) -> PreTrainedModel:
-    """Return the model of a trial: cut, refitted and rounded as it would be saved; other weights are shared."""
+    """Return the model of a trial: cut, refitted, and rounded as it would be saved; see `cut_beside`."""
     refit = refit_of(pruning, statistics, trial.token_weights)
     return cut_beside(pruning.model, trial.selection, pruning.modules, refit)
 
@@ -259,9 +259,9 @@ def predict_pruned(
     refit: Refit | None = None,
     by: Predictor = predict,
 ) -> Predictions:
-    """Return the model's predictions without the units that a selection removes.
+    """Return a model's predictions with only the units of a selection.
 
-    Without a refit, units are masked instead of cut, which in torch gives the same predictions at less cost.
+    Without a refit, and in torch, units are masked instead of cut: that predicts the same at less cost.
     """
     if refit is None and by is predict:
         with masked_units(model, selection, modules):
@@ -278,15 +278,12 @@ def predict_trial(
 
 
 def choice_of(pruning: Pruning, statistics: Statistics, trial: Trial, **more: Any) -> Choice:
-    """Return a trial as a choice, with its plan."""
+    """Return a trial as a choice, with its plan; `more` are further fields of it."""
     scores, calibration = trial.scores, statistics.calibration
     if scores.criterion == COMPENSATED:
         rows = effect_batches(pruning)
         calibration = replace(
-            calibration,
-            samples=sum(map(size_of, rows)),
-            labels="predictions",
-            fingerprint=batches_fingerprint(rows),
+            calibration, samples=sum(map(size_of, rows)), labels="predictions", fingerprint=batches_fingerprint(rows)
         )
     how = pruning.options.compensation
     plan = PruningPlan(
@@ -294,11 +291,7 @@ def choice_of(pruning: Pruning, statistics: Statistics, trial: Trial, **more: An
         criterion=scores.criterion,
         alpha=scores.parameters.get("alpha"),
         seed=pruning.seed,
-        calibration={
-            "samples": calibration.samples,
-            "labels": calibration.labels,
-            "fingerprint": calibration.fingerprint,
-        },
+        calibration=asdict(calibration),
         versions=library_versions(),
         model=fingerprint(pruning.model, pruning.modules),
         compensation={} if how is None else {"method": how.method},
@@ -309,7 +302,7 @@ def choice_of(pruning: Pruning, statistics: Statistics, trial: Trial, **more: An
 
 @dataclass(frozen=True)
 class Slim:
-    """A slim model, rounded to the dtype that it is to be saved in, and how it was checked.
+    """A slim model, rounded to the dtype that it is saved in, and how it was checked.
 
     Attributes:
         model, plan: The model, and the units that stayed.
@@ -328,11 +321,11 @@ class Slim:
 
 
 def cut(pruning: Pruning, choice: Choice) -> Slim:
-    """Cut, compare with the masked model, refit, round, and hold the result against the promise once more."""
+    """Cut, compare with the masked model, refit and round; refuse a result that breaks its promise, see `confirm`."""
     pruning.progress.stage("cut, and compare with the masked model")
     model, modules, plan = pruning.model, pruning.modules, choice.plan
     asked = pruning.options.compensation if plan.removes else None
-    # A plan that was just chosen is known to be of these weights.
+    # Only a plan that was given has to be checked against the model, which `prune_units` does with a whole plan.
     slim = prune_units(share_weights(model), plan if choice.scores is None else plan.kept, modules, inplace=True)
     cut_max_abs = compare_cut(model, slim, plan, modules, pruning.sample)
     fits: list[LayerFit] = []
@@ -346,13 +339,16 @@ def cut(pruning: Pruning, choice: Choice) -> Slim:
         plan = replace(plan, compensation={})
     else:
         names = _changed_by(slim, modules, fits)
-        stored = {name: _as_stored(slim.get_parameter(name), dtypes.get(name)) for name in names}
+        stored = {
+            name: slim.get_parameter(name).detach().to(device="cpu", dtype=dtypes.get(name)).contiguous()
+            for name in names
+        }
         plan = replace(plan, compensation={"method": asked.method, "refit": digest_tensors(stored)})
     return confirm(pruning, Slim(slim, plan, choice.outcome, stored, fits, cut_max_abs), choice.served)
 
 
 def _refit(pruning: Pruning, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
-    """Refit a cut model in place, from the moments that choosing collected, if any."""
+    """Refit a cut model in place, from the moments that were collected to choose the cut if they serve."""
     asked = pruning.options.compensation
     assert asked is not None
     moments = choice.statistics and choice.statistics.moments
@@ -366,19 +362,22 @@ def _refit(pruning: Pruning, choice: Choice, slim: PreTrainedModel) -> list[Laye
 
 
 def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
+    """Return the names of the parameters that refits changed."""
     consumers = {module.name: module.consumer for module in modules}
     names = []
     for fit in fits:
-        found = [name for name, _ in slim.get_submodule(consumers[fit.name]).named_parameters(recurse=False)]
+        layer = slim.get_submodule(consumers[fit.name])
         changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
-        names += [f"{consumers[fit.name]}.{name}" for name in found if name in changed]
+        names += [
+            f"{consumers[fit.name]}.{name}" for name in dict(layer.named_parameters(recurse=False)) if name in changed
+        ]
     return names
 
 
 def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Round a model, in place, to the dtype it is saved in; return the dtype of every parameter there.
+    """Round a model in place to the dtype it is saved in, so that evaluation, export and timing use the saved weights.
 
-    Evaluation, export and timing then use the weights that the files hold.
+    Return the dtype of every parameter in the file; empty if it is the model's own.
     """
     if dtype == slim.dtype:
         return {}
@@ -391,12 +390,8 @@ def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def _as_stored(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return parameter.detach().to(device="cpu", dtype=dtype or parameter.dtype).contiguous()
-
-
 def judging(promise: Outcome) -> dict[str, Any]:
-    """Return the options of the judge that decides about a promise, beside those of the pruning."""
+    """Return the options of `Pruning.judge` for the judge that decides about a promise."""
     budget = promise.budget
     metrics = {} if budget.metric is None else {"metrics": (budget.metric,)}
     index = {} if budget.keep is None or budget.keep.index is None else {"index": budget.keep.index}
@@ -404,9 +399,9 @@ def judging(promise: Outcome) -> dict[str, Any]:
 
 
 def confirm(pruning: Pruning, slim: Slim, served: TimedSection | None) -> Slim:
-    """Judge a slim model, as it is served, on the held-out rows that its promise was made on; refuse a broken promise.
+    """Judge a slim model, as it is served, on the held-out rows that its promise is about; return it with the outcome.
 
-    Raises DropError. Without a budget that is searched for, the model is returned as it is.
+    Raises DropError if it breaks the promise. Without a promise, the model is returned as it is.
     """
     outcome = slim.outcome
     if outcome is None or not outcome.budget.searched:
@@ -442,7 +437,7 @@ class Evaluation:
 
 
 def try_metrics(pruning: Pruning) -> None:
-    """Judge the dense model, before the work, by all metrics on the rows that `compare` reads: they may fail there."""
+    """Judge the dense model by all metrics on the rows that `compare` reads, so that what fails there fails early."""
     if rows := pruning.rows.evaluation or pruning.rows.held_out:
         pruning.progress.stage("evaluate the dense model")
         limited = pruning.options.budget and pruning.options.budget.metric
@@ -452,9 +447,9 @@ def try_metrics(pruning: Pruning) -> None:
 
 
 def compare(pruning: Pruning, slim: PreTrainedModel, *, uncompensated: Selection | None = None) -> Evaluation:
-    """Compare the slim model with the dense one on the evaluation rows, in memory on the held-out ones.
+    """Compare the slim model with the dense one on the evaluation rows, or without these on the held-out ones.
 
-    A selection that is only cut is judged beside them.
+    `uncompensated` is a selection to judge beside them without a refit.
     """
     judge = pruning.judge(pruning.rows.evaluation or pruning.rows.held_out, index=None, progress=pruning.progress)
 
@@ -473,6 +468,6 @@ def compare(pruning: Pruning, slim: PreTrainedModel, *, uncompensated: Selection
     # Rankings are compared by their order, whatever the logits.
     tolerance = None if ranking else judge.task.tolerance_on(judge.dense)
     low, high = judge.kept_ends(predictions)
-    # Without end where so few rows are ranked that the dense model finds nothing in some resamples.
+    # The upper end is infinite if so few rows are ranked that the dense model finds nothing in some resamples.
     ends = (low, high) if math.isfinite(high) else None
     return Evaluation(metrics, pruned.stability, ends, masked, ranking, tolerance)
