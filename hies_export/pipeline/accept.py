@@ -85,9 +85,8 @@ def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor
             output = task.output(model, part)
             if not output.isfinite().all():
                 break
-    if not output.isfinite().all() and (
-        wrong := [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
-    ):
+    everything = [] if output.isfinite().all() else model.named_parameters()
+    if wrong := [name for name, parameter in everything if not parameter.isfinite().all()]:
         raise RequestError(
             f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
             "infinity; take an earlier checkpoint"

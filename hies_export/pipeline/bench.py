@@ -47,7 +47,7 @@ def bench(
     rows: PruningRecipe | None = None,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
-    """Compare the latency of two checkpoints, ONNX or OpenVINO folders, or GGUF files; of one given twice, the noise.
+    """Compare the latency of two checkpoints, ONNX or OpenVINO folders, or GGUF files; the same one twice shows noise.
 
     Args:
         first: What the ratios are relative to: a checkpoint, an ONNX or OpenVINO folder, or a GGUF file or its folder.
@@ -59,10 +59,10 @@ def bench(
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
         dtypes: Dtypes to run checkpoints in, each on the runtimes that support it; float32 by default. A folder or
             file of an export keeps its own dtype.
-        repeats, min_seconds: Timed runs of each model, at least, and how long to go on beyond them; on `rows`, every
-            batch is run once.
+        repeats, min_seconds: Smallest number of timed runs of each model, and of seconds to go on for; on `rows`,
+            every batch is run once.
         rows: A recipe whose evaluation rows, 512 at most, are run as they come, in place of random ones: the time of a
-            compound depends on them. Only the batch of each shape then counts; by default 1, 8 and 32.
+            compound depends on them. Of each shape, only the batch size is then used; by default 1, 8 and 32.
         progress: Shows the loops.
 
     Returns:
@@ -105,7 +105,8 @@ def bench(
 def _random_batches(
     skeletons: Sequence[PreTrainedModel], shapes: Sequence[Sequence[int]], image: Sequence[int] | None
 ) -> dict[Shape, dict[str, torch.Tensor]]:
-    # Without shapes, they are those of the model with fewer positions.
+    """Return a batch for each shape that both models can run; without shapes, for the usual ones."""
+    # By default, shapes follow from the number of positions of a model; the smaller ones suit both.
     wanted = min(model_shapes(model, shapes, image=image) for model in skeletons)
     # The tokens of the smaller vocabulary are tokens of both.
     smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
@@ -135,6 +136,7 @@ def _format(folder: Path) -> str | None:
 
 
 def _default_runtimes(folders: Sequence[Path]) -> tuple[str, ...]:
+    """Return the one runtime that is used by default, see `bench`."""
     formats = set(map(_format, folders))
     found = next((format for format in ("gguf", "openvino", "onnx") if format in formats), None)
     return ("torch",) if found is None else (str(runtime_of(export_options(found))),)
@@ -168,6 +170,7 @@ def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Seq
 
 
 def _described(folder: Path) -> Path:
+    """Return the folder that has the config of a model: of a file, the one that it lies in."""
     return folder.parent if folder.is_file() else folder
 
 
@@ -178,10 +181,13 @@ def _loaded(folder: Path, runtime: str, dtype: str) -> Form:
 
 
 def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Form]:
-    """Return what runtimes read in some bits: the folder, or the exports of its checkpoint, which is loaded once."""
+    """Return a form for each way, a runtime and a dtype, whose runtime reads exports.
+
+    It is the folder itself or, of a checkpoint, an export that is written into `place`.
+    """
     ways = [way for way in ways if not RUNTIMES[way[0]].reads_models]
     if (format := _format(folder)) is not None:
-        # What is in 8 bits for OpenVINO says itself what else it computes in.
+        # OpenVINO's 8-bit format says itself what else is computed in which dtype.
         return {way: Form(str(folder), way[0], folder, None if format == "openvino" else way[1]) for way in ways}
     if not ways:
         return {}
@@ -197,7 +203,7 @@ def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict
 def _flops(
     folders: Sequence[Path], skeletons: Sequence[PreTrainedModel], batches: Mapping[Shape, Mapping[str, Any]]
 ) -> dict[Shape, FlopCount]:
-    """Count the FLOPs of both models; they are loaded only where a forward depends on the values of its inputs."""
+    """Count the FLOPs of both models; load them only if the forward pass depends on the values of the inputs."""
     try:
         check_shapes(skeletons[0], batches)
     except RequestError as error:

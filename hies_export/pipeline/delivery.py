@@ -1,4 +1,4 @@
-"""Hold how a pruned model is exported, timed, saved and reported: a `Delivery`; and save it."""
+"""Define how a pruned model is exported, timed, saved and reported, as a `Delivery`, and save it."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ class Delivery:
         exporter: What exports models for runtimes that read files, by the options of the recipe.
         given: What the model was taken from, such as a SentenceTransformer; it also wraps slim models.
         measure: Which runtimes to time on, and how often.
-        compound: How to join both models.
-        deploy: What to search for in place of a budget.
-        source: How the dense model is stored; None in memory.
-        asked: The fields of the recipe, for the report; None in memory.
-        reading: How rows are read; None in memory.
-        splits: Where they were read from; None in memory.
-        in_order: The first evaluation rows as they come, in batches of a size, to time on; None in memory.
+        compound: How to join both models; None for no compound.
+        deploy: What to search for in place of a budget; None with a budget.
+        source: How the dense model is stored.
+        asked: The fields of the recipe, for the report.
+        reading, splits: How rows are read, and which splits they were read from.
+        in_order: Takes a batch size, and returns the first evaluation rows as they come, to time on.
         evaluation_of: How many samples the evaluated split has.
         began: When the recipe began to be read, by `time.monotonic`.
+
+    For a model in memory, all fields but the first two have their defaults.
     """
 
     exporter: Exporter
@@ -86,7 +87,7 @@ class Delivery:
         return predictor(self.exporter, served.runtime, served.dtype)
 
     def timed_on(self, pruning: Pruning) -> TimedOn:
-        """Return where a budget of time is measured."""
+        """Return how a budget of time is measured."""
         timed = pruning.budget.timed
         assert timed is not None
         return TimedOn(
@@ -99,7 +100,7 @@ class Delivery:
         )
 
     def time_cuts(self, pruning: Pruning) -> CostTable:
-        """Time cuts where the budget says, and return what every bundle of units saves; the same in all processes."""
+        """Time cuts as the budget says, and return what every bundle of units saves; one process times for all."""
         where, unit = self.timed_on(pruning), pruning.options.unit
         return processes.on_main(
             lambda: latency_table(pruning.model, pruning.scored, where, unit=unit, progress=pruning.progress)
@@ -107,12 +108,12 @@ class Delivery:
 
 
 def exporter_of(options: ExportSection, rows: Rows, processor: Any) -> Exporter:
-    """Return what exports models that read such rows."""
+    """Return what exports models that read such rows; some formats are calibrated on them."""
     return Exporter(options, Given(first_samples(rows.score[0]), processor, rows.refit or rows.score))
 
 
 def check_delivery(pruning: Pruning, delivery: Delivery) -> None:
-    """Refuse, before anything is computed, runtimes that cannot hold the model."""
+    """Refuse, before anything is computed, a model that cannot be in 8 bits for a runtime that has no other dtype."""
     timed = pruning.budget.timed
     named = [*(name for name, _ in delivery.measure.ways), *([] if timed is None else [timed.runtime])]
     if any(RUNTIMES[name].bits == ("int8",) for name in named):
@@ -120,7 +121,7 @@ def check_delivery(pruning: Pruning, delivery: Delivery) -> None:
 
 
 def on_rows(pruning: Pruning) -> bool:
-    """Return whether a deployment is timed on rows as they come: no shapes are given, and a row is one forward pass."""
+    """Return whether a deployment is timed on rows as they come: without shapes, if a row takes one forward pass."""
     return pruning.length is not None and not pruning.task.generative
 
 
@@ -142,10 +143,10 @@ def save(
     refit_file: Path | None = None,
     overwrite: bool = False,
 ) -> Saved:
-    """Save a slim model, load it again and compare; of several processes, the first does.
+    """Save a slim model, load it again and compare, in the first of several processes.
 
-    The licence of the dense model's folder is copied. The refitted layers of a compensated model go to `refit_file`, by
-    default into `folder`.
+    The licence of the dense model's folder is copied. The refitted layers of a compensated model are written to
+    `refit_file`, by default into `folder`. A warning says if the checkpoint is larger than the dense one.
     """
     pruning.progress.stage("save, load again and compare")
     source = delivery.source
@@ -170,18 +171,10 @@ def save(
         return Saved(weight_bytes(folder), max_abs)
 
     saved = processes.on_main(write)
-    if source is not None:
-        _warn_if_larger(saved, source)
-    return saved
-
-
-def _warn_if_larger(saved: Saved, source: Source) -> None:
-    """Warn if a slim checkpoint has more bytes than its source."""
-    if saved.bytes > source.bytes:
+    if source is not None and saved.bytes > source.bytes:
         logger.warning(
             "the slim checkpoint has %.1f MB, more than the %.1f MB of its source, because it is saved in %s; set "
             "save_dtype to the dtype of the source",
-            saved.bytes / 1e6,
-            source.bytes / 1e6,
-            str(source.dtype).removeprefix("torch."),
+            *(saved.bytes / 1e6, source.bytes / 1e6, str(source.dtype).removeprefix("torch.")),
         )
+    return saved

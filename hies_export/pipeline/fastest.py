@@ -35,7 +35,7 @@ from .delivery import Delivery, on_rows
 from .draw import all_looks
 from .pruning import Pruning, check_pruning
 from .recipe import FLOPS_TO_TRY
-from .search import TriedCut, guess, largest, nothing, promise_of, search_near
+from .search import Cuts, TriedCut, guess, largest, nothing, promise_of
 from .stages import Choice, judging, score, select, trial_model
 from .trials import Key
 
@@ -214,25 +214,20 @@ class _Search:
 
     def _search_in(self, ways: Sequence[DeployWay]) -> None:
         """Find the largest cut that keeps the promise in each way, if it has one; note in `tried` what was judged."""
-        pruning, guessed = self.hurried, None
-        sizes, best = sizes_of(pruning, None), math.inf
-        known: dict[str, dict[Key, TriedCut]] = {}
+        pruning, guessed, best = self.hurried, None, math.inf
+        asked, sizes = (pruning, self.statistics, self.promise), sizes_of(pruning, None)
+        known: dict[
+            str, dict[Key, TriedCut]
+        ] = {}  # by bits, as runtimes that compute in the same ones predict the same
         for way in ways:
             dense_ratio = way.dense_ratio or 1.0
             pruning.progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
             try:
-                guessed = guessed or guess(pruning, self.statistics, self.promise, self.scored, sizes)
-                choice = search_near(
-                    pruning,
-                    self.statistics,
-                    self.promise,
-                    guessed,
-                    sizes,
-                    served=_served(pruning, way),
-                    judge=self.judge,
-                    at_least=_largest_not_worth(pruning, guessed.scores, sizes, UNSURE * best / dense_ratio),
-                    known=known.setdefault(way.bits, {}),
-                )
+                guessed = guessed or guess(*asked, self.scored, sizes)
+                too_slow = _largest_too_slow(pruning, guessed.scores, sizes, UNSURE * best / dense_ratio)
+                pruning.progress.stage(f"judge cuts near that size on held-out rows, on {way.runtime}")
+                cuts = Cuts(*asked, self.judge, sizes, _served(pruning, way), known=known.setdefault(way.bits, {}))
+                choice = cuts.near(guessed, too_slow)
             except HiesError as error:
                 logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
                 self.tried[self.tried.index(way)] = replace(way, search=str(error))
@@ -290,13 +285,11 @@ class _Search:
                 self.found.append(_Found(Decision(cut, asked, sizes), one.form))
 
 
-def _largest_not_worth(pruning: Pruning, scores: Scores, sizes: Sequence[Goal], most: float) -> int:
-    """Return the largest size whose cut leaves more than a share of the FLOPs, so that it is too slow; 0 if none."""
-
-    def too_slow(size: int) -> bool:
-        return pruning.flops_left(select(pruning, scores, sizes[size - 1])) > most
-
-    return largest(len(sizes), too_slow) if most < math.inf else 0
+def _largest_too_slow(pruning: Pruning, scores: Scores, sizes: Sequence[Goal], most: float) -> int:
+    """Return the largest size whose cut leaves more than a share of the FLOPs; 0 if none does."""
+    if most == math.inf:
+        return 0
+    return largest(len(sizes), lambda size: pruning.flops_left(select(pruning, scores, sizes[size - 1])) > most)
 
 
 def _served(pruning: Pruning, way: DeployWay) -> TimedSection:

@@ -47,7 +47,10 @@ def take(
     seed: int,
     progress: Progress,
 ) -> Pruning:
-    """Return the pruning of a model; without a budget in the options, of one that a plan cuts."""
+    """Return the pruning of a model in memory, checked before anything is computed; the arguments are those of `prune`.
+
+    Options without a budget are those of a model that a plan cuts.
+    """
     model, processor = given.model, processor or given.processor
     if torch.is_inference_mode_enabled():
         raise RequestError(
@@ -62,18 +65,18 @@ def take(
     if vocabulary is not None:
         from .trimming import trim_in_memory
 
-        given_rows = {"batches": batches, "held_out": held_out, "compensation_batches": compensation_batches}
-        task = task_of(model)
-        model, processor, trimming = trim_in_memory(model, processor, given_rows, columns, vocabulary, task)
+        by_use = {"batches": batches, "held_out": held_out, "compensation_batches": compensation_batches}
+        model, processor, trimming = trim_in_memory(model, processor, by_use, columns, vocabulary, task_of(model))
 
     def read(model: PreTrainedModel, processor: Any) -> tuple[Task, Rows]:
+        """Return the task of a model, and the rows as it reads them."""
         task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
         how = {"task": task, "processor": processor, "columns": columns, "max_length": given.max_length}
-        of = partial(batches_of, model, **how)
         fields = columns
         if columns is None and task.embeds and isinstance(batches, datasets.Dataset):
             fields = usual_columns(batches, type(task))
         together = None if fields is None else fields.get("query") or fields.get("group")
+        of = partial(batches_of, model, **how)
         return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches, together)
 
     if trimming is None:
@@ -88,13 +91,12 @@ def take(
         check_runtime(timed.runtime, task=type(task))
         check_one_graph([timed.runtime], type(task))
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
-    kind = kind_of_rows(rows.held_out, embeds=task.embeds)
+    kind, labels = kind_of_rows(rows.held_out, embeds=task.embeds), getattr(model.config, "num_labels", None)
     usual = task.usual_metrics(rows=kind)
     metrics = evaluation.metrics or (usual if trimming is None else trimming.metrics(usual))
-    limited = options.budget and options.budget.metric
-    how: dict[str, Any] = {"predicts": task.predicts, "rows": kind, "labels": getattr(model.config, "num_labels", None)}
-    check_metrics((*metrics, *([limited] if limited else [])), **how, trimmed=trimming is not None)
-    # Made once, when it is first asked for: its exporter remembers graphs of other cuts.
+    named = (*metrics, *([options.budget.metric] if options.budget and options.budget.metric else []))
+    check_metrics(named, predicts=task.predicts, rows=kind, labels=labels, trimmed=trimming is not None)
+    # Made when first asked for, as it imports exporters, and only once, as its exporter keeps graphs of other cuts.
     delivery = cache(partial(delivery_of, rows, processor, given))
     pruning = make_pruning(
         model,
@@ -121,7 +123,7 @@ def take(
 
 
 def delivery_of(rows: Rows, processor: Any, given: Unwrapped) -> Delivery:
-    """Return how a model in memory is delivered; what that takes is imported here alone."""
+    """Return how a model in memory is delivered; exporters and runtimes are imported only here."""
     from .delivery import Delivery, exporter_of
 
     return Delivery(exporter=exporter_of(ExportSection(), rows, processor), given=given)
@@ -133,11 +135,12 @@ def _read_for_both(
     processor: Any,
     trimming: Trimming,
 ) -> tuple[Task, Rows]:
-    """Return the task of a model without the tokens that went, and its rows, with the held-out ones for both models."""
+    """Return the task and the rows of a trimmed model, with the held-out rows as the dense model reads them."""
     from .trimming import PER_SAMPLE, recut_of
 
     whole, dense = read(trimming.dense, trimming.processor)
-    # Texts to embed come in the order of their lengths, which are others in other tokens.
+    # Reading twice gives the same samples in the same order, except that texts to embed are sorted by their number of
+    # tokens, which differs between both vocabularies.
     if whole.predicts in PER_SAMPLE and not whole.embeds:
         task, rows = read(model, processor)
         return task, replace(rows, untrimmed={"held_out": dense.held_out})
@@ -156,6 +159,11 @@ def _rows_in_memory(
     compensation_batches: Any,
     together: str | None,
 ) -> Rows:
+    """Return the rows by use, after holding out a quarter of `batches` if `held_out` is None.
+
+    A data set whose rows are samples is divided before it is read, in whole queries or groups of the column `together`;
+    anything else is divided as `split_held_out` does.
+    """
     divided = held_out is None and isinstance(batches, datasets.Dataset) and len(batches) > 1
     if divided and (task.a_row_is_a_sample or task.rows_together or together is not None):
         batches, held_out = _divided(number_rows(batches, source="batches"), together)
@@ -178,17 +186,17 @@ def _rows_in_memory(
 def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Divide rows at random into three quarters to score on and a quarter to hold out; None if all are of one query.
 
-    Rows of one value in the column `together` stay on one side. Of those without a value, documents to search in, a
-    quarter is held out too. Rows are divided, not batches, so that a query is in a batch with its documents.
+    Rows with the same value in the column `together` stay on one side. Of those without a value, which are documents to
+    search in, a quarter is held out too.
     """
     order = fixed_permutation(len(rows))
     values = order  # without a column, every row is a group of its own
-    if together is not None and has_one_value(rows, together):  # what reads other columns refuses them
+    if together is not None and has_one_value(rows, together):  # other columns are refused when they are read
         values = np.array(common_values(rows, together), dtype=object)
         order = side_by_side(order, values)
         values = values[order]
     grouped = sum(value is not None for value in values) or len(rows)  # they come first
-    # Counted from the end, so that no group is divided.
+    # From the end, as many rows as a quarter, or more so that no group is divided.
     split = grouped - run_end(values[:grouped][::-1].tolist(), max(1, grouped // 4))
     split_of_others = len(rows) - (len(rows) - grouped) // 4
     if not split:

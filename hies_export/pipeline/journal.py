@@ -1,8 +1,7 @@
-"""What a run has ranked and refitted so far, kept beside its output until it ends, so that a killed run can go on.
+"""Keep what a run has ranked and refitted beside its output until it ends, so that a killed run can go on.
 
-Forward passes are cheap and are done again. The orders of removal, and the layers that were refitted one after the
-other, are what takes long: each is a file, which appears complete or not at all. A kill alone leaves them behind; a run
-that ends, fails or is interrupted removes them.
+What takes long are the orders of removal, and the layers that are refitted one after the other. Each is a file, which
+appears complete or not at all. Only a kill leaves them behind; a run that ends, fails or is interrupted removes them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ from ..score.criteria import Chain, Removal
 from ..slim.refit import LayerFit
 
 T = TypeVar("T")
-# What a value is on the disk: tensors by name, and texts.
+# A value as it is stored in a safetensors file: tensors and texts by name.
 _Stored: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, str]]
+# The parameters of a refitted layer, and how well it was refitted.
 _Refit: TypeAlias = tuple[Mapping[str, Tensor], LayerFit]
 _HEAD, _RANKED, _REFITTED, _SUFFIX = "journal.json", "ranked", "refitted", ".safetensors"
 _RULE = Rule(must="a journal must begin with the JSON that hies_export wrote", remedy="delete its folder")
@@ -49,7 +49,7 @@ class _Head(Schema):
 
 @dataclass(frozen=True)
 class Journal:
-    """Module -> its chain, and module -> its refit, of what a run has found so far; None where nothing is kept."""
+    """What a run has found so far: module -> its chain, and module -> its refit; None if nothing is kept."""
 
     chains: MutableMapping[str, Chain] | None = None
     fits: MutableMapping[str, _Refit] | None = None
@@ -57,15 +57,12 @@ class Journal:
 
 @contextmanager
 def journal(output: Path, fingerprint: str, progress: Progress) -> Iterator[Journal]:
-    """Keep what is found in a folder beside the output until the block ends, however it ends.
+    """Yield a journal that is kept in a folder beside the output until the block ends, however it ends.
 
-    What a killed run with the same fingerprint has left there is known from the start; that of another is removed.
-
-    Raises:
-        OutputExistsError: Something else is in the folder's place.
+    It begins with what a killed run with the same fingerprint has left there; that of another is removed. While another
+    run still uses the folder, nothing is kept. Raises OutputExistsError if something else is in its place.
     """
     folder = output.with_name(f"{output.name}.resume")
-    # A run that is still going on keeps its own; this one then does without.
     if (found := processes.on_main(lambda: _opened(folder, fingerprint))) is None:
         yield Journal()
         return
@@ -83,7 +80,7 @@ def journal(output: Path, fingerprint: str, progress: Progress) -> Iterator[Jour
 
 
 class _Kept(MutableMapping[str, T], Generic[T]):
-    """Values by name, each a file in a folder; of several processes the first writes, and all read."""
+    """Values by name, each a file in a folder; of several processes the first reads and writes for all."""
 
     def __init__(self, folder: Path, files: set[Path], store: Callable[[T], _Stored], read: Callable[[_Stored], T]):
         self._folder, self._store, self._read = folder, store, read
@@ -115,7 +112,10 @@ class _Kept(MutableMapping[str, T], Generic[T]):
 
 
 def _opened(folder: Path, fingerprint: str) -> tuple[str, set[Path]] | None:
-    """Make the folder of a journal, or open the one there; return a note, and its files; None if another run has it."""
+    """Make the folder of a journal, or open the one there; return a note for the user, and its complete files.
+
+    Return None if another run still uses it.
+    """
     note, files = "", set[Path]()
     if os.path.lexists(folder) and not (folder / _HEAD).is_file():
         raise OutputExistsError(
@@ -146,13 +146,13 @@ def _opened(folder: Path, fingerprint: str) -> tuple[str, set[Path]] | None:
 
 
 def _room(folder: Path) -> AbstractContextManager[None]:
-    """Turn a failure to write into one sentence."""
+    """Return a context that raises a StepError of one sentence if writing fails in it."""
     must = f"what a run has found so far must fit on the disk of its output until it ends, but not in {folder}"
     return refusing(must, "free space there, or choose an output on another disk", StepError)
 
 
 def _runs(head: _Head) -> bool:
-    """Return whether the run that wrote this still goes on, as far as this machine can tell."""
+    """Return whether the run that wrote this still goes on; no for another machine, which cannot be asked."""
     if head.host != socket.gethostname() or head.process == os.getpid() or os.name == "nt":
         return False
     try:

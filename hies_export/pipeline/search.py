@@ -42,10 +42,21 @@ def search(
     sizes: Sequence[Goal],
     table: CostTable | None = None,
 ) -> Choice:
-    """Return the largest cut that keeps the promise of a budget `keep`; raise PlanError if none does."""
-    promise = promise_of(pruning)
+    """Return the largest cut that keeps the promise of a budget `keep`; raise PlanError if none does.
+
+    `sizes` remove more and more. The outcome has the cost that `table` predicts, if there is one.
+    """
+    promise, served = promise_of(pruning), pruning.budget.timed
     guessed = guess(pruning, statistics, promise, scored, sizes)
-    return search_near(pruning, statistics, promise, guessed, sizes, served=pruning.budget.timed, table=table)
+    where = "" if served is None else f", on {served.runtime}"
+    pruning.progress.stage(f"judge cuts near that size on held-out rows{where}")
+    judge = pruning.judge(pruning.rows.held_out, **judging(promise))
+    choice = Cuts(pruning, statistics, promise, judge, sizes, served).near(guessed)
+    if table is None:
+        return choice
+    assert choice.outcome is not None
+    predicted = table.left(choice.plan.kept, pruning.scored, unit=pruning.options.unit)
+    return replace(choice, outcome=replace(choice.outcome, predicted=predicted))
 
 
 @dataclass(frozen=True)
@@ -85,57 +96,6 @@ def guess(
     if best is None:
         return replace(smallest, rows=cuts.rows)
     return Guess(best.trial.scores, best.trial.token_weights, best.size, cuts.rows)
-
-
-def search_near(
-    pruning: Pruning,
-    statistics: Statistics,
-    promise: Outcome,
-    guessed: Guess,
-    sizes: Sequence[Goal],
-    *,
-    served: TimedSection | None = None,
-    judge: Judge | None = None,
-    table: CostTable | None = None,
-    at_least: int = 0,
-    known: dict[Key, TriedCut] | None = None,
-) -> Choice:
-    """Return the largest cut that keeps the promise on the held-out rows, near a guess.
-
-    Args:
-        pruning, statistics, promise, guessed: The model to cut, the promise, and where to begin.
-        sizes: Goals that remove more and more.
-        served: What serves the models, and predicts; None for torch.
-        judge: The judge on the held-out rows; None to make it.
-        table: The table of cost that gives the predicted cost of the cut; None for no prediction.
-        at_least: Only larger sizes are tried.
-        known: Cuts that were judged before in the same bits; new ones are added in place.
-
-    Raises:
-        PlanError: No such cut keeps the promise.
-    """
-    where = "" if served is None else f", on {served.runtime}"
-    pruning.progress.stage(f"judge cuts near that size on held-out rows{where}")
-    judge = judge or pruning.judge(pruning.rows.held_out, **judging(promise))
-    cuts = Cuts(pruning, statistics, promise, judge, sizes, served=served, known={} if known is None else known)
-    found = cuts.near(guessed, at_least)
-    if found is None and at_least:
-        raise PlanError("no cut that keeps the promise here is faster than what was found in another form")
-    if found is None:
-        mildest = replace(promise, found=[*cuts.known.values()][-1].found)  # it is judged last
-        raise PlanError(
-            f"keep asks for {asked_words(promise)} on {promise.samples:,} held-out rows, and the mildest cut has "
-            f"{found_words(mildest)}; ask for less, compensate, or give more held-out rows, which narrow the interval"
-        )
-    kept, unit = found.trial.selection, pruning.options.unit
-    outcome = replace(
-        promise,
-        budget=budget_where(pruning, promise.budget, served),
-        found=found.found,
-        judged=(*guessed.rows, *cuts.rows),
-        predicted=None if table is None else table.left(kept, pruning.scored, unit=unit),
-    )
-    return choice_of(pruning, statistics, found.trial, outcome=outcome, served=served)
 
 
 def nothing(pruning: Pruning, statistics: Statistics, scores: Scores, promise: Outcome | None = None) -> Choice:
@@ -251,12 +211,13 @@ class Cuts:
         size = largest(len(self.sizes), partial(self._holds, scores, weights), at_least=known, within=within)
         return best if size == known else self._judged(scores, weights, size)
 
-    def near(self, guessed: Guess, at_least: int = 0) -> TriedCut | None:
-        """Return the largest cut above a size that keeps the promise, near a guess; None if none does.
+    def near(self, guessed: Guess, at_least: int = 0) -> Choice:
+        """Return the largest cut that keeps the promise and is larger than a size, searching near a guess.
 
-        At most `FAILURES` cuts fail. When the time is over, it is the largest that was found until then.
+        At most `FAILURES` cuts fail. When the time is over, it is the largest that was found until then. Raises
+        PlanError if there is no such cut.
         """
-        scores, weights = guessed.scores, guessed.token_weights
+        pruning, scores, weights = self.pruning, guessed.scores, guessed.token_weights
         holds = partial(self._holds, scores, weights)
         try:
             size = largest(len(self.sizes), holds, near=guessed.size, at_least=at_least, failures=FAILURES)
@@ -264,7 +225,22 @@ class Cuts:
             size = max((cut.size for cut in self.known.values() if cut.met), default=at_least)
             if size <= at_least:
                 raise
-        return self._judged(scores, weights, size) if size > at_least else None
+        if size == at_least:
+            slower = "no cut that keeps the promise here is faster than what was found in another form"
+            raise PlanError(slower if at_least else self._none_keeps())
+        cut, promise = self._judged(scores, weights, size), self.promise
+        budget = budget_where(pruning, promise.budget, self.served)
+        outcome = replace(promise, budget=budget, found=cut.found, judged=(*guessed.rows, *self.rows))
+        return choice_of(pruning, self.statistics, cut.trial, outcome=outcome, served=self.served)
+
+    def _none_keeps(self) -> str:
+        """Return the error if no cut keeps the promise."""
+        promise, mildest = self.promise, [*self.known.values()][-1]  # it is judged last
+        return (
+            f"keep asks for {asked_words(promise)} on {promise.samples:,} held-out rows, and the mildest cut has "
+            f"{found_words(replace(promise, found=mildest.found))}; ask for less, compensate, or give more held-out "
+            "rows, which narrow the interval"
+        )
 
     def _holds(self, scores: Scores, weights: float, size: int) -> bool:
         return self._judged(scores, weights, size).met
@@ -290,12 +266,12 @@ class Cuts:
         name += "" if weights == 1 else f", tokens weighted {weights:g}"
         where = "torch" if self.served is None else self.served.runtime
         if self.promise.budget.share is None:
-            shown = f"{found.value:.4g} worse"
+            result = f"{found.value:.4g} worse"
         else:
-            shown = f"{100 * found.value:.2f} % {stays_words(self.promise)}"
-            shown += "" if found.bound is None else f", at least {100 * found.bound:.2f} %"
+            result = f"{100 * found.value:.2f} % {stays_words(self.promise)}"
+            result += "" if found.bound is None else f", at least {100 * found.bound:.2f} %"
         left = self.pruning.flops_left(trial.selection)
-        self.pruning.progress.stage(f"{name}, {left:.2f} of the FLOPs in {where}: {shown}")
+        self.pruning.progress.stage(f"{name}, {left:.2f} of the FLOPs in {where}: {result}")
 
     @property
     def _runtime(self) -> str | None:

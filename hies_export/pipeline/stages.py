@@ -441,8 +441,8 @@ def try_metrics(pruning: Pruning) -> None:
     if rows := pruning.rows.evaluation or pruning.rows.held_out:
         pruning.progress.stage("evaluate the dense model")
         limited = pruning.options.budget and pruning.options.budget.metric
-        metrics = dict.fromkeys((*pruning.metrics, *([limited] if limited else [])))
-        judge = pruning.judge(rows, index=None, metrics=tuple(metrics), progress=pruning.progress)
+        metrics = tuple(dict.fromkeys(filter(None, (*pruning.metrics, limited))))
+        judge = pruning.judge(rows, index=None, metrics=metrics, progress=pruning.progress)
         judge.of(judge.dense)
 
 
@@ -452,10 +452,7 @@ def compare(pruning: Pruning, slim: PreTrainedModel, *, uncompensated: Selection
     `uncompensated` is a selection to judge beside them without a refit.
     """
     judge = pruning.judge(pruning.rows.evaluation or pruning.rows.held_out, index=None, progress=pruning.progress)
-
-    def predictions_of(model: PreTrainedModel) -> Predictions:
-        return predict(model, judge.batches, progress=pruning.progress)
-
+    predictions_of = partial(predict, batches=judge.batches, progress=pruning.progress)
     same = pruning.trimming is None and same_weights(slim, pruning.model)
     predictions = judge.dense if same else predictions_of(slim)
     dense, pruned, masked = judge.of(judge.dense), judge.of(predictions), None
