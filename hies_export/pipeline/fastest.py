@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .. import processes
 from ..calibrate.statistics import Statistics
-from ..data.batches import samples_of
+from ..data.batches import Batch, samples_of
 from ..errors import HiesError, PlanError
 from ..evaluate.interval import Looks
 from ..evaluate.judge import Judge
@@ -30,6 +30,7 @@ from ..score.criteria import Scores
 from ..select.constraints import bundle_count
 from ..select.cost import Goal
 from ..slim.bundles import cut_bundles
+from ..units.counts import Shape
 from .choose import choose, choose_within, sizes_of
 from .delivery import Delivery, on_rows
 from .draw import all_looks
@@ -41,18 +42,17 @@ from .trials import Key
 
 logger = logging.getLogger(__name__)
 
-# A cut whose time is predicted from its FLOPs may turn out to be faster than another by this factor.
+# A cut may be faster by this factor than its FLOPs predict.
 UNSURE = 1.1
-# Rows that are timed one at a time where cuts, or forms of the dense model, are compared.
-QUICK_ROWS = 128
-# How often each is loaded for that. Loading and warming up take longer than the timed runs.
-QUICK_LOADS = 2
+# Number of rows to time one at a time where cuts, or forms of the dense model, are compared, and how often each is
+# loaded for that: loading and warming up take longer than the timed runs.
+QUICK_ROWS, QUICK_LOADS = 128, 2
 # Rows in a batch where the times of compounds of several sizes are compared.
 BATCH = 8
 
 
 def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
-    """Return what a deployment looks at, by the number of held-out rows."""
+    """Return how often a deployment may look at the held-out rows: as often as their number allows."""
     share, rows = pruning.budget.share, pruning.rows.held_out
     assert share is not None
     metric = pruning.promised_metric
@@ -62,16 +62,18 @@ def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
 
 
 def quick_times(pruning: Pruning, delivery: Delivery, forms: Sequence[Form], *, compounds: bool = False) -> list[Timed]:
-    """Time forms beside each other as a deployment is timed, at the first of its shapes and without many repeats."""
+    """Time forms beside each other as a deployment is timed, at the first of its shapes and without many repeats.
+
+    With `compounds` among them, they are timed on rows, because their times depend on these.
+    """
     shape, batch = next(iter(pruning.shapes.items()))
+    batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch]}
     if on_rows(pruning):
         assert delivery.in_order is not None
-        rows = delivery.in_order(1)[:QUICK_ROWS]
-    elif compounds:  # what they take depends on the rows
-        rows = in_mixed_order(pruning.rows.promise, shape[0])
-    else:
-        return time_forms(forms, {shape: [batch]}, loads=QUICK_LOADS, progress=pruning.progress)
-    return time_forms(forms, rows_by_shape({shape[0]: rows}), loads=QUICK_LOADS, progress=pruning.progress)
+        batches = rows_by_shape({shape[0]: delivery.in_order(1)[:QUICK_ROWS]})
+    elif compounds:
+        batches = rows_by_shape({shape[0]: in_mixed_order(pruning.rows.promise, shape[0])})
+    return time_forms(forms, batches, loads=QUICK_LOADS, progress=pruning.progress)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, f
 
 
 def _in_time(delivery: Delivery, ways: Sequence[Way]) -> Iterator[Way]:
-    """Yield the first way, and further ones until a third of the time from now to the deadline is over."""
+    """Yield the first way, and the next ones until a third of the time to the deadline is over."""
     began = time.monotonic()
     for number, way in enumerate(ways):
         if number and time.monotonic() > began + (delivery.deadline - began) / 3:
@@ -157,7 +159,7 @@ def _that_keep(promise: Outcome, share: float, tried: Sequence[DeployWay], *, tr
 
 @dataclass(frozen=True)
 class _Found:
-    """A cut or compound that keeps the promise, its form, and the time that it takes by its FLOPs."""
+    """A cut or compound that keeps the promise, its form, and the time that its FLOPs predict."""
 
     decision: Decision
     form: Form
@@ -171,9 +173,9 @@ class _Search:
     Attributes:
         pruning, hurried: The pruning, and the same with a progress that raises OutOfTime when time is over.
         promise, judge: The promise on the held-out rows, and its judge.
-        tried: The forms of the dense model; replaced by what is found of the cuts in them.
+        tried: The ways of the dense model; each is replaced in place when cuts were searched for in it.
         scored: Scores to cut by, once units are ranked.
-        found: The cuts that keep the promise.
+        found: The cuts and compounds that keep the promise.
     """
 
     pruning: Pruning
@@ -213,7 +215,7 @@ class _Search:
             self.forms.plain("one cut")
 
     def _search_in(self, ways: Sequence[DeployWay]) -> None:
-        """Find the largest cut that keeps the promise in each way, if it has one; note in `tried` what was judged."""
+        """Search for the largest cut that keeps the promise in each way; note in `tried` what was judged."""
         pruning, guessed, best = self.hurried, None, math.inf
         asked, sizes = (pruning, self.statistics, self.promise), sizes_of(pruning, None)
         known: dict[

@@ -61,7 +61,7 @@ class Measured:
 def measure(
     pruning: Pruning, delivery: Delivery, forms: Forms, decision: Decision, slim: Slim, saved: Saved, folder: Path
 ) -> Measured:
-    """Export the slim model into the folder of a run, and judge and time it there beside the dense one.
+    """Export the slim model into the folder of a run, and measure it beside the dense one.
 
     Both are counted, and timed on every runtime that the recipe names. All forms of both, in fewer bits and joined in a
     compound, are then judged and timed beside each other.
@@ -78,7 +78,7 @@ class _Measuring:
         self.ways = [way for way in decision.ways if way.problem is None]
 
     def run(self, slim: Slim, saved: Saved) -> Measured:
-        """Export, count, judge and time."""
+        """Export the slim model, and count, judge and time both."""
         pruning, delivery, forms, folder = self.pruning, self.delivery, self.forms, self.folder
         if self.deploy is not None:  # the export of the run has the bits that were tried
             in_int8 = any(way.bits == "int8" and way.bits not in RUNTIMES[way.runtime].calibrated for way in self.ways)
@@ -107,7 +107,7 @@ class _Measuring:
             file = judge_exported(forms.export("slim", delivery.export), folder, on_dense_index, judged)
         add_graphs(exports.values(), folder / "slim")
         if isinstance(slim.model, TextEncoder):
-            _serve(slim.model, exports, judged, deployment, folder)
+            self._serve(slim.model, exports, judged, deployment)
         return Measured(
             sizes=sizes,
             exported=exports[delivery.export.unquantized],
@@ -254,6 +254,28 @@ class _Measuring:
         summary, facts = asked.facts(joined, judge.batches, parts=parts, stability=stability, tried=tried)
         return {asked.name: summary}, {asked.name: facts}
 
+    def _serve(
+        self,
+        model: TextEncoder,
+        exports: Mapping[ExportSection, Export],
+        judged: list[Judged],
+        found: Deployment | None,
+    ) -> None:
+        """Write `served/`, which sentence-transformers runs: the file to deploy, or else the last of the exports."""
+        form = None if found is None or found.form is None else judged[found.form]
+        if found is None or (form is not None and RUNTIMES[form.runtime].reads_models):
+            exported = [*exports.values()][-1]
+            file, runtime, dtype = exported.file, runtime_of(exported.how), None
+        elif form is not None and found.file is not None:
+            bits = form.bits if form.bits in RUNTIMES[form.runtime].hints else None
+            file, runtime, dtype = self.folder / found.file, form.runtime, bits
+        else:
+            return
+        if runtime is None:
+            return
+        link_files(file.parent, self.folder / "served")
+        write_served(self.folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)
+
     def _with_cost(self, sizes: Measurements) -> Outcome | None:
         """Return the outcome of the choice; that of a budget of cost with what was counted or timed."""
         outcome = self.decision.choice.outcome
@@ -270,26 +292,3 @@ class _Measuring:
         else:
             found = budget_rows(asked, sizes.latency)[0]
         return replace(outcome, found=Found(found.ratio), noisy=found.noisy)
-
-
-def _serve(
-    model: TextEncoder,
-    exports: Mapping[ExportSection, Export],
-    judged: list[Judged],
-    found: Deployment | None,
-    folder: Path,
-) -> None:
-    """Write `served/`, which sentence-transformers runs: the file to deploy, or else the last of the exports."""
-    form = None if found is None or found.form is None else judged[found.form]
-    if found is None or (form is not None and RUNTIMES[form.runtime].reads_models):
-        exported = [*exports.values()][-1]
-        file, runtime, dtype = exported.file, runtime_of(exported.how), None
-    elif form is not None and found.file is not None:
-        bits = form.bits if form.bits in RUNTIMES[form.runtime].hints else None
-        file, runtime, dtype = folder / found.file, form.runtime, bits
-    else:
-        return
-    if runtime is None:
-        return
-    link_files(file.parent, folder / "served")
-    write_served(folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)

@@ -172,17 +172,18 @@ def score_by_removal(pruning: Pruning, statistics: Statistics) -> Scores:
 def effect_batches(pruning: Pruning) -> list[Batch]:
     """Return the batches whose gradients greedy removal takes.
 
-    If there are more rows to refit on than calibration rows, these are the first batches to refit on: as many as have
-    the number of calibration rows, and `EFFECT_TOKENS` tokens. Both are drawn in the same order. Otherwise, and where
-    labels say what is predicted, as those of a language model do, these are the calibration batches.
+    These are the calibration batches or, if there are more rows to refit on, the first batches of these, until they
+    have as many rows as the calibration batches and `EFFECT_TOKENS` tokens: both are drawn in the same order. Where
+    labels say what is predicted, as those of a language model do, only the calibration batches will do.
     """
     scored, more = pruning.rows.score, pruning.rows.refit
-    if pruning.task.places_by_labels or sum(map(size_of, more)) <= sum(map(size_of, scored)):
+    count = sum(map(size_of, scored))
+    if pruning.task.places_by_labels or sum(map(size_of, more)) <= count:
         return scored
     enough: list[Batch] = []
     samples = tokens = 0
     for batch in more:
-        if samples >= sum(map(size_of, scored)) and tokens >= EFFECT_TOKENS:
+        if samples >= count and tokens >= EFFECT_TOKENS:
             break
         enough.append(batch)
         samples, tokens = samples + size_of(batch), tokens + count_tokens(pruning.model, batch)
@@ -190,7 +191,7 @@ def effect_batches(pruning: Pruning) -> list[Batch]:
 
 
 def select(pruning: Pruning, scores: Scores, goal: Goal) -> Selection:
-    """Return the units that stay."""
+    """Return the units that stay to reach a goal, by their scores and within the constraints."""
     return select_units(scores, pruning.modules, constraints=pruning.options.constraints, **vars(goal))
 
 
@@ -349,14 +350,11 @@ def cut(pruning: Pruning, choice: Choice) -> Slim:
 
 def _refit(pruning: Pruning, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
     """Refit a cut model in place, from the moments that were collected to choose the cut if they serve."""
-    asked = pruning.options.compensation
-    assert asked is not None
-    moments = choice.statistics and choice.statistics.moments
-    if choice.statistics and moments and moments.kept and not asked.sequential:
-        refit = refit_of(pruning, choice.statistics, choice.token_weights)
+    how, statistics, plan = _compensation(pruning, choice.token_weights), choice.statistics, choice.plan
+    if statistics and statistics.moments and statistics.moments.kept and not how.sequential:
+        refit = refit_of(pruning, statistics, choice.token_weights)
         assert refit is not None
-        return refit(slim, choice.plan.kept)
-    how, plan = _compensation(pruning, choice.token_weights), choice.plan
+        return refit(slim, plan.kept)
     dense, modules, rows = pruning.model, pruning.modules, pruning.rows.refit
     return compensate(dense, slim, plan, modules, rows, how, known=pruning.fits, progress=pruning.progress)
 
@@ -366,11 +364,10 @@ def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: 
     consumers = {module.name: module.consumer for module in modules}
     names = []
     for fit in fits:
-        layer = slim.get_submodule(consumers[fit.name])
+        consumer = consumers[fit.name]
+        found = dict(slim.get_submodule(consumer).named_parameters(recurse=False))
         changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
-        names += [
-            f"{consumers[fit.name]}.{name}" for name in dict(layer.named_parameters(recurse=False)) if name in changed
-        ]
+        names += [f"{consumer}.{name}" for name in found if name in changed]
     return names
 
 
