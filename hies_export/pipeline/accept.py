@@ -50,7 +50,7 @@ def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) ->
 
 
 def warn_of_one_class(batches: Sequence[Batch], what: str, so: str) -> None:
-    """Warn if all labels are of one class; `what` the rows are and what happens `so` are words of the warning."""
+    """Warn if all labels are of one class; the warning calls the rows `what`, and says in `so` what follows."""
     classes = torch.cat([batch["labels"] for batch in batches if "labels" in batch] or [torch.empty(0)])
     if len(classes) > 1 and len(classes.unique()) == 1:
         logger.warning(
@@ -75,18 +75,16 @@ def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> No
 
 
 def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor:
-    """Return the output of the last part of a batch; refuse a model that fails on its device and in its dtype.
-
-    Weights that are not finite are refused too. Other outputs that are not finite are returned.
-    """
+    """Return the output for part of a batch; refuse a model that fails on the whole batch, or by weights of NaN."""
     must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
         for part in in_rows(batch, task.at_once(batch)):
             output = task.output(model, part)
             if not output.isfinite().all():
                 break
-    everything = [] if output.isfinite().all() else model.named_parameters()
-    if wrong := [name for name, parameter in everything if not parameter.isfinite().all()]:
+    finite = bool(output.isfinite().all())
+    wrong = [] if finite else [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
+    if wrong:
         raise RequestError(
             f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
             "infinity; take an earlier checkpoint"

@@ -159,10 +159,9 @@ def _rows_in_memory(
     compensation_batches: Any,
     together: str | None,
 ) -> Rows:
-    """Return the rows by use, after holding out a quarter of `batches` if `held_out` is None.
+    """Return the rows by use; if `held_out` is None, a quarter of `batches` is held out.
 
-    A data set whose rows are samples is divided before it is read, in whole queries or groups of the column `together`;
-    anything else is divided as `split_held_out` does.
+    A data set is divided before it is read if its rows can be, in whole values of the column `together`.
     """
     divided = held_out is None and isinstance(batches, datasets.Dataset) and len(batches) > 1
     if divided and (task.a_row_is_a_sample or task.rows_together or together is not None):
