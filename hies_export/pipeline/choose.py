@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,7 @@ def choose(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores] = 
         assert budget.ratio is not None
         goal = Goal(ratio=budget.ratio / table.dense, table=table)
     pick = _by_agreement if pruning.options.criterion == AUTO else _by_alpha
-    trial, judged = pick(pruning, statistics, scored, goal)
-    return choice_of(pruning, statistics, trial, outcome=_outcome(pruning, table, trial.selection), **judged)
+    return pick(pruning, statistics, scored, goal)
 
 
 def choose_within(pruning: Pruning, statistics: Statistics, share: float, like: Choice) -> Choice:
@@ -54,36 +53,30 @@ def choose_within(pruning: Pruning, statistics: Statistics, share: float, like: 
     return choice_of(pruning, statistics, Trial(like.scores, selection, like.token_weights), outcome=outcome)
 
 
-def _by_agreement(
-    pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal
-) -> tuple[Trial, dict[str, Any]]:
-    """Return the cut whose refitted model agrees most with the dense one, over criteria and weights of tokens.
-
-    Also return the field of a `Choice` that says how the candidates were judged, with its value.
-    """
+def _by_agreement(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal) -> Choice:
+    """Choose the scores and the weights of tokens whose refitted model agrees most with the dense one."""
     trials = _trials(pruning, statistics)
     pruning.progress.stage("choose the criterion on held-out rows")
     candidates = [Trial(scores, select(pruning, scores, goal)) for scores in scored]
     tried = choose_by_agreement(candidates, token_weights_of(pruning), trials, progress=pruning.progress)
     (chosen,) = (one for one in tried if one.chosen)
-    return replace(candidates[chosen.candidate], token_weights=chosen.token_weights), {"tried": tried}
+    trial = replace(candidates[chosen.candidate], token_weights=chosen.token_weights)
+    return choice_of(pruning, statistics, trial, outcome=_outcome(pruning, goal.table, trial.selection), tried=tried)
 
 
-def _by_alpha(
-    pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal
-) -> tuple[Trial, dict[str, Any]]:
-    """Return the cut by the only scores, or by those of the alpha that does best on held-out rows.
-
-    Also return the field of a `Choice` that says how the alphas were judged, with its value.
-    """
+def _by_alpha(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal) -> Choice:
+    """Choose the only scores, or those of the alpha that does best on held-out rows."""
     weights = token_weights_of(pruning)[0]
+    curve: tuple[Mapping[str, Any], ...] = ()
     if len(scored) == 1:
-        return Trial(scored[0], select(pruning, scored[0], goal), weights), {}
-    pruning.progress.stage("choose alpha on held-out rows")
-    tracked = pruning.progress.track(scored, "choose alpha")
-    candidates = (Trial(scores, select(pruning, scores, goal), weights) for scores in tracked)
-    trial, curve = choose_alpha(candidates, _trials(pruning, statistics))
-    return trial, {"alpha_curve": curve}
+        trial = Trial(scored[0], select(pruning, scored[0], goal), weights)
+    else:
+        pruning.progress.stage("choose alpha on held-out rows")
+        tracked = pruning.progress.track(scored, "choose alpha")
+        candidates = (Trial(scores, select(pruning, scores, goal), weights) for scores in tracked)
+        trial, curve = choose_alpha(candidates, _trials(pruning, statistics))
+    outcome = _outcome(pruning, goal.table, trial.selection)
+    return choice_of(pruning, statistics, trial, outcome=outcome, alpha_curve=curve)
 
 
 def _trials(pruning: Pruning, statistics: Statistics) -> Trials:

@@ -71,12 +71,11 @@ def take(
     def read(model: PreTrainedModel, processor: Any) -> tuple[Task, Rows]:
         """Return the task of a model, and the rows as it reads them."""
         task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
-        how = {"task": task, "processor": processor, "columns": columns, "max_length": given.max_length}
+        of = partial(batches_of, model, task=task, processor=processor, columns=columns, max_length=given.max_length)
         fields = columns
         if columns is None and task.embeds and isinstance(batches, datasets.Dataset):
             fields = usual_columns(batches, type(task))
         together = None if fields is None else fields.get("query") or fields.get("group")
-        of = partial(batches_of, model, **how)
         return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches, together)
 
     if trimming is None:

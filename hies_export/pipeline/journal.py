@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
 import torch
@@ -122,7 +122,7 @@ def _opened(folder: Path, fingerprint: str) -> tuple[str, set[Path]] | None:
             f"a run keeps what it has found so far in {folder}, but something else is there; move it, or choose "
             "another output"
         )
-    with suppress(RequestError):  # none, or a damaged one, which is of no use
+    with suppress(RequestError):  # there is no journal, or a damaged one
         head = _Head.model_validate(read_json(folder / _HEAD, _Head, _RULE))
         if _runs(head):
             return None
@@ -156,20 +156,16 @@ def _runs(head: _Head) -> bool:
     if head.host != socket.gethostname() or head.process == os.getpid() or os.name == "nt":
         return False
     try:
-        os.kill(head.process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's process
-        return True
+        os.kill(head.process, 0)  # only asks whether there is such a process
+    except OSError as error:  # of another class for another user's process
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
 def _is_whole(file: Path) -> bool:
-    try:
-        with safe_open(file, "pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
+    with suppress(OSError, SafetensorError), safe_open(file, "pt"):
+        return True
+    return False
 
 
 def _read_file(file: Path) -> _Stored:
@@ -201,5 +197,4 @@ def _stored_refit(refit: _Refit) -> _Stored:
 
 def _refit(stored: _Stored) -> _Refit:
     tensors, texts = stored
-    fields: dict[str, Any] = json.loads(texts["fit"])
-    return tensors, LayerFit(**fields)
+    return tensors, LayerFit(**json.loads(texts["fit"]))

@@ -43,8 +43,7 @@ class Trials:
         return self._judged(trial)[1]
 
     def _judged(self, trial: Trial) -> tuple[Judgement, Tensor]:
-        key = key_of(trial)
-        if key not in self._found:
+        if (key := key_of(trial)) not in self._found:
             predictions = self._predict(trial)
             self._found[key] = self.judge.judgement(predictions), self.judge.agreement(predictions)
         return self._found[key]
