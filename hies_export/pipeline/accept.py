@@ -31,7 +31,7 @@ def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) ->
             lacks, its config names more or fewer classes than it has, or its generation config cannot be saved.
     """
     _check_padding_token(model, batches)
-    sample = first_samples(batches[0])
+    sample, name = first_samples(batches[0]), type(model).__name__
     check_runs(model, sample, "the calibration rows")
     output = _predicted(model, sample, task)
     if task.predicts in ("classes", "labels"):
@@ -39,10 +39,9 @@ def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) ->
         if len(classes.names) != given:
             raise RequestError(
                 f"id2label must name every class of the model, but its config names {len(classes.names)} ({classes}), "
-                f"and the head of {type(model).__name__} gives {given}; name as many"
+                f"and the head of {name} gives {given}; name as many"
             )
     if model.can_generate():  # some generation configs are read with a warning, but cannot be saved
-        name = type(model).__name__
         must = f"a generation config must be one that transformers saves, but that of this {name} is not"
         remedy = "correct model.generation_config, or generation_config.json beside the weights"
         with tempfile.TemporaryDirectory() as folder, refusing(must, remedy):
@@ -75,7 +74,7 @@ def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> No
 
 
 def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor:
-    """Return the output for part of a batch; refuse a model that fails on the whole batch, or by weights of NaN."""
+    """Return the output for the last part of a batch; refuse a model that fails on one, or has weights of NaN."""
     must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
         for part in in_rows(batch, task.at_once(batch)):

@@ -110,7 +110,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Samples by use, as in `Rows`; `scoring` are those to calibrate on."""
+    """Samples by use, by the names of the counts in `Draws`; `held_out` are without those `promised`."""
 
     scoring: datasets.Dataset
     held_out: datasets.Dataset

@@ -85,10 +85,11 @@ def guess(
         return smallest
     pruning.progress.stage("guess how much to remove, on rows that are not held out")
     by_own, keep = pruning.kind(rows) in ("texts", "groups"), promise.budget.keep
+    assert keep is not None
     if keeps_predictions(pruning.kind(rows)):
         rows = first_rows(rows, GUESS_ROWS)
     judge = pruning.judge(rows, **judging(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
-    if by_own and keep is not None and keep.metric != "own_ndcg@10" and keep.predictions is not None:
+    if by_own and keep.metric != "own_ndcg@10" and keep.predictions is not None:
         asked = keep.model_copy(update={"predictions": 1 - OWN_LOSS * (1 - keep.predictions)})
         promise = replace(promise, budget=Budget(keep=asked))
     cuts = Cuts(pruning, statistics, promise, judge, sizes, guess=True)
@@ -109,10 +110,9 @@ def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
 
     `confidence` is that of each interval; by default, it is corrected for a search in which `FAILURES` cuts may fail.
     """
-    rows, budget = pruning.rows.held_out, pruning.budget
-    if budget.keep is None:
-        return Outcome(budget, samples=samples_of(rows))
-    searched, index = pruning.kind(rows) in ("queries", "texts"), budget.keep.index
+    rows, keep = pruning.rows.held_out, pruning.budget.keep
+    assert keep is not None
+    searched, index = pruning.kind(rows) in ("queries", "texts"), keep.index
     if index is not None and not searched:
         raise RequestError(
             "keep.index says which vectors of documents queries search, and only embeddings of queries and "
@@ -120,7 +120,7 @@ def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
         )
     left_open = {"metric": pruning.promised_metric, "index": index or ("dense" if searched else None)}
     return Outcome(
-        Budget(keep=budget.keep.model_copy(update=left_open)),
+        Budget(keep=keep.model_copy(update=left_open)),
         samples=samples_of(rows),
         confidence=confidence_of_each(FAILURES) if confidence is None else confidence,
         # What a language model predicts may be answers or choices.

@@ -389,9 +389,10 @@ def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 def judging(promise: Outcome) -> dict[str, Any]:
     """Return the options of `Pruning.judge` for the judge that decides about a promise."""
-    budget = promise.budget
-    metrics = {} if budget.metric is None else {"metrics": (budget.metric,)}
-    index = {} if budget.keep is None or budget.keep.index is None else {"index": budget.keep.index}
+    keep = promise.budget.keep
+    assert keep is not None
+    metrics = {} if keep.metric is None else {"metrics": (keep.metric,)}
+    index = {} if keep.index is None else {"index": keep.index}
     return {**metrics, **index, "confidence": promise.confidence, "as_of": promise.samples}
 
 
@@ -401,9 +402,8 @@ def confirm(pruning: Pruning, slim: Slim, served: TimedSection | None) -> Slim:
     Raises DropError if it breaks the promise. Without a promise, the model is returned as it is.
     """
     outcome = slim.outcome
-    if outcome is None or not outcome.budget.searched:
-        return slim
-    if outcome.found is not None and not slim.plan.removes:  # the dense model was judged as it is served
+    # If nothing is removed, the dense model was judged as it is served.
+    if outcome is None or not outcome.budget.searched or not slim.plan.removes:
         return slim
     pruning.progress.stage("evaluate the slim model on the held-out rows")
     judge = pruning.judge(pruning.rows.held_out, **judging(outcome))
