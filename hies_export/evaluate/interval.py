@@ -16,14 +16,12 @@ FAILURES = 3
 
 
 def confidence_of_each(looks: int) -> float:
-    """Return the confidence that each of several looks at the same rows needs, so that all together have 95 %.
+    """Return the confidence that each of several intervals on the same rows needs, so that all together have 95 %.
 
-    A look is an interval that decides whether something is promised. Only looks at false promises count, of which a
-    search that stops after `FAILURES` failing cuts has no more than these, however many cuts pass. For if the true
-    share falls with the size of the cut, the search follows one path, which is known beforehand, until the first
-    interval that misses its true share: true promises pass and false ones fail. On that path lie `FAILURES` false
-    promises at most, and one of them must pass for the search to end in a false promise. A true promise that fails only
-    makes the cut milder.
+    A look is an interval that decides whether something is promised. Only looks at promises that are false can go
+    wrong: a true promise that fails only makes the cut milder. A search that stops after `FAILURES` failing cuts has at
+    most `FAILURES` such looks, however many cuts pass: if the true share falls with the size of the cut, the cuts that
+    are tried before the first wrong decision are known beforehand, because true promises pass and false ones fail.
 
     Source: Bonferroni's inequality; Bates et al., J. ACM 68 (2021), for risks that only fall; Angelopoulos et al.,
     "Learn then test", arXiv 2110.01052, for tests in a fixed order.
@@ -36,21 +34,19 @@ def lower_share(
 ) -> float:
     """Return the lower end of the Clopper-Pearson interval of a share.
 
-    Tokens of one text are not independent. If samples have several predictions, the interval is that of the number of
-    independent predictions with the same variance.
+    Tokens of one text are not independent. If samples have several predictions, the interval is that of as many
+    independent predictions as have the same variance.
 
     Args:
         same: (predictions,) bool.
         samples: (predictions,) int64, the sample that each prediction belongs to; None if each has its own.
         confidence: Confidence of the two-sided interval.
-        scale: Gives the interval that this many times the predictions would have.
+        scale: The interval is that of `scale` times as many predictions.
 
     Source: Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard, Survey Methodology 24 (1998), for clusters.
     """
-    share = same.double().mean().item()
-    count = float(len(same)) if samples is None else _effective_size(same.double(), samples, share, confidence)
-    count *= scale
-    right = share * count
+    count = scale * (len(same) if samples is None else _effective_size(same.double(), samples, confidence))
+    right = same.double().mean().item() * count
     if right <= 0:
         return 0.0
     return float(stats.beta.ppf((1 - confidence) / 2, right, count - right + 1))
@@ -69,9 +65,9 @@ def ratio_ends(
 ) -> tuple[float, float]:
     """Return both ends of an interval of mean(slim) / mean(dense), over paired queries.
 
-    It is Fieller's interval, with Student's t, over the queries and an invented one. There `dense` is its mean, and
-    `slim` is 0 for the lower end, or twice that mean for the upper end. The invented query allows for losses that are
-    too rare to occur in the sample, as in the rule of three.
+    It is Fieller's interval, with Student's t, over the queries and an invented one, which stands for losses too rare
+    to occur in the sample (as in the rule of three): `dense` is there its mean over the others, and `slim` is 0 for the
+    lower end, or twice that mean for the upper end.
 
     Simulated: how often the lower end is above the true ratio, for 300 or 1,000 queries and a nominal rate of 2.5 %
     (0.41 %). With heavy-tailed losses: at most 2.3 % (0.35 %); without the invented query 2.6 to 12 % (0.3 to 6 %); by
@@ -82,15 +78,16 @@ def ratio_ends(
         slim: (queries,) values of at least 0, of the slim model.
         dense: (queries,) values of at least 0, of the dense model.
         confidence: Confidence of the two-sided interval.
-        scale: Gives the interval that this many times the queries would have.
+        scale: The interval is that of `scale` times as many queries.
 
     Source: Fieller, J. R. Stat. Soc. B 16 (1954).
     """
-    return tuple(_fieller(slim.double(), dense.double(), confidence, scale, sign) for sign in (-1, 1))  # type: ignore[return-value]
+    slim, dense = slim.double(), dense.double()
+    return _fieller(slim, dense, confidence, scale, -1), _fieller(slim, dense, confidence, scale, 1)
 
 
 def _fieller(slim: torch.Tensor, dense: torch.Tensor, confidence: float, scale: float, sign: int) -> float:
-    """Return the lower end, for a `sign` of -1, or the upper one: 0 or infinite if it has no bound."""
+    """Return the lower end of `ratio_ends` (`sign` -1; 0 if unbounded) or the upper one (`sign` 1; infinite)."""
     typical = dense.mean()
     table = torch.stack([torch.cat([slim, typical + sign * typical[None]]), torch.cat([dense, typical[None]])])
     weights = torch.full_like(table[0], scale)
@@ -108,12 +105,12 @@ def _fieller(slim: torch.Tensor, dense: torch.Tensor, confidence: float, scale: 
     return max(0.0, ((b + sign * (b * b - a * c).clamp(min=0).sqrt()) / a).item())
 
 
-def _effective_size(same: torch.Tensor, samples: torch.Tensor, share: float, confidence: float) -> float:
-    """Return how many independent predictions would give a share with the same variance as these."""
-    groups, variance = len(samples.unique()), variance_of_mean(same, samples)
+def _effective_size(same: torch.Tensor, samples: torch.Tensor, confidence: float) -> float:
+    """Return how many independent predictions would give the mean of these, (predictions,) float64, its variance."""
+    share, groups, variance = same.mean().item(), len(samples.unique()), variance_of_mean(same, samples)
     if groups == 1 or variance == 0:
         # One sample, or all predictions agree: nothing shows that predictions of one sample are independent.
-        return float(groups)
+        return groups
     size = min(share * (1 - share) / variance, float(len(same)))
     tail = (1 + confidence) / 2
     return float(size * (stats.t.ppf(tail, len(same) - 1) / stats.t.ppf(tail, groups - 1)) ** 2)
@@ -133,25 +130,22 @@ def variance_of_mean(values: torch.Tensor, samples: torch.Tensor | None = None) 
 
 
 def upper_rate(count: int, rows: int, confidence: float = CONFIDENCE) -> float:
-    """Return the upper bound of the rate behind `count` of `rows`, with a confidence: one-sided Clopper-Pearson."""
+    """Return the one-sided Clopper-Pearson upper bound of the rate of events, given `count` events in `rows` rows."""
     return 1.0 if count >= rows else float(stats.beta.ppf(confidence, count + 1, rows - count))
 
 
 def rate_rows_needed(rate: float, confidence: float = CONFIDENCE) -> int:
-    """Return how many rows without any event make the `upper_rate` reach a rate in (0, 1)."""
+    """Return how many rows without any event bring the `upper_rate` down to a rate in (0, 1)."""
     return math.ceil(math.log(1 - confidence) / math.log(1 - rate))
 
 
 def rows_needed(share: float, confidence: float = CONFIDENCE) -> int:
-    """Return how many rows, all with the same prediction, make the lower end reach a share in (0, 1).
-
-    It is for shares of predictions; `queries_needed` is for shares of a metric of rankings, see `keeps_predictions`.
-    """
+    """Return how many rows, all predicted as by the dense model, bring `lower_share` up to a share in (0, 1)."""
     return math.ceil(math.log((1 - confidence) / 2) / math.log(share))
 
 
 def queries_needed(share: float, confidence: float = CONFIDENCE) -> int:
-    """Return how many queries, all ranked alike, make the lower end of `ratio_ends` reach a share in (0, 1)."""
+    """Return how many queries, all ranked alike, bring the lower end of `ratio_ends` up to a share in (0, 1)."""
     tail = (1 + confidence) / 2
     count = math.ceil((share + stats.norm.ppf(tail)) / (1 - share))
     while (count - stats.t.ppf(tail, count)) / (count + 1) < share:
@@ -159,8 +153,8 @@ def queries_needed(share: float, confidence: float = CONFIDENCE) -> int:
     return count
 
 
-# Least rows for the loss of a metric. On fewer, the bootstrap's interval is far too narrow: in a simulation, accuracy's
-# misses the true loss in 18 % of the draws of 50 rows, 6 % of 100, 3 % of 200, 1.5 % of 400, where 0.8 % is meant.
+# Least rows for the loss of a metric. On fewer, the bootstrap's interval is far too narrow: that of accuracy missed the
+# true loss in 18 % of simulated draws of 50 rows, 6 % of 100, 3 % of 200, 1.5 % of 400, where 0.8 % is meant.
 LEAST_FOR_LOSS = 200
 
 
@@ -169,9 +163,8 @@ class Looks:
     """How often a false promise may be looked at on the held-out rows; the more often, the more rows it takes.
 
     A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try several `compounds`
-    in one of them. It also looks at the dense model in `bits` forms in fewer bits than float32, and at the slim
-    model in those in which the dense one keeps the promise. So at most one of the two is false in each: where the dense
-    one is false, the slim one is not looked at, unless by chance.
+    in one of them. It also looks at the dense model in `bits` forms in fewer bits than float32, and at the slim model
+    only where the dense one kept the promise. So each of these forms has one false promise at most, unless by chance.
     """
 
     forms: int = 1
@@ -184,5 +177,5 @@ class Looks:
         return confidence_of_each(FAILURES * self.forms + self.compounds + self.bits)
 
     def rows(self, share: float, metric: str | None) -> int:
-        """Return how many rows confirm a share of predictions, or queries one of a metric, if none loses any."""
+        """Return how many rows confirm a share of predictions (how many queries, one of a metric) if none loses any."""
         return (rows_needed if metric is None else queries_needed)(share, self.confidence)

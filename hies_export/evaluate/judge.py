@@ -1,4 +1,4 @@
-"""Judge predictions: metrics, their standard error, and the agreement with the dense model."""
+"""Judge predictions: metrics, their standard errors, and the agreement with the dense model."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, rank
 
 logger = logging.getLogger(__name__)
 
+# Bootstrap samples behind the interval of a metric.
+_RESAMPLES = 1000
 # The index that embeddings are judged on.
 Index = Literal["dense", "slim"] | None
 
@@ -73,15 +75,15 @@ class Tried:
 
 @dataclass(frozen=True)
 class Judge:
-    """Compares predictions with the labels of some batches and with the dense model's predictions.
+    """Compare predictions with the labels of some batches and with the dense model's predictions.
 
     Without labels the dense model's predictions are the reference, so its own metrics are perfect by definition.
 
-    An embedding model or a reranker is judged by its rankings (`ranking.py`). A prediction is then a query, and equal
-    if its first candidate is the dense model's; what is kept is the first metric, relative to the dense model's.
-    Embeddings have two indices: queries search the dense model's vectors of the documents ("dense"), or the model's own
-    ("slim"). Pairs of texts with a score have no index: both texts have the model's own vectors in `spearman` and
-    `pearson`, whatever the index.
+    An embedding model or a reranker is judged by its rankings (`ranking.py`). A prediction is then the ranking of a
+    query, and equal if its first candidate is the dense model's; what is kept is the first metric, relative to the
+    dense model's. Embeddings have two indices: queries search the dense model's vectors of the documents ("dense"), or
+    the model's own ("slim"). For pairs of texts with a score, `spearman` and `pearson` ignore the index: both texts
+    have the model's own vectors.
     """
 
     batches: Sequence[Batch]  # the batches to predict
@@ -89,8 +91,8 @@ class Judge:
     metrics: tuple[str, ...]  # names of metrics, the most important first
     task: Task  # of the models: what they predict, and when two predictions are the same
     confidence: float = CONFIDENCE  # of its two-sided intervals
-    # Number of samples that intervals are computed for; by default, that of the batches. A guess, which has other rows,
-    # sets the number of the held-out ones, to predict how wide the interval on these will be.
+    # Number of samples that intervals are computed for; by default, that of the batches. It is set where fewer or more
+    # rows than will be judged in the end are used to predict how wide the interval on those will be.
     as_of: int | None = None
     # The index that embeddings are judged on. With "dense", documents of queries need no prediction. None also judges
     # on the dense index, but all rows are predicted, so that `ranking` has the numbers of both indices.
@@ -113,8 +115,8 @@ class Judge:
     ) -> Judge:
         """Predict the batches with the dense model, and return the judge of other models on them.
 
-        `dense` are its predictions if they are known, such as those of the model with its whole vocabulary on the same
-        samples. With the index "dense", the judge leaves out batches of documents.
+        `dense` are its predictions if they are already known. With the index "dense", the judge leaves out batches of
+        documents.
         """
         task = task or task_of(model, batches[0] if batches else None)
         if dense is None:
@@ -124,9 +126,9 @@ class Judge:
         return judge.on_dense_index() if index == "dense" else judge
 
     def on_dense_index(self) -> Judge:
-        """Return the judge of queries alone, whose documents keep the dense model's vectors; itself without documents.
+        """Return the judge of the queries alone, against the dense model's vectors of the documents.
 
-        The batches of documents need no prediction then.
+        It is this judge if it has no batches of documents.
         """
         if self._kind != "queries" or self.ranked is not None:
             return self
@@ -147,11 +149,13 @@ class Judge:
         return self.task.same(self.dense, predictions)
 
     def judgement(self, predictions: Predictions) -> Judgement:
-        """Return the first metric of predictions with its bootstrap standard error, and their stability."""
-        share = self._stability(predictions)
+        """Return the first metric of predictions with its bootstrap standard error, and their stability.
+
+        Without labels, there is no metric, unless rankings are judged.
+        """
+        share, name = self._stability(predictions), self.metrics[0]
         if self._rows is None and not self._labelled:
             return Judgement(None, 0.0, share)
-        name = self.metrics[0]
         inputs = self._inputs(name, predictions)
         return Judgement(_value(name, *inputs), standard_error(name, *inputs), share)
 
@@ -169,7 +173,7 @@ class Judge:
         return Found(*(self.lost(predictions) if budget.share is None else self.kept(predictions)))
 
     def kept_ends(self, predictions: Predictions) -> tuple[float, float]:
-        """Return both ends of the interval of the share that `kept` returns, for the batches' own number of samples."""
+        """Return both ends of the interval of the share that `kept` returns; `as_of` is ignored."""
         return self._kept(predictions)[1:]
 
     def agreement_ends(self, predictions: Predictions) -> tuple[float, float]:
@@ -188,57 +192,53 @@ class Judge:
         if self._rows is None:
             same = self.agreement(predictions)
             return same.double().mean().item(), *share_ends(same, self.samples, self.confidence, scale=scale)
-        share, drawn = self._resampled(name, predictions, _ratio, scale)
+        share, drawn = self._resampled(_ratio, predictions, scale)
         low, high = np.quantile(drawn, ((1 - self.confidence) / 2, (1 + self.confidence) / 2)).tolist()
         return share, low, high
 
-    def lost(self, predictions: Predictions, *, resamples: int = 1000, seed: int = 0) -> tuple[float, float]:
+    def lost(self, predictions: Predictions) -> tuple[float, float]:
         """Return how much worse the first metric is than the dense model's, and the upper end of its interval.
 
         The interval is the percentile bootstrap's, over samples that are drawn for both models alike.
         """
-        name = self.metrics[0]
-        loss, drawn = self._resampled(name, predictions, quality_loss, self._scale, resamples=resamples, seed=seed)
+        loss, drawn = self._resampled(quality_loss, predictions, self._scale)
         return loss, float(np.quantile(drawn, (1 + self.confidence) / 2))
 
     def _resampled(
-        self,
-        name: str,
-        predictions: Predictions,
-        compare: Callable[[str, float, float], float],
-        scale: float,
-        *,
-        resamples: int = 1000,
-        seed: int = 0,
+        self, compare: Callable[[str, float, float], float], predictions: Predictions, scale: float
     ) -> tuple[float, list[float]]:
-        """Return `compare(name, dense, slim)` of both models' metric: on all samples, and on each bootstrap sample."""
+        """Return `compare(name, dense, slim)` of the first metric, on all samples and on each bootstrap sample.
+
+        Each bootstrap sample has `scale` times as many samples; an undefined metric counts as 0.0.
+        """
+        name = self.metrics[0]
         (dense, wanted, options), (slim, _, _) = (self._inputs(name, of) for of in (self.dense, predictions))
-        generator = np.random.default_rng(seed)
+        generator = np.random.default_rng(0)
 
         def compared(rows: Any) -> float:
             values = [value_of(name, given[rows], wanted[rows], options) for given in (dense, slim)]
             return compare(name, *(0.0 if math.isnan(value) else value for value in values))
 
         size = round(len(wanted) * scale)
-        drawn = [compared(generator.integers(len(wanted), size=size)) for _ in range(resamples)]
+        drawn = [compared(generator.integers(len(wanted), size=size)) for _ in range(_RESAMPLES)]
         return compared(slice(None)), drawn
 
     def rankings(self, predictions: Predictions) -> Rankings:
-        """Return how the rankings of each query compare with what is relevant and with the dense model's."""
+        """Return how the ranking of each query compares with what is relevant and with the dense model's."""
         if predictions is self.dense:
             return self._of_dense
-        # Several numbers are asked of the same predictions in turn.
+        # The last result is kept, because callers ask for several numbers of the same predictions in turn.
         if not self._last or self._last[0][0] is not predictions:
             self._last[:] = [(predictions, self._ranked(predictions))]
         return self._last[0][1]
 
     def ranking(self, predictions: Predictions) -> dict[str, dict[str, float]]:
-        """Return what a report tells of rankings; empty for models that do not rank.
+        """Return the means of `Rankings` by index; empty for models that do not rank.
 
         `slim_index` has the numbers with every text re-embedded, and `dense_index` those of queries on the dense
-        model's vectors; a reranker's are in `candidates`. Each has the means of `Rankings`. `slim_index` is missing if
-        only queries were predicted, and its `cosine` is that of documents. Of pairs, `spearman` is the correlation with
-        their scores: on the dense index, the second text of a pair has the dense model's vector.
+        model's vectors; a reranker's are in `candidates`. `slim_index` is missing if only queries were predicted, and
+        its `cosine` is that of documents. For pairs, `spearman` is added, the correlation with their scores: on the
+        dense index, the second text of a pair has the dense model's vector.
         """
         if self._rows is None:
             return {}
@@ -288,7 +288,7 @@ class Judge:
         return []
 
     def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-        """Return what a metric compares: predictions and references of (samples,), and options."""
+        """Return the arguments of a metric: predictions and references of (samples,), and options."""
         if self._rows is None:
             wanted = self.task.decide(self.dense) if find_metric(name).own else self._references
             return metric_inputs(predictions, wanted, names=[name], task=self.task)
@@ -310,7 +310,7 @@ class Judge:
 
 
 def warn_if_no_better_than_commonest(task: Task, dense: Predictions, batches: Sequence[Batch]) -> None:
-    """Warn of a model that is right no more often than the commonest class: its labels are mostly another model's."""
+    """Warn of a model that is right no more often than a constant answer: the labels may be numbered differently."""
     if task.predicts not in ("classes", "words") or "labels" not in batches[0]:
         return
     decided, labels = task.decide(dense), references(batches, task)
@@ -327,13 +327,13 @@ def warn_if_no_better_than_commonest(task: Task, dense: Predictions, batches: Se
 def compute_metrics(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], task: Task
 ) -> dict[str, float]:
-    """Compute metrics of predictions, by name. An undefined one is 0.0, and a warning is logged."""
+    """Return metrics of predictions, by name; an undefined one is 0.0, and a warning is logged."""
     inputs = metric_inputs(predictions, references, names=names, task=task)
     return {name: _value(name, *inputs) for name in names}
 
 
 def _value(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[str, Any]) -> float:
-    """Compute a metric of its inputs. If it is undefined, return 0.0 and log a warning."""
+    """Return a metric of its inputs; if it is undefined, log a warning and return 0.0."""
     value = value_of(name, given, wanted, options)
     if not math.isnan(value):
         return value
@@ -356,24 +356,30 @@ def standard_error(name: str, given: np.ndarray, wanted: np.ndarray, options: Ma
 
 
 def _ratio(name: str, dense: float, slim: float) -> float:
-    """Return a metric as a share of the dense model's; if that is none, 1 or 0 by whether it is reached."""
+    """Return a metric as a share of the dense model's value, at least 0.
+
+    If that value is not above 0, the share is 1 where the slim model reaches it, and else 0.
+    """
     return max(0.0, slim / dense) if dense > 0 else float(slim >= dense)
 
 
 def metric_inputs(
     predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], task: Task
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Return the inputs of metrics, predictions and references of (samples,) and options, after a check."""
+    """Return the arguments of metrics: predictions and references of (samples,), and options.
+
+    A RecipeError refuses metrics that do not fit what is predicted.
+    """
     check_metrics(names, predicts=predictions.kind, trimmed=predictions.characters is not None)
     options = {"num_labels": predictions.values.shape[-1]} if predictions.kind == "classes" else {}
     return *task.table(predictions, references), options
 
 
 def clearly_better(one: torch.Tensor, other: torch.Tensor, samples: torch.Tensor | None = None) -> bool:
-    """Return whether one model's `agreement` is above another's, beyond two paired standard errors.
+    """Return whether the share of `one`, (predictions,) bool, is above that of `other` by two paired standard errors.
 
-    Tokens of one text are not independent: `samples` says which sample each prediction belongs to, (predictions,)
-    int64; None if each has its own.
+    Both are a model's `Judge.agreement`. Tokens of one text are not independent: `samples` says which sample each
+    prediction belongs to, (predictions,) int64; None if each has its own.
     """
     gained = one.double() - other.double()
     return gained.mean().item() > 2 * variance_of_mean(gained, samples) ** 0.5

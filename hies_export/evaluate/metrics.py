@@ -67,7 +67,7 @@ def register_metric(
     terms: Terms | None = None,
     counts: str | None = None,
 ) -> Callable[[Compute], Compute]:
-    """Register a function as a metric: decorate it, and recipes can name it. The options are fields of `Metric`.
+    """Return a decorator that registers a function as a metric, for recipes to name. The options are as in `Metric`.
 
     The function takes two arrays of one entry per sample and returns a number. It gets
 
@@ -203,10 +203,10 @@ def entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
     return float(shared.sum() / named.sum()) if named.any() else math.nan
 
 
-@register_metric("own_entity_f1", of="own words", title="same entities (F1)", terms=shared_entities, counts="entities")
-def own_entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the same F1 with the dense model's entities in place of labels: the share of entities that both find."""
-    return entity_f1(predictions, references)
+# With the dense model's entities in place of labels, the same F1 is the share of entities that both models find.
+register_metric("own_entity_f1", of="own words", title="same entities (F1)", terms=shared_entities, counts="entities")(
+    entity_f1
+)
 
 
 @register_metric("word_accuracy", of="words", title="word accuracy")
@@ -215,49 +215,32 @@ def word_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
     return float(predictions["words"].sum() / references["words"].sum())
 
 
-@register_metric("answer_f1", of="spans", title="answer F1")
-def answer_f1(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the mean F1 of the words of answers, each beside the right one it shares most with, as SQuAD does."""
-    return float(predictions["f1"].mean())
+def _mean_of(field: str) -> Compute:
+    """Return a metric that is the mean of a field of the predictions."""
+    return lambda predictions, references: float(predictions[field].mean())
 
 
-@register_metric("answer_exact", of="spans", title="exact answers")
-def answer_exact(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the share of answers with all the words of a right one, as SQuAD compares them."""
-    return float(predictions["exact"].mean())
-
-
-def _of_both(field: str) -> Terms:
+def _terms_of(field: str) -> Terms:
     """Return `Terms` that read a field of the rankings: of the slim model as numerator, of the dense as denominator."""
     return lambda predictions, references: (predictions[field], references[field])
 
 
-@register_metric("ndcg@10", of="ranking", title="nDCG@10", terms=_of_both("ndcg"))
-def ndcg(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the mean nDCG@10 of the queries."""
-    return float(predictions["ndcg"].mean())
+# As SQuAD compares the words of answers: the F1 with the right answer that shares most, and whether all are the same.
+register_metric("answer_f1", of="spans", title="answer F1")(_mean_of("f1"))
+register_metric("answer_exact", of="spans", title="exact answers")(_mean_of("exact"))
 
-
-@register_metric("recall@10", of="ranking", terms=_of_both("recall"))
-def recall(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the share of the relevant documents that are among the first 10, as a mean of the queries."""
-    return float(predictions["recall"].mean())
-
-
-@register_metric("mrr@10", of="ranking", title="MRR@10", terms=_of_both("mrr"))
-def mrr(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the mean of 1 / rank of the first relevant document, 0 beyond rank 10."""
-    return float(predictions["mrr"].mean())
-
-
-@register_metric("own_ndcg@10", of="own ranking", title="nDCG@10 against the dense ranking", terms=_of_both("own_ndcg"))
-def own_ndcg(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the mean nDCG@10 of the queries with the dense model's own scores as gains."""
-    return float(predictions["own_ndcg"].mean())
+# Means over the queries; `Rankings` says what each is.
+for _name, _of, _title, _field in (
+    ("ndcg@10", "ranking", "nDCG@10", "ndcg"),
+    ("recall@10", "ranking", None, "recall"),
+    ("mrr@10", "ranking", "MRR@10", "mrr"),
+    ("own_ndcg@10", "own ranking", "nDCG@10 against the dense ranking", "own_ndcg"),
+):
+    register_metric(_name, of=_of, title=_title, terms=_terms_of(_field))(_mean_of(_field))
 
 
 def find_metric(name: str) -> Metric:
-    """Return a metric by its name: one of `METRICS`, else one that `evaluate.load` finds, which is added to them."""
+    """Return a metric by its name: one of `METRICS`, or one that `evaluate.load` finds, which is then added to them."""
     if name not in METRICS:
         METRICS[name] = _load_from_evaluate(str(name))
     return METRICS[name]
@@ -271,7 +254,10 @@ def value_of(
     *,
     of: str = "these predictions",
 ) -> float:
-    """Return a metric, NaN if it is undefined; it fails by a DataError that says what the predictions are `of`."""
+    """Return the value of a known metric, NaN if it is undefined.
+
+    If the metric fails, a DataError says so; `of` are the words for the predictions in it.
+    """
     with refusing(f"the metric {name!r} must give one number for {of}", kind=DataError):
         return float(METRICS[name].compute(predictions, references, **options))
 
@@ -281,32 +267,31 @@ _ERRORS = frozenset({"brier_score", "mae", "mape", "mase", "mse", "smape"})
 
 
 def title_of(name: str) -> str:
-    """Return the name of a metric as a reader knows it: "nDCG@10" for ndcg@10. Unknown ones have only the one."""
+    """Return the title of a metric, such as "nDCG@10" for ndcg@10; without a title, or of an unknown one, its name."""
     return (name in METRICS and METRICS[name].title) or name
 
 
 def counted_by(name: str | None) -> str | None:
-    """Return what the kept share of a metric counts, such as "entities"; None if it is a share of the value."""
+    """Return what the kept share of a metric counts, such as "entities"; None if it is a share of its value."""
     return METRICS[name].counts if name is not None and name in METRICS else None
 
 
 def higher_is_better(name: str) -> bool:
-    """Return whether more of a metric is better, without loading anything, so that any finished run can be shown."""
+    """Return whether more of a metric is better; loads nothing, so that any finished run can be shown."""
     return METRICS[name].higher_is_better if name in METRICS else Path(name).stem not in _ERRORS
 
 
 def quality_loss(metric: str, dense: float, other: float) -> float:
     """Return by how much a metric got worse, in its own unit; negative if it got better."""
     worse = dense - other if higher_is_better(metric) else other - dense
-    # In floats, 0.88 - 0.87 is slightly more than 0.01.
-    return round(worse, 12)
+    return round(worse, 12)  # 0.88 - 0.87 is slightly more than 0.01 in floats
 
 
 def _load_from_evaluate(name: str) -> Metric:
-    """Load a metric of the `evaluate` library.
+    """Return a metric of the `evaluate` library, whose script is executed; a RecipeError refuses what is none.
 
     The name is that of one of its own metrics, `owner/name` of a metric on the Hub, or a local script or its folder.
-    The script's code is executed. The attribute `higher_is_better` of its class says which way is better.
+    An attribute `higher_is_better` of its class says which way is better.
     """
     near = did_you_mean(name, METRICS, cutoff=0.4)
     must = f"a metric must be one of {', '.join(METRICS)}, or one that evaluate.load finds, got {name!r}{near}"
@@ -329,7 +314,7 @@ def _load_from_evaluate(name: str) -> Metric:
 
 
 def _kind_of_features(features: Any) -> str | None:
-    """Return what a module of `evaluate` compares: "classes", "numbers", or None if it is neither."""
+    """Return what a metric of `evaluate` with these features compares: "classes", "numbers", or None for neither."""
     if not isinstance(features, datasets.Features) or set(features) != {"predictions", "references"}:
         return None
     if not all(isinstance(value, datasets.Value) for value in features.values()):
@@ -338,23 +323,15 @@ def _kind_of_features(features: Any) -> str | None:
     return "classes" if dtype.startswith(("int", "uint")) else "numbers" if dtype.startswith("float") else None
 
 
-@dataclass(frozen=True)
-class _Of:
-    """What judges the predictions of some rows: kinds of metrics, and what the rows are, in words."""
-
-    kinds: tuple[str, ...]
-    words: str
-
-
-_OF_ROWS: dict[RowsKind, _Of] = {
-    "queries": _Of(("ranking", "own ranking"), "queries with relevant documents"),
-    "pairs": _Of(("numbers", "own ranking"), "pairs of texts with a score"),
-    "texts": _Of(("own ranking",), "texts alone"),
-    "graded": _Of(("ranking", "own ranking"), "graded candidates of a reranker"),
-    "groups": _Of(("own ranking",), "candidates of a reranker without labels"),
+# Rows that are ranked -> what they are, in words, and what the metrics that fit are `of`.
+_RANKED: dict[RowsKind, tuple[str, tuple[str, ...]]] = {
+    "queries": ("queries with relevant documents", ("ranking", "own ranking")),
+    "pairs": ("pairs of texts with a score", ("numbers", "own ranking")),
+    "texts": ("texts alone", ("own ranking",)),
+    "graded": ("graded candidates of a reranker", ("ranking", "own ranking")),
+    "groups": ("candidates of a reranker without labels", ("own ranking",)),
 }
-
-
+# What a model predicts -> what it is, in words.
 _PREDICTING = {
     "words": "classes of words",
     "spans": "answers that are parts of a text",
@@ -374,12 +351,13 @@ def check_metrics(
     labels: int | None = None,
     trimmed: bool = False,
 ) -> None:
-    """Check, before any work, that every metric exists and fits what the model predicts, or what its rows are.
+    """Refuse, by a RecipeError, metrics that do not exist, or do not fit what the model predicts or what its rows are.
 
     With `labels`, how many the model has, metrics of classes, label sets and numbers are also tried on that many.
-    `trimmed` says whether the characters of tokens are counted, as models of two vocabularies are compared by them.
+    With `trimmed`, metrics of characters fit tokens too: models of two vocabularies can only be compared by those.
     """
-    of = _Of((predicts, f"own {predicts}"), _PREDICTING.get(predicts, predicts)) if rows is None else _OF_ROWS[rows]
+    usual = _PREDICTING.get(predicts, predicts), (predicts, f"own {predicts}")
+    words, kinds = usual if rows is None else _RANKED[rows]
     problems: list[str] = []
     for name in names:
         try:
@@ -387,11 +365,9 @@ def check_metrics(
         except RecipeError as error:
             problems += error.problems
             continue
-        if metric.of not in of.kinds and not (trimmed and predicts == "tokens" and metric.of == "characters"):
-            fitting = ", ".join(known for known, other in METRICS.items() if other.of in of.kinds)
-            problems.append(
-                f"the metrics of {of.words} must be among {fitting}, got {name!r}, which is for {metric.of}"
-            )
+        if metric.of not in kinds and not (trimmed and predicts == "tokens" and metric.of == "characters"):
+            fitting = ", ".join(known for known, other in METRICS.items() if other.of in kinds)
+            problems.append(f"the metrics of {words} must be among {fitting}, got {name!r}, which is for {metric.of}")
         elif labels is not None and (problem := _problem_of(metric, labels)):
             problems.append(problem)
     if problems:
@@ -399,7 +375,7 @@ def check_metrics(
 
 
 def _problem_of(metric: Metric, labels: int) -> str | None:
-    """Return why a metric fails on predictions of a model with some labels, half of them right; None if it does not."""
+    """Return why a metric fails on made-up predictions of a model with so many labels; None if it does not."""
     kind, classes, sets = metric.of.removeprefix("own "), np.arange(labels), np.eye(2 * labels, labels, dtype=bool)
     sides = {
         "classes": (np.tile(classes, 2), np.concatenate([classes, np.roll(classes, 1)])),

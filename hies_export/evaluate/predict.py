@@ -23,21 +23,23 @@ Predictor = Callable[[PreTrainedModel, Sequence[Batch]], Predictions]
 def predict(
     model: Any, batches: Sequence[Batch], *, task: Task | None = None, progress: Progress = SILENT
 ) -> Predictions:
-    """Run a model over batches, in evaluation mode and without gradients.
+    """Return a model's predictions of batches, in evaluation mode and without gradients.
 
-    The labels are left out, so the model computes no loss; labels of tokens say which predictions are kept. Every
-    module's training flag is put back afterwards. Several processes share the batches, and each gets all predictions.
+    The model gets no labels and computes no loss; labels of tokens only say which predictions are kept. Every module's
+    training flag is put back afterwards. Several processes share the batches, and each gets all predictions. The task
+    is by default that of the model's class.
 
-    The task is by default that of the model's class.
+    Raises:
+        DataError: There are no batches.
+        NonFiniteError: A prediction is NaN or infinite.
     """
     if not batches:
         raise DataError("predict needs at least one batch, got none")
     task = task or task_of(model, batches[0])
     task.check_batches(batches)
-    forward = partial(task.output, model)
-    threads = threads_for(model, batches)
+    keep, threads = partial(_kept, partial(task.output, model), task, len(batches)), threads_for(model, batches)
     with evaluating(model), output_alone(model), torch.inference_mode(), threads, wide_products(model):
-        kept = mapped(batches, partial(_kept, forward, task, len(batches)), "predict", progress)
+        kept = mapped(batches, keep, "predict", progress)
     return task.join(kept, batches)
 
 
@@ -49,29 +51,28 @@ def predict_by(
     name: str = "predict",
     progress: Progress = SILENT,
 ) -> Predictions:
-    """Predict batches as `predict` does, in this process alone, by a function from a batch to its prediction."""
+    """Return predictions as `predict` does, in this process alone, by a function from a batch to its logits."""
     task.check_batches(batches)
-    rows = progress.track(batches, name)
-    kept = [_kept(forward, task, len(batches), index, batch) for index, batch in enumerate(rows)]
-    return task.join(kept, batches)
+    tracked = enumerate(progress.track(batches, name))
+    return task.join([_kept(forward, task, len(batches), index, batch) for index, batch in tracked], batches)
 
 
 def logits_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
-    """Return the raw outputs of `forward` for all batches in one tensor, on the CPU; NaN and infinity are refused."""
+    """Return the logits of all batches in one float32 tensor on the CPU; a NonFiniteError refuses NaN and infinity."""
     return torch.cat([_finite((forward(batch),), len(batches), index)[0] for index, batch in enumerate(batches)])
 
 
 def _kept(
     forward: Callable[[Batch], torch.Tensor], task: Task, count: int, index: int, batch: Batch
 ) -> tuple[torch.Tensor, ...]:
-    """Return what the task keeps of the output for a batch, computed for `Task.at_once` rows at a time."""
+    """Return what the task keeps of the output of batch `index` of `count`, computed `Task.at_once` rows at a time."""
     parts = in_rows(batch, task.at_once(batch))
     kept = [_finite(task.keep(forward(part), part), count, index) for part in parts]
     return kept[0] if len(kept) == 1 else tuple(torch.cat(values) for values in zip(*kept, strict=True))
 
 
 def _finite(kept: tuple[torch.Tensor, ...], count: int, index: int) -> tuple[torch.Tensor, ...]:
-    """Return numbers in float32 on the CPU, after refusing NaN and infinity."""
+    """Move tensors to the CPU, floats as float32, and refuse NaN and infinity by a NonFiniteError."""
     if not all(torch.isfinite(values).all() for values in kept):
         raise NonFiniteError(
             f"logits must be finite, but batch {index} (from 0) of {count} has NaN or infinity; try dtype float32"
@@ -80,7 +81,7 @@ def _finite(kept: tuple[torch.Tensor, ...], count: int, index: int) -> tuple[tor
 
 
 def references(batches: Sequence[Batch], task: Task) -> torch.Tensor:
-    """Return the labels of batches in one tensor, as the task compares them."""
+    """Return the labels of batches in one tensor, as the task compares them; a DataError refuses batches without."""
     if not batches or any("labels" not in batch for batch in batches):
         raise DataError("metrics need labels, but the batches have none; name the column in data.label")
     return task.references(batches)

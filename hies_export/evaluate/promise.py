@@ -10,9 +10,9 @@ _COSTS = {"flops": "FLOPs", "parameters": "parameters", "latency": "time"}
 
 
 def asked_words(outcome: Outcome) -> str:
-    """Return what is asked: "99 % of the predictions", "a loss of at most 0.01 of F1", "at most 0.8 of the FLOPs".
+    """Return what a budget, other than one of heads, asks.
 
-    The budget must not be one of heads alone.
+    Examples: "99 % of the predictions", "a loss of at most 0.01 of F1", "at most 0.8 of the FLOPs".
     """
     budget, keep = outcome.budget, outcome.budget.keep
     if keep is None:
@@ -36,14 +36,14 @@ def stays_words(outcome: Outcome) -> str:
 
 
 def _counted(outcome: Outcome) -> str | None:
-    """Return what is counted, such as "the sentences"; None if the promise is about the value of a metric."""
+    """Return what a promised share counts, such as "the sentences"; None if the promise is about a metric's value."""
     metric = outcome.budget.metric
     counted = f"{outcome.word}s" if metric is None else counted_by(metric)
     return None if counted is None or outcome.budget.by is not None else f"the {counted}"
 
 
 def found_words(outcome: Outcome) -> str:
-    """Return what the slim model has of what was asked."""
+    """Return what was found of what a budget asks, such as "99.20 % (at least 99.03 % with 95 % confidence)"."""
     budget, found = outcome.budget, outcome.found
     assert found is not None
     if budget.keep is None:

@@ -44,10 +44,7 @@ def kind_of_rows(batches: Sequence[Batch], *, embeds: bool = False) -> RowsKind 
 
 
 def keeps_predictions(kind: RowsKind | None) -> bool:
-    """Return whether what is kept of a model is a share of equal predictions, as `rows_needed` assumes.
-
-    Of rankings it is a share of a metric.
-    """
+    """Return whether what is kept of a model is a share of equal predictions; for rankings, it is one of a metric."""
     return kind is None
 
 
@@ -55,8 +52,8 @@ def keeps_predictions(kind: RowsKind | None) -> bool:
 class Rankings:
     """How rankings compare with what is relevant, and with the dense model's; a number for each query, (queries,).
 
-    Gains are linear, and divided by log2(rank + 1), rank from 1, as trec_eval does it. A query without anything
-    relevant has 0 in `ndcg`, `recall` and `mrr`, for every model.
+    Gains are linear and divided by log2(rank + 1), with ranks from 1, as in trec_eval. A query without relevant
+    candidates has 0 in `ndcg`, `recall` and `mrr`.
 
     Source: Järvelin and Kekäläinen, ACM TOIS 20 (2002).
     """
@@ -69,41 +66,38 @@ class Rankings:
     mrr: Tensor | None = None  # float64, 1 / rank of the first relevant candidate, 0 beyond rank 10
     cosine: Tensor | None = None  # float64, of a query's embedding to the dense model's; None for a reranker
 
-    def __len__(self) -> int:
-        return len(self.top1)
-
     @property
     def known(self) -> dict[str, Tensor]:
-        """The numbers that are known, by name."""
+        """The fields that are not None, by name."""
         return {name: values for name, values in vars(self).items() if values is not None}
 
     @property
     def means(self) -> dict[str, float]:
-        """Their means over the queries."""
+        """The means of the known fields over the queries, by name."""
         return {name: values.double().mean().item() for name, values in self.known.items()}
 
     @property
     def table(self) -> np.ndarray:
-        """The same as a structured array, (queries,), of float64."""
-        rows = np.empty(len(self), dtype=[(name, np.float64) for name in self.known])
+        """The known fields as a structured array, (queries,), of float64."""
+        rows = np.empty(len(self.top1), dtype=[(name, np.float64) for name in self.known])
         for name, values in self.known.items():
             rows[name] = values.numpy()
         return rows
 
 
 class Ranked(ABC):
-    """What the dense model ranked, beside which the rankings of other models are judged."""
+    """The dense model's rankings, which those of other models are compared with."""
 
     @abstractmethod
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
         """Return the rankings of predictions, in the order of the queries' rows.
 
-        With an `old_index`, queries are compared with the dense model's vectors of documents; only embeddings have one.
+        With `old_index`, queries search the dense model's vectors of the documents; a reranker has no index.
         """
 
     @abstractmethod
     def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
-        """Return the numbers that a report tells: the means of `Rankings`, on every index that predictions allow."""
+        """Return the means of `Rankings` on every index that the predictions allow, by the index's name in reports."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ class RankedTexts(Ranked):
     queries: Tensor  # (queries,) int64, their rows
     documents: Tensor  # (documents,) int64, their rows
     grades: tuple[Tensor, Tensor] | None = None  # (queries, most), int64 places among `documents`, -1 fills; float32
-    itself: bool = False  # whether query and document are the same row, which is then no candidate of its own
+    itself: bool = False  # whether every row is both a query and a document, which is no candidate of its own
     pairs: Tensor | None = None  # (2, pairs) int64, rows of the texts whose similarity is known
     scores: Tensor | None = None  # (pairs,) float32, that similarity
     only_queries: bool = False  # whether predictions are of the rows of queries alone, in their order
@@ -122,26 +116,26 @@ class RankedTexts(Ranked):
 
     @classmethod
     def of(cls, dense: Tensor, batches: Sequence[Batch], similarity: Similarity = "cosine") -> RankedTexts:
-        """Return what the dense model ranks in batches, given its embeddings of their rows."""
-        return replace(cls._of(dense, batches), similarity=similarity)
+        """Return what the dense model ranks in batches, given its embeddings of their rows, (rows, dim).
 
-    @classmethod
-    def _of(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
+        A DataError refuses rows that cannot be ranked, such as queries without documents.
+        """
         kind = kind_of_rows(batches, embeds=True)
-        rows = torch.arange(sum(map(size_of, batches)))
         if kind == "queries":
-            return cls._of_queries(dense, batches)
-        if kind == "pairs":
-            return cls._of_pairs(dense, batches)
-        if len(rows) < 2:
-            raise DataError("texts are ranked among each other, which needs at least two, got 1")
-        return cls(dense, rows, rows, itself=True)
+            found = cls._of_queries(dense, batches)
+        elif kind == "pairs":
+            found = cls._of_pairs(dense, batches)
+        else:
+            rows = torch.arange(sum(map(size_of, batches)))
+            if len(rows) < 2:
+                raise DataError("texts are ranked among each other, which needs at least two, got 1")
+            found = cls(dense, rows, rows, itself=True)
+        return replace(found, similarity=similarity)
 
     @classmethod
     def _of_queries(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
-        query, document, relevant, grades = (
-            _joined(batches, key) for key in ("query", "document", "relevant", "grades")
-        )
+        keys = ("query", "document", "relevant", "grades")
+        query, document, relevant, grades = (_joined(batches, key) for key in keys)
         queries, documents = ((numbers >= 0).nonzero().flatten() for numbers in (query, document))
         if not len(queries) or not len(documents):
             raise DataError(
@@ -164,8 +158,12 @@ class RankedTexts(Ranked):
         first, second = first[pair[first].argsort()], second[pair[second].argsort()]
         if not torch.equal(pair[first], pair[second]):
             raise DataError("every pair of texts must have one row of side 0 and one of side 1")
+        texts = [
+            tuple(ids[mask != 0].tolist())
+            for batch in batches
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        ]
         # Of equal second texts, the first row stands for all.
-        texts = _contents(batches)
         distinct = {texts[row]: row for row in reversed(second.tolist())}
         documents = torch.tensor(sorted(distinct.values()))
         return cls(dense, first, documents, pairs=torch.stack([first, second]), scores=score[first].float())
@@ -175,8 +173,8 @@ class RankedTexts(Ranked):
         return replace(self, only_queries=True)
 
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
-        """Return the rankings of embeddings; with an old index, the documents have the dense model's."""
-        queries = self._queries(predictions)
+        """Return the rankings of embeddings, (rows, dim); with an old index, the documents have the dense model's."""
+        queries = predictions if self.only_queries else self._whole(predictions)[self.queries]
         documents = self.dense if old_index else self._whole(predictions)
         ours, theirs = queries.float(), self.dense[self.queries].float()
         cosine = cosine_similarity(ours.double(), theirs.double())
@@ -190,25 +188,25 @@ class RankedTexts(Ranked):
             found, dense = (self._similar(*of) for of in ((ours[rows], new), (theirs[rows], old)))  # (chunk, documents)
             if self.itself:
                 own = torch.arange(len(found)), torch.arange(len(found)) + start
-                found[own], dense[own] = -torch.inf, -torch.inf
+                found[own] = dense[own] = -torch.inf
             parts.append(_compared(found, dense, self._grades(rows), DEPTH))
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return Rankings(**whole, cosine=cosine)
 
     def _similar(self, queries: Tensor, documents: Tensor) -> Tensor:
-        """Return similarities, (queries, documents); of a cosine, the embeddings have length 1."""
+        """Return similarities, (queries, documents); for a cosine, embeddings must have length 1."""
         if self.similarity in ("cosine", "dot"):
             return queries @ documents.T
-        # By products, distances of near texts would be rounding errors.
+        # By matrix products, distances of near texts would be rounding errors.
         exact = "donot_use_mm_for_euclid_dist"
         return -torch.cdist(queries, documents, p=1.0 if self.similarity == "manhattan" else 2.0, compute_mode=exact)
 
     def _grades(self, rows: slice) -> Tensor | None:
-        """Return the grades of all documents for some queries, (chunk, documents)."""
+        """Return the grades of all documents for some queries, (chunk, documents); None if there are no grades."""
         if self.grades is None:
             return None
         places, grades = (part[rows] for part in self.grades)
-        # Fills go to a column of their own.
+        # Fills go to a last column, which is cut off.
         table = grades.new_zeros(len(grades), len(self.documents) + 1)
         table.scatter_(1, places.where(places >= 0, len(self.documents)), grades)
         return table[:, :-1]
@@ -241,12 +239,8 @@ class RankedTexts(Ranked):
         by_index["dense_index"] = self.rankings(predictions).means
         return by_index
 
-    def _queries(self, predictions: Tensor) -> Tensor:
-        if not self.only_queries:
-            return self._whole(predictions)[self.queries]
-        return predictions
-
     def _whole(self, predictions: Tensor) -> Tensor:
+        """Return predictions unchanged, after a check that they are of all rows."""
         if self.only_queries or len(predictions) != len(self.dense):
             raise DataError(
                 f"embeddings of all {len(self.dense)} texts, documents included, are needed, got {len(predictions)}"
@@ -265,8 +259,7 @@ class RankedGroups(Ranked):
     @classmethod
     def of(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedGroups:
         """Return what the dense model ranks in batches, given its logits of their rows, (rows, 1)."""
-        groups = _joined(batches, GROUP_KEY)
-        _, query = groups.unique(return_inverse=True)
+        _, query = _joined(batches, GROUP_KEY).unique(return_inverse=True)
         order = query.argsort(stable=True)
         sizes = query.bincount()
         place = torch.empty_like(query)
@@ -276,21 +269,21 @@ class RankedGroups(Ranked):
         if "grades" in batches[0]:
             grades = torch.zeros(shape)
             grades[places] = _joined(batches, "grades").float()
-        empty = cls(torch.full(shape, -torch.inf), places, grades)
-        return replace(empty, dense=empty.table(dense))
+        empty = cls(torch.empty(shape), places, grades)
+        return replace(empty, dense=empty._by_query(dense))
 
-    def table(self, logits: Tensor) -> Tensor:
-        """Return logits, (rows, 1), by query and candidate, (queries, most)."""
+    def _by_query(self, logits: Tensor) -> Tensor:
+        """Return logits, (rows, 1), by query and candidate, (queries, most) float32; -inf fills."""
         found = torch.full(self.dense.shape, -torch.inf)
         found[self.places] = logits.detach().float().flatten()
         return found
 
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
         """Return the rankings of logits, (rows, 1)."""
-        return Rankings(**_compared(self.table(predictions), self.dense, self.grades))
+        return Rankings(**_compared(self._by_query(predictions), self.dense, self.grades))
 
     def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
-        """Return the means over the queries, of their candidates."""
+        """Return the means over the queries, under the name "candidates"."""
         return {"candidates": self.rankings(predictions).means}
 
 
@@ -305,18 +298,11 @@ def _joined(batches: Sequence[Batch], key: str) -> Tensor:
     return torch.cat([batch[key] for batch in batches]).cpu()
 
 
-def _contents(batches: Sequence[Batch]) -> list[tuple[int, ...]]:
-    return [
-        tuple(ids[mask != 0].tolist())
-        for batch in batches
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-
-
 def _compared(scores: Tensor, dense: Tensor, grades: Tensor | None, depth: int | None = None) -> dict[str, Tensor]:
-    """Return the fields of `Rankings` by scores, (queries, candidates); -inf means no candidate.
+    """Return the fields of `Rankings` but `cosine`, given a model's `scores` and the dense model's.
 
-    `dense` are the dense model's scores. Those of its first `depth` candidates, by default of all, are gains.
+    Both are (queries, candidates), as are the grades; -inf means no candidate. The gains of `own_ndcg` are the dense
+    model's scores of its first `depth` candidates, by default of all, scaled to [0, 1].
     """
     count = (dense > -torch.inf).count_nonzero(1)[:, None]
     best = dense.topk(min(depth or dense.shape[1], dense.shape[1])).values
@@ -324,8 +310,7 @@ def _compared(scores: Tensor, dense: Tensor, grades: Tensor | None, depth: int |
     first = _first(scores, dense)
 
     def gain(of: Tensor) -> Tensor:
-        # If all are equal, so are their gains.
-        scaled = ((of - low) / (high - low)).where(high > low, 1.0).clamp(0, 1)
+        scaled = ((of - low) / (high - low)).where(high > low, 1.0).clamp(0, 1)  # 1 for all if all scores are equal
         return scaled.where(of.isfinite(), 0.0)
 
     found = {
@@ -346,12 +331,15 @@ def _compared(scores: Tensor, dense: Tensor, grades: Tensor | None, depth: int |
 
 
 def _first(scores: Tensor, worth: Tensor) -> Tensor:
-    """Return what the candidates of the largest scores are worth, (queries, at most 10); of equal ones, least first."""
+    """Return `worth` of the candidates with the largest scores, in their order, (queries, at most 10).
+
+    Candidates of equal score are ordered by rising worth.
+    """
     most = min(TOP, scores.shape[1])
     values, places = scores.topk(min(most + 1, scores.shape[1]))
     bound = values[:, most - 1 : most]
     if bool((values[:, most:] == bound).any()):
-        # As many as there are with the candidates that tie for the last place.
+        # Candidates tie for the last place: take all of them, so that the order below decides.
         places = scores.topk(int((scores >= bound).count_nonzero(1).max())).indices
     scores, worth = scores.gather(1, places), worth.gather(1, places)
     order = worth.argsort(dim=1, stable=True)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from hies_export import RecipeError, RequestError, prune
 from hies_export.calibrate.moments import MomentStore
 from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
-from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import search
@@ -55,7 +53,7 @@ def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
 def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SIZES", 12)
     monkeypatch.setattr("hies_export.pipeline.pruning.LEAST_FOR_LOSS", 20)
-    monkeypatch.setattr(Judge, "lost", partialmethod(Judge.lost, resamples=200))
+    monkeypatch.setattr("hies_export.evaluate.judge._RESAMPLES", 200)
     recipe = recipe_of(folder, prune__budget={"keep": asked}, prune__compensation={"samples": 60})
     prepared = load_pruning(recipe)
     choice = choose(prepared, calibrate(prepared))
