@@ -52,8 +52,7 @@ def render_card(
         images=images or {},
         location=location,
         on_hub="/" in location,
-        # A further argument, if needed.
-        revision=f", revision={json.dumps(revision)}" if revision else "",
+        revision=f", revision={json.dumps(revision)}" if revision else "",  # a further argument in calls
         download=shlex.join(["hf", "download", location, *branch, "--include", "gguf/*", "--local-dir", "."]),
         task=TASKS.get(report.task),
     )
@@ -89,12 +88,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
         base_model_relation="finetune" if origin.get("base_model") else None,
         library_name=library,
         pipeline_tag=pipeline,
-        tags=[
-            *tags,
-            "hies-export",
-            "pruning",
-            *(name.replace(" ", "-") for name, _ in units),
-        ],
+        tags=[*tags, "hies-export", "pruning", *(name.replace(" ", "-") for name, _ in units)],
         datasets=dataset if data.name else None,
         metrics=list(report.metrics) if data.evaluation_labelled else None,
         model_name=title(report) if results else None,
@@ -104,7 +98,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
 
 
 def _dataset(data: DataFacts) -> tuple[str | None, str | None]:
-    """Return Hub id and configuration of the data set; for files, their kind in place of the id; None if unknown."""
+    """Return the data set's Hub id, or the kind of its files, and its configuration; None where unknown."""
     if data.name:
         parts = data.name.split("/")
         return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None

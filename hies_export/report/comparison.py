@@ -11,10 +11,9 @@ from rich.console import Console
 
 from ..files import Rule, check, read_json
 from ..forms.measured import LatencyRow
-from .drawing import Scale
 from .html import render
 from .report import REPORT, Report
-from .tables import environment_table, latency_table, print_table
+from .tables import latency_table, print_table
 from .words import environment_text, latency_text
 
 
@@ -30,26 +29,29 @@ _BENCH = Rule("a comparison must be JSON that hies_export wrote", "measure again
 
 @dataclass(frozen=True)
 class BenchTable:
-    """Comparisons of one kind, of the models `names`."""
+    """Comparisons of one kind."""
 
     title: str
-    names: tuple[str, str]
+    names: tuple[str, str]  # of the two models of each row
     # A row with a model is a BenchRow: pydantic keeps the member of a union that takes most of the given fields.
     rows: Sequence[BenchRow | LatencyRow]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Comparisons, a sentence for each requested one that was not measured, and the environment."""
+    """Comparisons of models in time."""
 
     title: str
     tables: Sequence[BenchTable]
-    missing: Sequence[str]
+    missing: Sequence[str]  # a sentence for each comparison that was asked for and not measured
     environment: Mapping[str, Any]
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, where: str | Path = "it") -> Bench:
-        """Read tables, or one comparison of `a` and `b`; `where` names the file in refusals."""
+        """Return the content of the JSON of tables, or of one comparison of `a` and `b`, after a check.
+
+        A RequestError, in which `where` names the file, refuses other JSON.
+        """
         if "tables" not in values:
             table = {"title": "Latency", "names": ("A", "B"), "rows": values.get("latency")}
             title, environment = f"A {values['a']}, B {values['b']}", values.get("environment")
@@ -59,7 +61,10 @@ class Bench:
 
 
 def read_report(path: str | Path) -> Report | Bench:
-    """Read a run's report, from its folder or report.json, or the JSON of a comparison."""
+    """Return a run's report, given its folder or report.json, or a comparison, given its JSON.
+
+    A RequestError refuses other files.
+    """
     path = Path(path)
     if path.is_dir():
         return Report.from_file(path)
@@ -70,27 +75,17 @@ def read_report(path: str | Path) -> Report | Bench:
 
 
 def print_bench(bench: Bench, console: Console) -> None:
-    """Print the tables on a terminal."""
+    """Print the comparisons on a terminal."""
     console.print(bench.title, markup=False, style="bold", soft_wrap=True)
     for part in bench.tables:
         if part.rows:
-            table, note = latency_table(part.rows, part.names), latency_text(part.rows, part.names)
-            print_table(console, part.title, table, note)
+            compared = part.rows, part.names
+            print_table(console, part.title, latency_table(*compared), latency_text(*compared))
     for sentence in bench.missing:
         console.print(f"not measured: {sentence}", markup=False, soft_wrap=True)
     console.print(environment_text(bench.environment), markup=False, style="dim")
 
 
 def render_bench(bench: Bench) -> str:
-    """Return the same as one self-contained HTML page."""
-    return render(
-        "bench.html.j2",
-        title=bench.title,
-        subtitle=environment_text(bench.environment),
-        parts=[part for part in bench.tables if part.rows],
-        place=Scale.of,
-        note=latency_text,
-        numbers=latency_table,
-        missing=bench.missing,
-        environment=environment_table(bench.environment),
-    )
+    """Return the comparisons as one self-contained HTML page."""
+    return render("bench.html.j2", bench=bench, title=bench.title, subtitle=environment_text(bench.environment))

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-INK, MUTED, LINE, CARD, ACCENT, SECOND, GREY = (
-    *("#14140f", "#66655f", "#e2e1db", "#ffffff", "#0072b2", "#d55e00", "#8c8c8c"),
-)
+INK, MUTED, LINE, CARD = "#14140f", "#66655f", "#e2e1db", "#ffffff"
+ACCENT, SECOND, GREY = "#0072b2", "#d55e00", "#8c8c8c"
 # Colours of series, by number.
 SERIES = (ACCENT, SECOND, "#009e73", "#b8578f", "#b87a00", "#3f9bd1", INK, "#7a7972")
 MARKERS = ("o", "s", "D", "^")
@@ -44,14 +43,14 @@ Place = tuple[float, float]
 
 
 class Drawing:
-    """A figure in units of the SVG, with axes, whose elements have CSS classes and tooltips."""
+    """A figure with axes, in units of the SVG, whose elements have CSS classes and tooltips."""
 
     def __init__(self, figure: Figure, axes: Axes):
         self.figure, self.axes = figure, axes
         self._parts: dict[str, tuple[str, str, str]] = {}
 
     def gid(self, kind: str, note: str = "", of: str = "") -> str:
-        """Return the gid of a new element, given its CSS class, its tooltip and the series that it belongs to."""
+        """Register an element's CSS class, tooltip and series, and return the gid to draw it with."""
         gid = f"part-{len(self._parts)}"
         self._parts[gid] = (kind, note, of)
         return gid
@@ -66,6 +65,7 @@ class Drawing:
         assert box is not None
 
         def named(found: re.Match[str]) -> str:
+            """Return the tag of a group with its class, series and tooltip in place of its id."""
             if found[1] not in self._parts or found[2]:
                 return f"<g{found[2]}>"
             kind, note, of = self._parts[found[1]]
@@ -83,16 +83,19 @@ class Drawing:
 
 @contextmanager
 def canvas(width: float, height: float, *, size: float, within: tuple[float, float, float, float]) -> Iterator[Drawing]:
-    """Yield an empty drawing with text of a size, and frameless axes `within` a left, bottom, right and top margin."""
+    """Yield an empty drawing with text of a font `size`, and frameless axes.
+
+    The axes are `within` a left, bottom, right and top margin; lengths are in units of the SVG.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     plain = {"svg.fonttype": "none", "svg.hashsalt": f"{width}", "text.parse_math": False, "font.size": size}
-    colours = {"axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "text.color": MUTED}
-    # DejaVu Sans comes with matplotlib and is wider than what pages are set in: what fits in it fits there.
+    colours = dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color", "text.color"), MUTED)
+    # DejaVu Sans comes with matplotlib and is wider than the fonts of pages: what fits in it fits there.
     fonts = {"font.family": "DejaVu Sans", "font.sans-serif": ["DejaVu Sans"]}
     with matplotlib.rc_context({**plain, **colours, **fonts}), warnings.catch_warnings():
-        # A name in a script that the font lacks is drawn by the browser's.
+        # A browser has glyphs that this font lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure, (left, bottom, right, top) = Figure((width / 72, height / 72), dpi=72), within
         across, up = 1 - (left + right) / width, 1 - (bottom + top) / height
@@ -103,22 +106,19 @@ def canvas(width: float, height: float, *, size: float, within: tuple[float, flo
 
 
 def for_page(svg: str) -> str:
-    """Return a drawing with the colours of the page, which has a light and a dark one by each name."""
+    """Return a drawing whose colours are the page's CSS variables, which change in dark mode."""
     names = {INK: "ink", MUTED: "muted", LINE: "line", CARD: "card", ACCENT: "accent", SECOND: "second"}
     names |= {colour: f"c{number}" for number, colour in enumerate(SERIES) if colour not in names}
     return re.sub(r"#[0-9a-f]{6}\b(?=[;\"])", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], svg)
 
 
 def place_names(
-    axes: Axes,
-    points: Sequence[Place],
-    names: Sequence[Text],
-    lines: Sequence[Sequence[Place]],
+    axes: Axes, points: Sequence[Place], names: Sequence[Text], lines: Sequence[Sequence[Place]]
 ) -> list[tuple[int, str]]:
-    """Move names, the most important first, beside their points; a thin line leads to one that stands further away.
+    """Move names beside their points, the most important first, and return the numbers in place of some names.
 
-    A name may cross a line, but covers no point and no other name. Without room for it, its first line is tried, and
-    then it becomes a number, from 1. Return the numbers with the names that they stand for.
+    A name may cross a line, but covers no point and no other name; a thin line leads to one that is further away.
+    Without room for a name, its first line is tried, and then a number, from 1, stands for it.
     """
     from matplotlib.path import Path
     from matplotlib.transforms import Bbox
@@ -131,7 +131,7 @@ def place_names(
     taken: list[Bbox] = []
 
     def settle(name: Text, text: str, *, most: float, distances: Sequence[int] = _AWAY) -> bool:
-        """Move a name to where it costs least, if that is less than `most`."""
+        """Move a name, as `text`, to where it costs least, and return whether that cost less than `most`."""
         name.set_text(text)
         x, y = to_screen(name.get_position())
         size = name.get_window_extent().size
@@ -173,6 +173,7 @@ def place_names(
 
 
 def _gap(box: Any, x: float, y: float) -> float:
+    """Return the distance of a point from a box; 0 inside."""
     return math.hypot(max(box.x0 - x, x - box.x1, 0.0), max(box.y0 - y, y - box.y1, 0.0))
 
 
@@ -185,16 +186,13 @@ class UnitCell(NamedTuple):
 
 @dataclass(frozen=True)
 class MapFigure:
-    """A map of all units, layers down and units across; `kind` is its CSS class.
+    """A map of all units, layers down and units across."""
 
-    `ends` are the numbers of an empty and of a full cell; empty for the plan.
-    """
-
-    kind: str
+    kind: str  # CSS class
     title: str
     note: str
     rows: Sequence[Sequence[UnitCell]]
-    ends: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()  # the numbers of an empty and of a full cell; none for the plan
 
     @property
     def widest(self) -> int:
@@ -212,36 +210,27 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class BarFigure:
-    """A bar per layer, layers down. `text_width` is that of the longest text."""
+    """A bar per layer, layers down."""
 
     title: str
     note: str
     rows: Sequence[Bar]
-    text_width: int
-
-
-class Dot(NamedTuple):
-    """A measured point of a curve; the one that was chosen is drawn larger."""
-
-    x: float
-    y: float
-    chosen: bool
-    note: str = ""
+    text_width: int  # of the longest text, in units of the SVG
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The axis of shares of the dense model's, from 0 to `high`, at least 1; all bars of a chart have the same."""
+    """The axis of a chart of bars: shares of the dense model's value, from 0 to `high`, which is above 1."""
 
     high: float
 
     def __call__(self, share: float) -> float:
-        """Return a place in percent of the width; values outside are at the end."""
+        """Return the place of a share in percent of the width; one outside the axis is at its end."""
         return 100 * min(max(share, 0.0), self.high) / self.high
 
     @classmethod
     def of(cls, times: Iterable[LatencyRow | FormTime], shares: Iterable[float] = ()) -> Scale:
-        """Return the scale that all times with their intervals, and other shares, fit in."""
+        """Return a scale with room for all times with their intervals, and for other shares."""
         ends = [1.05, *shares]
         for time in times:
             highest = max(time.ratio_high, time.control_high if isinstance(time, LatencyRow) else 0.0)
@@ -251,7 +240,7 @@ class Scale:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Places of at most nine round shares, and the shares as text."""
+        """The places of at most nine round shares, each with its text."""
         step = next(s * 10**power for power in range(-1, 20) for s in (2, 5, 10) if self.high / (s * 10**power) <= 8)
         shares = [step * number for number in range(int(self.high / step) + 1)]
         return [(self(share), f"{share:.3g}") for share in shares]
@@ -259,47 +248,39 @@ class Scale:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve with its measured points.
+    """A number over alpha, with its measured points (alpha, number)."""
 
-    `axis` is the text at both ends of the axis, which ends at `most` and has numbers at `ticks`. `kind` is the CSS
-    class: stability has a colour of its own. `chosen` is where the choice is marked, `band` the ends of a shaded band.
-    """
-
+    kind: str  # CSS class: stability has a colour of its own
     label: str
-    line: Sequence[tuple[float, float]]
-    dots: Sequence[Dot]
-    axis: tuple[str, str]
-    kind: str = ""
-    ticks: Sequence[float] = ()
-    chosen: float | None = None
-    band: Sequence[float] = ()
-    most: float = 1.0
+    points: Sequence[Place]
+    chosen: float  # alpha
+    band: Sequence[float] = ()  # ends of a shaded band of numbers
 
 
 def draw_curve(curve: Curve) -> str:
     """Return a curve as an SVG element."""
-    colour, values = SECOND if curve.kind == "stability" else ACCENT, [*(dot.y for dot in curve.dots), *curve.band]
-    height = 160 if curve.ticks else 140
-    with canvas(400, height, size=13, within=(50, 52, 16, 14)) as drawn:
+    colour, values = SECOND if curve.kind == "stability" else ACCENT, [*(y for _, y in curve.points), *curve.band]
+    width, height = 400, 160
+    with canvas(width, height, size=13, within=(50, 52, 16, 14)) as drawn:
         axes = drawn.axes
-        axes.tick_params("x", length=3 if curve.ticks else 0, color=LINE)
-        axes.set_xticks(curve.ticks, [f"{tick:g}" for tick in curve.ticks])
+        axes.tick_params("x", length=3, color=LINE)
+        axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1], ["0", "0.2", "0.4", "0.6", "0.8", "1"])
         ends = sorted({min(values), max(values)})
         axes.set_yticks(ends, [f"{end:.3g}" for end in ends])
         axes.tick_params("y", pad=8)
         if curve.band:
             axes.axhspan(min(curve.band), max(curve.band), color=colour, alpha=0.13, lw=0)
-        if curve.chosen is not None:
-            axes.axvline(curve.chosen, color=MUTED, lw=1, ls=(0, (3, 4)), zorder=0)
-        axes.plot(*zip(*curve.line, strict=True), color=colour, lw=1.5, clip_on=False)
-        for dot in curve.dots:
-            gid = drawn.gid("chosen" if dot.chosen else "dot", dot.note)
-            size = {"ms": 11, "mec": CARD, "mew": 1.5} if dot.chosen else {"ms": 5}
-            axes.plot(dot.x, dot.y, "o", color=colour, gid=gid, clip_on=False, zorder=3, **size)
-        axes.set(xlim=(0, curve.most), ylim=(ends[0], ends[-1]) if len(ends) > 1 else (ends[0] - 1, ends[0] + 1))
-        drawn.figure.text(50 / 400, 8 / height, curve.axis[0])
-        drawn.figure.text(384 / 400, 8 / height, curve.axis[1], ha="right")
-        return drawn.svg(f"plot {curve.kind}".strip(), curve.label)
+        axes.axvline(curve.chosen, color=MUTED, lw=1, ls=(0, (3, 4)), zorder=0)
+        axes.plot(*zip(*curve.points, strict=True), color=colour, lw=1.5, clip_on=False)
+        for alpha, value in curve.points:
+            chosen = alpha == curve.chosen
+            gid = drawn.gid("chosen" if chosen else "dot", f"alpha {alpha:g}: {value:.4f}")
+            size = {"ms": 11, "mec": CARD, "mew": 1.5} if chosen else {"ms": 5}
+            axes.plot(alpha, value, "o", color=colour, gid=gid, clip_on=False, zorder=3, **size)
+        axes.set(xlim=(0, 1), ylim=(ends[0], ends[-1]) if len(ends) > 1 else (ends[0] - 1, ends[0] + 1))
+        drawn.figure.text(50 / width, 8 / height, "entropy alone")
+        drawn.figure.text(384 / width, 8 / height, "importance alone", ha="right")
+        return drawn.svg(f"plot {curve.kind}", curve.label)
 
 
 def page_curve(curve: Curve) -> str:
@@ -308,7 +289,7 @@ def page_curve(curve: Curve) -> str:
 
 
 def plan_figure(marks: Mapping[str, str]) -> MapFigure:
-    """Return the map of which units stay."""
+    """Return the map of which units stay, given marks by module."""
     rows = [[UnitCell(float(mark != CUT), mark == CUT) for mark in line] for line in marks.values()]
     return MapFigure("plan", "Plan", "filled: kept; crossed: cut", rows)
 
@@ -316,25 +297,24 @@ def plan_figure(marks: Mapping[str, str]) -> MapFigure:
 def number_figure(
     marks: Mapping[str, str], numbers: Mapping[str, Sequence[float]], kind: str, *, title: str, note: str
 ) -> MapFigure | None:
-    """Return the map of a number of every unit, between its smallest and largest; None without numbers."""
-    values = [list(numbers.get(module, ())) for module in marks]
-    if not any(values):
+    """Return the map of a number of every unit, shaded from its smallest to its largest value; None without numbers.
+
+    Cells of units without a number are empty.
+    """
+    values = [value for module in marks for value in numbers.get(module, ())]
+    if not values:
         return None
-    low, high = min(v for row in values for v in row), max(v for row in values for v in row)
-    shades = [[(value - low) / (high - low or 1) for value in row] for row in values]
-    return MapFigure(kind, title, note, shaded(marks, shades), (f"{low:.2g}", f"{high:.2g}"))
-
-
-def shaded(marks: Mapping[str, str], shades: Sequence[Sequence[float]]) -> list[list[UnitCell]]:
-    """Return the cells of a map from a number in [0, 1] per unit; a module without numbers has empty ones."""
-    return [
-        [UnitCell(row[unit] if unit < len(row) else 0.0, mark == CUT) for unit, mark in enumerate(line)]
-        for line, row in zip(marks.values(), shades, strict=True)
-    ]
+    low, high = min(values), max(values)
+    rows = []
+    for module, line in marks.items():
+        filled = [*numbers.get(module, ()), *[low] * len(line)]
+        cells = zip(line, filled, strict=False)
+        rows.append([UnitCell((value - low) / (high - low or 1), mark == CUT) for mark, value in cells])
+    return MapFigure(kind, title, note, rows, (f"{low:.2g}", f"{high:.2g}"))
 
 
 def neuron_bars(counts: Mapping[str, NeuronCount]) -> BarFigure | None:
-    """Return the bars of the neurons; None without neurons."""
+    """Return a bar of the neurons of every block that stay; None without blocks."""
     if not counts:
         return None
     totals = {count.total for count in counts.values()}

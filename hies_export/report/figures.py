@@ -24,7 +24,7 @@ CAPTIONS = {
     "latency.svg": "Time of the slim model relative to the dense one, beside the dense one against itself",
     "alpha.svg": "Quality and stability by alpha, on rows that were not used for scoring",
 }
-# Width of a panel, and the room between two and above one, in units of the SVG.
+# Width of a panel, the gap between two, and the height of a title, in units of the SVG.
 _WIDTH, _GAP, _TITLE = 480, 24, 26
 # How the figures of this package begin, after their size.
 _BEGINNING = 'font-family="system-ui, Helvetica, Arial, sans-serif">\n<style>\ntext{'
@@ -39,40 +39,37 @@ class Panel(NamedTuple):
 
 def draw_frontier(figure: FrontierFigure) -> str:
     """Return agreement against time, as one SVG that needs nothing else."""
-    return arrange([Panel("", Markup(frontier_svg(figure)))], width=WIDTH)
+    return _arranged([Panel("", Markup(frontier_svg(figure)))], width=WIDTH)
 
 
 def draw_report(report: Report) -> dict[str, str]:
-    """Return the figures of `CAPTIONS`, file name -> SVG; one that the run has no numbers for is left out."""
-    bars = neuron_bars(report.details.neurons)
-    chosen = f"on {held_out_rows(report)}; alpha {report.alpha:g} was chosen" if report.alpha is not None else ""
-    curves = alpha_curves(report)
-    picture = frontier_figure(report)
-    panels = {
-        "head-maps.svg": map_panels(head_figures(report)),
-        "neurons.svg": [Panel(f"{bars.title} {bars.note}", _draw("unit_bars", bars, 16))] if bars else [],
-        "latency.svg": [Panel("", _draw("latency_plot", report.latency, Scale.of(report.latency)))]
-        if report.latency
-        else [],
-        "alpha.svg": [Panel(f"{curve.label}, {chosen}", Markup(draw_curve(curve))) for curve in curves],
-    }
-    frontier = {"frontier.svg": draw_frontier(picture)} if picture else {}
-    return frontier | {name: arrange(drawn) for name, drawn in panels.items() if drawn}
+    """Return the figures of `CAPTIONS`, file name -> SVG; those that the run has no numbers for are left out."""
+    figures = {}
+    if picture := frontier_figure(report):
+        figures["frontier.svg"] = draw_frontier(picture)
+    if maps := head_figures(report):
+        figures["head-maps.svg"] = _arranged([_map_panel(figure) for figure in maps])
+    if bars := neuron_bars(report.details.neurons):
+        figures["neurons.svg"] = _arranged([Panel(f"{bars.title} {bars.note}", _draw("unit_bars", bars, 16))])
+    if report.latency:
+        plot = _draw("latency_plot", report.latency, Scale.of(report.latency))
+        figures["latency.svg"] = _arranged([Panel("", plot)])
+    if curves := alpha_curves(report):
+        chosen = f"on {held_out_rows(report)}; alpha {report.alpha:g} was chosen"
+        panels = [Panel(f"{curve.label}, {chosen}", Markup(draw_curve(curve))) for curve in curves]
+        figures["alpha.svg"] = _arranged(panels)
+    return figures
 
 
-def map_panels(figures: Sequence[MapFigure]) -> list[Panel]:
-    """Return a panel for every map."""
-    notes = [f"empty: {figure.ends[0]}, full: {figure.ends[1]}" if figure.ends else figure.note for figure in figures]
-    return [
-        Panel(f"{figure.title} ({note})", _draw("unit_map", figure, figure.widest))
-        for figure, note in zip(figures, notes, strict=True)
-    ]
+def _map_panel(figure: MapFigure) -> Panel:
+    note = f"empty: {figure.ends[0]}, full: {figure.ends[1]}" if figure.ends else figure.note
+    return Panel(f"{figure.title} ({note})", _draw("unit_map", figure, figure.widest))
 
 
-def arrange(panels: Sequence[Panel], *, width: int = _WIDTH) -> str:
-    """Return panels, two in a row, as one SVG that needs nothing else."""
+def _arranged(panels: Sequence[Panel], *, width: int = _WIDTH) -> str:
+    """Return panels of a width, at most two in a row, as one SVG that needs nothing else."""
     columns = min(2, len(panels))
-    inner, placed, top = columns * (width + _GAP) - _GAP, [], _GAP
+    placed, top = [], _GAP
     for first in range(0, len(panels), columns):
         row = panels[first : first + columns]
         heights = [_height(panel.svg, width) for panel in row]
@@ -82,11 +79,12 @@ def arrange(panels: Sequence[Panel], *, width: int = _WIDTH) -> str:
         top += max(heights) + _GAP
     light = (CARD, INK, MUTED, LINE, ACCENT, SECOND)
     colours = {"light": light, "dark": [DARK[colour] for colour in light], "changes": DARK}
-    return render("figure.svg.j2", placed=placed, width=inner + 2 * _GAP, height=top, title=_TITLE, **colours)
+    across = columns * (width + _GAP) + _GAP
+    return render("figure.svg.j2", placed=placed, width=across, height=top, title=_TITLE, **colours)
 
 
 def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:
-    """Write figures, each whole or not at all, and return the files.
+    """Write figures, file name -> SVG, each whole or not at all, and return the files.
 
     Raises:
         OutputExistsError: A file of that name is no figure of this package; nothing is written.
@@ -100,11 +98,13 @@ def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:
 
 
 def _draw(macro: str, *values: Any) -> str:
+    """Return what a macro of the pages draws of values."""
     drawn: str = getattr(environment().get_template("macros.html.j2").module, macro)(*values)
     return drawn
 
 
 def _height(svg: str, width: float) -> int:
+    """Return the height of an SVG that is drawn in a width."""
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
     assert found is not None
     return round(width * float(found[2]) / float(found[1]))

@@ -19,35 +19,30 @@ if TYPE_CHECKING:
 
 Ends = tuple[float, float]
 
-# Widths of the picture on a wide and on a narrow screen.
+# Widths of the picture on a wide and on a narrow screen, in units of the SVG.
 WIDTH, NARROW = 600, 340
 _PROMISE: dict[str, Any] = {"color": MUTED, "lw": 1, "ls": (0, (3, 4))}
-# With a promise, the vertical axis ends where this many times the allowed answers differ; worse points are below it.
+# With a promise, the vertical axis ends where this many times the allowed predictions differ; worse points are below.
 _WORST = 5
 
 
 class Measured(NamedTuple):
-    """A model on some runtime: its time and agreement, as shares of the dense model's, with their intervals.
+    """A model on some runtime: its time and agreement, as shares of the dense model's, with their intervals."""
 
-    `name` has the lines of text beside its point; without them the point has no intervals either. `kind` is the CSS
-    class, `shape` the number of its mark, `note` its tooltip. A thin line joins the points of a `series`, whose first
-    name is that of the line.
-    """
-
-    name: tuple[str, ...]
+    name: tuple[str, ...]  # lines of text beside its point; without them, the point has no intervals either
     time: float
     same: float
     time_ends: Ends
     same_ends: Ends
-    kind: str
-    shape: int
-    note: str
+    kind: str  # CSS class
+    shape: int  # number of its mark
+    note: str  # tooltip
     chosen: bool = False
-    series: tuple[str, ...] = ()
+    series: tuple[str, ...] = ()  # a thin line joins the points of a series; the first name is that of the line
 
 
 class Shape(NamedTuple):
-    """What a mark in the legend means."""
+    """What a mark in the legend means; `kind` and `shape` are as in `Measured`."""
 
     kind: str
     shape: int
@@ -56,17 +51,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class FrontierFigure:
-    """Agreement upwards, time to the right; the names of these axes are `upwards` and `across`.
-
-    `shapes` and `interval` say in the legend what marks and bars mean; `promise` is the promised agreement.
-    """
+    """Agreement upwards, time to the right."""
 
     found: Sequence[Measured]
-    across: str
-    upwards: str
-    shapes: Sequence[Shape] = ()
-    interval: str = "95 % interval"
-    promise: float | None = None
+    across: str  # name of the axis of time
+    upwards: str  # name of the axis of agreement
+    shapes: Sequence[Shape] = ()  # what marks mean, for the legend
+    interval: str = "95 % interval"  # what bars mean, for the legend
+    promise: float | None = None  # the promised agreement
 
     @property
     def text(self) -> str:
@@ -76,7 +68,7 @@ class FrontierFigure:
 
     @property
     def best(self) -> list[int]:
-        """The points of the frontier, fastest first."""
+        """The indices of the points of the frontier in `found`, fastest first."""
         return frontier([one.time for one in self.found], [one.same for one in self.found])
 
     @property
@@ -91,16 +83,16 @@ class FrontierFigure:
 
     @property
     def least(self) -> float:
-        """The least agreement that is to be seen: that of every point, except those far below what is promised."""
+        """The least agreement that the axis must show: that of every point, unless it is far below the promise."""
         floor = 0.0 if self.promise is None else 1 - _WORST * (1 - self.promise)
         lows = [one.same_ends[0] if one.name else one.same for one in self.found if one.same >= floor]
         return min([*lows, 0.999, *([] if self.promise is None else [self.promise])])
 
 
 def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> FrontierFigure | None:
-    """Return the picture of a report's forms, and of other tools' models, at the shape that decided what to deploy.
+    """Return the picture of a report's forms, and of other tools' models; None without forms, or if all are noisy.
 
-    Without a deployment, it is the first shape that is not noisy. None if there are no forms, or all shapes are noisy.
+    Times are those at the shape that decided what to deploy; without a deployment, at the first that is not noisy.
     """
     forms, found = report.details.forms, report.details.deployment
     step = deciding_step(forms)
@@ -152,7 +144,7 @@ def _same_ends(form: Judged) -> Ends:
 
 
 def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wide") -> str:
-    """Return agreement against time with its legend, as an SVG element that is so many units wide."""
+    """Return agreement against time with its legend, as an SVG element of a width in units of the SVG."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     narrow, round_numbers = width < WIDTH, [1, 2, 5, 10]
@@ -172,7 +164,7 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
             axes.axhline(figure.promise, **_PROMISE)
 
         def line(name: str, places: Sequence[Ends], *, of: str = "", **style: Any) -> None:
-            axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, of=of), **{"clip_on": False, **style})
+            axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, of=of), clip_on=False, **style)
 
         places = [(one.time, max(one.same, lowest)) for one in figure.found]
         for series in dict.fromkeys(one.series for one in figure.found if one.series):
@@ -207,6 +199,7 @@ def page_frontier(figure: FrontierFigure) -> str:
 
 
 def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int, str]], *, columns: int) -> None:
+    """Draw the legend below the axes, and below it the names that numbers stand for."""
     from matplotlib.lines import Line2D
 
     entries = [
@@ -234,5 +227,6 @@ def _colour(kind: str) -> str:
 
 
 def _text(one: Measured, *, below: bool) -> str:
+    """Return the text beside a point; if the point is `below` the axis, with its agreement."""
     first = f"{one.name[0]} ↓ {100 * one.same:.0f} %" if below else one.name[0]
     return "\n".join([first, *one.name[1:]])

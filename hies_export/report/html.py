@@ -1,14 +1,13 @@
 """Fill the templates: report.md, and report.html, one page that needs nothing but a browser, in light or dark.
 
-HTML escapes everything by itself; Markdown escapes by the filters `md` and `code`, and by `line` and `literal` in
-blocks of code. Style, figures (inline SVG) and the script that shows a head's numbers are in the page itself.
+HTML templates escape everything by themselves. Those of Markdown use the filters `md` and `code`, and in blocks of code
+`line` and `literal`. Style, figures (inline SVG) and the script that shows a head's numbers are in the page itself.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, se
 
 from ..evaluate.metrics import higher_is_better
 from . import drawing, frontier, tables, words
-from .drawing import Curve, Dot, MapFigure, Scale, neuron_bars, number_figure, plan_figure
+from .drawing import Curve, MapFigure, Scale, neuron_bars, number_figure, plan_figure
 from .report import CUT, Report
 
 # Numbers of a head that have a map: title, and how to read it.
@@ -39,7 +38,7 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         numbers=_numbers(report),
         bars=neuron_bars(report.details.neurons),
         alpha_curves=alpha_curves(report),
-        # Also for a slim model larger than its source.
+        # With the sizes, because a slim model may be larger than its source.
         place=Scale.of(report.latency, [row.ratio for row in tables.size_rows(report)]),
         served=Scale.of(time for form in report.details.forms for time in form.times),
     )
@@ -51,7 +50,7 @@ def render_markdown(report: Report) -> str:
 
 
 def render_report(template: str, report: Report, **values: Any) -> str:
-    """Fill a template about a run with its parts, and what it says of the report by itself."""
+    """Fill a template about a run with its report, the parts of `report_parts`, the title and further values."""
     parts = tables.report_parts(report)
     return render(template, report=report, details=report.details, parts=parts, title=words.title(report), **values)
 
@@ -63,7 +62,7 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def environment(*packages: str) -> Environment:
-    """Return the environment of the report's templates, and of those in `templates/` of further packages."""
+    """Return the Jinja environment of the report's templates, and of those in `templates/` of further packages."""
     loaders = [PackageLoader(package) for package in (*packages, "hies_export.report")]
     made = Environment(
         loader=ChoiceLoader(loaders),
@@ -73,41 +72,36 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {
-        "md": escape_markdown,
-        "code": code_span,
-        "line": one_line,
-        "literal": json.dumps,
-        "unbroken": unbroken,
-    }
-    made.filters |= {"row_name": tables.row_name, "ratio_text": tables.ratio_text, "pair_text": tables.pair_text}
+    made.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
+    made.filters |= {"unbroken": unbroken, "row_name": tables.row_name}
+    made.filters |= {"ratio_text": tables.ratio_text, "pair_text": tables.pair_text}
     made.globals |= {"drawing": drawing, "frontier": frontier, "tables": tables, "words": words}
     return made
 
 
 def unbroken(text: str) -> str:
-    """Return text with the sign of multiplication in shapes; no line break divides these, or percentages."""
+    """Return text with "×" in shapes, and no-break spaces in shapes and percentages."""
     return text.replace(" x ", "\u00a0×\u00a0").replace(" %", "\u00a0%")
 
 
 def one_line(value: object) -> str:
-    """Return text without line breaks; within a code block no such text can end the block."""
+    """Return a value as text without line breaks, so that it cannot end a block of code that it stands in."""
     return " ".join(str(value).splitlines())
 
 
 def escape_markdown(value: object) -> str:
-    """Return text as a line of Markdown in which nothing becomes a cell, a link, HTML, emphasis or another element.
+    """Return text as a line of Markdown that is shown as it is: nothing in it is a cell, a link, HTML or emphasis.
 
     Source: https://spec.commonmark.org/0.31.2/#backslash-escapes, and https://github.github.com/gfm/ for "|" and "~".
     """
     line = one_line(value)
-    # Underscores within words, and brackets without an address, are nothing to Markdown.
+    # Underscores within words, and brackets without an address, mean nothing in Markdown.
     line = re.sub(r"[\\|`*~$]|(?<!\w)_|_(?!\w)|\](?=[(\[:])", r"\\\g<0>", line)
     return re.sub(r"&(?=#?\w+;)", "&amp;", line).replace("<", "&lt;")
 
 
 def code_span(value: object) -> str:
-    """Return a line of text as a code span of Markdown, with a fence that no run of backticks in it ends."""
+    """Return text as a code span of Markdown, with a fence longer than any run of backticks in it."""
     line = one_line(value)
     longest = max(map(len, re.findall("`+", line)), default=0)
     fence, space = "`" * (longest + 1), " " * bool(longest)
@@ -120,7 +114,7 @@ def is_page(text: str) -> bool:
 
 
 def head_figures(report: Report) -> list[MapFigure]:
-    """Return the plan, and a map of every known statistic of the heads; nothing if the run left them alone."""
+    """Return maps of the plan and of every known number of the heads; nothing if the run left the heads alone."""
     marks, heads = report.details.head_map, report.details.heads
     if not marks:
         return []
@@ -130,7 +124,7 @@ def head_figures(report: Report) -> list[MapFigure]:
 
 
 def _numbers(report: Report) -> str:
-    """Return, as JSON for the script of the page, whether each head was cut, and its numbers."""
+    """Return, as JSON for the page's script, which heads of each module were cut, and the numbers of all."""
     modules = [
         {
             "name": module,
@@ -144,33 +138,17 @@ def _numbers(report: Report) -> str:
 
 
 def alpha_curves(report: Report) -> list[Curve]:
-    """Return the metric, unless rows have no labels, and the stability over alpha; nothing if alpha was given."""
-    points, metric = report.details.alpha_curve, report.quality.metric
-    if len(points) < 2 or report.alpha is None:
+    """Return the first metric, if rows have labels, and the stability over alpha; nothing if alpha was given."""
+    points, metric, chosen = report.details.alpha_curve, report.quality.metric, report.alpha
+    if len(points) < 2 or chosen is None:
         return []
-
-    def curve(kind: str, values: Sequence[float], label: str, band: tuple[float, ...] = ()) -> Curve:
-        dots = [
-            Dot(point.alpha, value, point.alpha == report.alpha, f"alpha {point.alpha:g}: {value:.4f}")
-            for point, value in zip(points, values, strict=True)
-        ]
-        return Curve(
-            label=label,
-            line=[(dot.x, dot.y) for dot in dots],
-            dots=dots,
-            axis=("entropy alone", "importance alone"),
-            kind=kind,
-            ticks=[fifth / 5 for fifth in range(6)],
-            chosen=report.alpha,
-            band=band,
-        )
-
-    stability = curve("stability", [point.stability for point in points], f"{words.agreement(report)}, share")
-    judged = [(point.quality, point.standard_error) for point in points if point.quality is not None]
+    stabilities = [(point.alpha, point.stability) for point in points]
+    stability = Curve("stability", f"{words.agreement(report)}, share", stabilities, chosen)
+    judged = [(point.alpha, point.quality, point.standard_error) for point in points if point.quality is not None]
     if len(judged) < len(points):
         return [stability]
     sign = 1 if higher_is_better(metric) else -1
-    best, error = max(judged, key=lambda pair: sign * pair[0])
+    _, best, error = max(judged, key=lambda point: sign * point[1])
     # Values within one standard error of the best count as equally good.
     band = (best, best - sign * error) if error else ()
-    return [curve("quality", [value for value, _ in judged], metric, band), stability]
+    return [Curve("quality", metric, [(alpha, value) for alpha, value, _ in judged], chosen, band), stability]

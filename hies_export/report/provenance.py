@@ -39,40 +39,33 @@ class Request:
 
 @checked(frozen=True)
 class RunRecord:
-    """What a run was asked for and what it read; all paths are absolute.
-
-    `digests` maps the names of `Request.inputs` to the SHA-256 of the input's files, or to the commit of a Hub
-    model.
-    """
+    """What a run was asked for and what it read; all paths are absolute."""
 
     recipe: Mapping[str, Any]  # the fields that were given, without `output`
     folder: str  # that the run was told to write
-    digests: Mapping[str, str]
+    digests: Mapping[str, str]  # name in `Request.inputs` -> SHA-256 of the input's files, or commit of a Hub model
     command: str | None = None  # None for a run from Python
 
     @classmethod
     def of(cls, asked: Request, *, command: str | None = None, commit: str | None = None) -> RunRecord:
-        """Return the record of a run, whose Hub model had a commit."""
-        found = digests_of(asked.inputs)
-        if "model" not in found and commit is not None:
-            found["model"] = commit
-        return cls(_with_absolute_paths(asked.fields), os.path.abspath(asked.output), found, command)
+        """Return the record of a run; `commit` is that of a Hub model."""
+        digests = digests_of(asked.inputs)
+        if commit is not None:
+            digests.setdefault("model", commit)
+        return cls(_with_absolute_paths(asked.fields), os.path.abspath(asked.output), digests, command)
 
     def model_at(self, folder: Path) -> str | None:
-        """Return the current path or Hub id of the dense model; None if there is none.
+        """Return the current path or Hub id of the dense model, given the run's current folder; None if it is gone.
 
-        For a Hub model with a revision, it is the folder of the commit that the run read.
+        A path relative to the run's folder is found again if both were moved together. For a Hub model with a revision,
+        it is the folder of the commit that the run read.
         """
         model = str(self.recipe["model"])
         if not os.path.isabs(model):
             asked = self.recipe.get("revision")
             return str(fetch(model, self.digests.get("model", asked))) if asked else model
-        model = self._moved(model, folder)
-        return model if os.path.isdir(model) else None
-
-    def _moved(self, path: str, folder: Path) -> str:
-        here = os.path.normpath(folder.resolve() / os.path.relpath(path, self.folder))
-        return here if _matches(Path(here)) else path
+        moved = os.path.normpath(folder.resolve() / os.path.relpath(model, self.folder))
+        return next((path for path in (moved, model) if os.path.isdir(path)), None)
 
 
 def dense_model(folder: Path) -> str | None:
@@ -85,10 +78,10 @@ def dense_model(folder: Path) -> str | None:
 
 def digests_of(inputs: Mapping[str, str | Path]) -> dict[str, str]:
     """Return one SHA-256 of the files of each of the `Request.inputs` that is on this machine."""
-    return {name: digest(files) for name, path in inputs.items() if (files := _files(name, path))}
+    return {name: _digest(files) for name, path in inputs.items() if (files := _files(name, path))}
 
 
-def digest(files: Mapping[str, Path]) -> str:
+def _digest(files: Mapping[str, Path]) -> str:
     """Return one SHA-256 over the names of files, sorted, and the SHA-256 of their contents."""
     total = hashlib.sha256()
     for name in sorted(files):
@@ -103,23 +96,19 @@ def digest(files: Mapping[str, Path]) -> str:
 def _files(name: str, path: str | Path) -> dict[str, Path]:
     """Return the files of an input by their names in it; none for a Hub id.
 
-    For a model these are the files of its folder, except texts for people. For data they are a file, the files that
-    match a pattern, or the images of a folder.
+    For a model these are the files of its folder, except Markdown. For data they are a file, the files that match a
+    pattern, or the images of a folder, in a folder per label.
     """
     path = Path(path).expanduser()
     if name == "model":
         return {file.name: file for file in path.glob("*") if file.is_file() and file.suffix != ".md"}
     if path.is_dir():
         return {file.relative_to(path).as_posix(): file for file in path.glob("*/*") if file.is_file()}
-    return {file.name: file for file in _matches(path)}
-
-
-def _matches(path: Path) -> list[Path]:
-    return [path] if path.exists() else sorted(path.parent.glob(path.name))
+    return {file.name: file for file in ([path] if path.exists() else path.parent.glob(path.name))}
 
 
 def _with_absolute_paths(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's fields with all paths made absolute; names of other things stay."""
+    """Return a recipe's fields with all paths made absolute; Hub ids and names of metrics stay."""
 
     def absolute(text: str | Path) -> str:
         return os.path.abspath(Path(text).expanduser())

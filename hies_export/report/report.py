@@ -60,7 +60,7 @@ class UnitCounts(Record):
 
 
 def plan_counts(plan: PruningPlan) -> tuple[UnitCounts, UnitCounts | None]:
-    """Return the counts of heads and of neurons; None for neurons if the plan covers no feed-forward block."""
+    """Return how many heads and neurons a plan removes; None for neurons if it covers no feed-forward block."""
     neurons = plan.of_kind(MLP)
     return UnitCounts.of(plan.of_kind(ATTENTION)), UnitCounts.of(neurons) if neurons else None
 
@@ -68,9 +68,8 @@ def plan_counts(plan: PruningPlan) -> tuple[UnitCounts, UnitCounts | None]:
 def head_map(plan: PruningPlan) -> dict[str, str]:
     """Return one mark per head of every attention module: ■ kept, · cut."""
     return {
-        name: "".join(CUT if head in removed else KEPT for head in range(kept.total))
+        name: "".join(KEPT if head in kept.units else CUT for head in range(kept.total))
         for name, kept in plan.of_kind(ATTENTION).items()
-        for removed in (set(kept.removed),)
     }
 
 
@@ -113,13 +112,12 @@ class Details(BaseModel):
             "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
         kept_low, kept_high: Ends of the 95 % interval of what is kept, as in `Judge.kept`: of the stability, or of the
-            first metric's share of the dense model's. None in reports of older versions, and where the interval has no
-            upper end.
+            share of the first metric. None in reports of older versions, and where the interval has no upper end.
         custom_code: Whether transformers needs `modeling_hies.py` to load the slim model, as its `auto_class`.
         deployment: Which form to deploy; None if that was not asked.
         cascade: The parts of the cascade; None if none was asked for.
         forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
-        row_length: The length of the rows at which was timed; None where the request gave all shapes.
+        row_length: The length of the timed rows; None where the request gave all shapes.
         run: The recipe and what it read, a `RunRecord`.
     """
 
@@ -155,20 +153,15 @@ class Details(BaseModel):
         return None if outcome is None else outcome.to_json()
 
     @model_validator(mode="after")
-    def _measured(self) -> Details:
+    def _is_complete(self) -> Details:
         if self.outcome is not None and self.outcome.found is None:
             raise ValueError("outcome.found is missing")
-        return self
-
-    @model_validator(mode="after")
-    def _forms_fit(self) -> Details:
-        steps = [len(form.times) for form in self.forms]
+        steps, found = [len(form.times) for form in self.forms], self.deployment
         if steps and (min(steps) < 1 or max(steps) > steps[0]):
             raise ValueError("every one of forms must have a time, and at most as many as the first")
-        found = self.deployment
         if found is None or found.form is None:
             return self
-        if not (0 <= found.form < len(self.forms) and 0 <= found.step < len(self.forms[found.form].times)):
+        if not (0 <= found.form < len(steps) and 0 <= found.step < steps[found.form]):
             raise ValueError("deployment.form and deployment.step must be places in forms and their times")
         return self
 
@@ -177,8 +170,7 @@ class Details(BaseModel):
 class Report:
     """What a run removed, and the quality, size and time of both models.
 
-    A part may be given as the mapping that report.json holds. All fields but `details` are the summary that other
-    programs read.
+    A part may be given as the mapping that report.json holds. All fields but `details` are the summary.
 
     Attributes:
         model: Path or Hub id of the dense model.
@@ -239,14 +231,10 @@ class Report:
     details: Details = field(kw_only=True)
 
     @model_validator(mode="after")
-    def _first_metric(self) -> Report:
+    def _fits_its_details(self) -> Report:
         before, metric = self.details.uncompensated, self.quality.metric
         if before is not None and metric not in before.metrics:
             raise ValueError(f"details.uncompensated.metrics must have the first metric, {metric!r}")
-        return self
-
-    @model_validator(mode="after")
-    def _cascade_is_whole(self) -> Report:
         if self.cascade is not None and (self.details.cascade is None or not self.details.forms):
             raise ValueError("a report with cascade must have details.cascade and details.forms")
         return self
@@ -264,15 +252,16 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """Return everything but `details`, as plain values.
 
-        `neurons` and `vocabulary` are present only if the run could remove some, the keys of a GGUF file only if it
-        wrote one, and `cascade` and `ranking` only if there is one.
+        `neurons`, `vocabulary`, `cascade`, `ranking` and the keys of a GGUF file are left out if there is none.
         """
         values = asdict(self)
-        left_out = {"details"} | {name for name in ("neurons", "vocabulary", "cascade", "ranking") if not values[name]}
+        del values["details"]
+        for name in ("neurons", "vocabulary", "cascade", "ranking"):
+            if not values[name]:
+                del values[name]
         if self.bytes.gguf is None:
-            left_out.add("gguf_max_abs")
-            del values["bytes"]["gguf"]
-        return {name: value for name, value in values.items() if name not in left_out}
+            del values["gguf_max_abs"], values["bytes"]["gguf"]
+        return values
 
     def to_json(self) -> str:
         """Return the whole report as JSON text."""
@@ -291,6 +280,6 @@ class Report:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, where: str | Path) -> Report:
-        """Read the fields of a report.json; `where` names the file in refusals."""
+        """Return the report with the fields of a report.json; `where` names the file in the RequestError of others."""
         report: Report = check(values, cls, REPORT, where=str(where))
         return report

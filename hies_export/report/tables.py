@@ -52,26 +52,26 @@ class Part(NamedTuple):
 
 
 def report_parts(report: Report) -> dict[str, Part]:
-    """Return by name what the renderings show of a report, without what it does not have."""
+    """Return the parts that renderings show, by name; those that the report has nothing for are left out."""
     rows, layers, held_out = report.latency, report.details.flops_per_layer, words.held_out_rows(report)
-    joined = report.compound
+    family, trimmed, joined = report.details.family, report.vocabulary, report.compound
     served, promised = ("As served", joined.text(report.details)) if joined else ("In fewer bits", "")
-    at = " x ".join(map(str, layers.shape)) if layers else ""
+    vocabulary = words.vocabulary_words(trimmed) if trimmed else ""
+    changed = words.budget_text(report), vocabulary, words.length_text(report)
     parts = {
-        "changed": Part(
-            "What changed",
-            comparison_table(report),
-            (words.budget_text(report), words.vocabulary_text(report), words.length_text(report)),
-        ),
-        "family": Part("", None, (words.family_text(report),)),
-        "latency": Part("Latency", *((latency_table(rows), (words.latency_text(rows),)) if rows else ())),
+        "changed": Part("What changed", comparison_table(report), changed),
+        "family": Part("", None, (family.note if family else "",)),
         "served": Part(served, forms_table(report), (words.forms_text(report), promised)),
         "chosen": Part(f"How it was chosen, on {held_out}", tried_table(report), (words.tried_text(report),)),
         "alpha": Part(f"How alpha was chosen, on {held_out}", alpha_table(report), (words.alpha_text(report),)),
-        "layers": Part(f"FLOPs of every layer, at {at}", layer_table(layers.dense, layers.slim) if layers else None),
         "checks": Part("Checks", check_table(report)),
         "method": Part("How it was measured", None, (words.method_text(report),)),
     }
+    if rows:
+        parts["latency"] = Part("Latency", latency_table(rows), (words.latency_text(rows),))
+    if layers:
+        at = " x ".join(map(str, layers.shape))
+        parts["layers"] = Part(f"FLOPs of every layer, at {at}", layer_table(layers.dense, layers.slim))
     return {name: part for name, part in parts.items() if part.table or any(part.notes)}
 
 
@@ -89,14 +89,11 @@ def size_rows(report: Report) -> list[SizeRow]:
     """Return the sizes of both models, from parameters to the cache."""
     batch, sequence = report.flops.shape
     task = TASKS.get(report.task)  # one that a user registered may be unknown in another process
-    generative = task is not None and task.generative
-    parameters, *backbone = with_backbone([("parameters", report.parameters)], generative=generative)
-    flops = with_backbone([(f"FLOPs at {batch} x {sequence}", report.flops)], generative=generative)
+    counted = partial(with_backbone, generative=task is not None and task.generative)
     sizes: list[tuple[str, Both[Any] | None, str]] = [
-        (*parameters, ""),
-        *((*row, "") for row in backbone),
+        *((*row, "") for row in counted([("parameters", report.parameters)])),
         ("checkpoint weights", report.bytes, "B"),
-        *((*row, "") for row in flops),
+        *((*row, "") for row in counted([(f"FLOPs at {batch} x {sequence}", report.flops)])),
         ("cache per token", report.cache_bytes_per_token, "B"),
     ]
     return [
@@ -107,7 +104,7 @@ def size_rows(report: Report) -> list[SizeRow]:
 
 
 def with_backbone(counted: Iterable[tuple[str, Counted]], *, generative: bool) -> list[tuple[str, Both[int]]]:
-    """Return rows of what is counted, each followed by that of the backbone, which papers on language models give."""
+    """Return the counts, each followed by that of the backbone for a generative model, as papers on those give it."""
     rows: list[tuple[str, Both[int]]] = []
     for name, count in counted:
         rows.append((name, count))
@@ -117,9 +114,9 @@ def with_backbone(counted: Iterable[tuple[str, Counted]], *, generative: bool) -
 
 
 def comparison_table(report: Report, *, sizes: bool = True) -> Table:
-    """Return everything that both models have: units, sizes if wanted, metrics, stability.
+    """Return the table of both models: units, sizes if wanted, metrics, stability.
 
-    With compensation, the last column has the metrics of the cut alone.
+    With compensation, its last column has the metrics of the cut alone.
     """
     details, ranking, same = report.details, report.ranking, (agreement(report), report.stability)
     rows = [
@@ -149,9 +146,9 @@ def quality_rows(
     labelled: bool,
     same: tuple[str, float],
 ) -> list[Row]:
-    """Return the metrics of both models; where nothing is ranked, also the stability, whose name and value is `same`.
+    """Return the metrics of both models; where nothing is ranked, also the stability, as `same` names and gives it.
 
-    Without labels, only metrics that compare with the dense model's predictions are shown: any other repeats the
+    Without labels, only metrics that compare with the dense model's predictions are shown: any other would repeat the
     stability.
     """
     ranked = {metric for _, metric in _RANKING.values() if ranking and metric}
@@ -182,7 +179,7 @@ _EMBEDDED = {"dense_index": ", queries", "slim_index": ", documents"}
 def ranking_rows(
     ranking: Mapping[Any, Mapping[str, float]], metrics: Mapping[str, Both[float] | FirstMetric]
 ) -> list[Row]:
-    """Return how a slim model ranks on each index, beside the dense model's metrics."""
+    """Return the numbers of a slim model's rankings on each index, beside the dense model's where it has them."""
     rows = []
     for key, (name, metric) in _RANKING.items():
         for index, where in _INDEX.items():
@@ -196,19 +193,19 @@ def ranking_rows(
 
 
 def metric_name(metric: str, ranking: Mapping[Any, Any] | None) -> str:
-    """Return the name of a metric, and the index that it is on: "MRR@10, your index as it is"."""
+    """Return the title of a metric and, for a search, the index that it is on: "MRR@10, your index as it is"."""
     ranks = metric in METRICS and METRICS[metric].ranks
     return title_of(metric) + (_INDEX["dense_index"] if ranks and "dense_index" in (ranking or {}) else "")
 
 
 def metric_text(metric: str, value: float) -> str:
-    """Return a metric as a number, or as a share if it counts what stays the dense model's."""
+    """Return the value of a metric as a number, or in percent if it is a share of things that are counted."""
     counts = metric in METRICS and METRICS[metric].counts
     return f"{value:.1%}" if counts else f"{value:.4f}"
 
 
 def quality_row(name: str, values: Both[float] | FirstMetric) -> Row:
-    """Return the row of a metric of both models."""
+    """Return the row of a metric: its name, both models' values and their difference."""
     return name, f"{values.dense:.4f}", f"{values.slim:.4f}", f"{values.slim - values.dense:+.4f}"
 
 
@@ -223,10 +220,10 @@ def form_note(form: Judged, report: Report) -> str:
 
 
 def forms_table(report: Report) -> Table | None:
-    """Return both models in float32 and in fewer bits, with what they keep, metrics and times; None without such forms.
+    """Return the table of all forms, with what they keep, their metrics and times; None without forms.
 
-    Without labels, a metric says no more than the agreement, unless it is one beside the dense model's predictions.
-    Times are ratios to the first form, whose own time is in the header; its row has the control.
+    Without labels, only metrics that compare with the dense model's predictions are shown. Times are relative to the
+    first form, whose own time is in the header and whose row has the control.
     """
     forms = report.details.forms
     if not forms:
@@ -257,11 +254,9 @@ def tried_table(report: Report) -> Table | None:
     """Return the candidates of `criterion: auto` and their results on held-out rows; None if there are none."""
 
     def candidate(row: Tried) -> str:
-        parts = [
-            "" if row.alpha is None else f"alpha {row.alpha:g}",
-            "" if row.token_weights == 1 else f"token weights {row.token_weights:g}",
-        ]
-        return ", ".join(filter(None, (row.criterion, *parts)))
+        alpha = "" if row.alpha is None else f", alpha {row.alpha:g}"
+        weights = "" if row.token_weights == 1 else f", token weights {row.token_weights:g}"
+        return f"{row.criterion}{alpha}{weights}"
 
     return _chosen(report, "candidate", candidate, report.details.tried, lambda row: row.chosen)
 
@@ -275,6 +270,8 @@ def alpha_table(report: Report) -> Table | None:
 def _chosen(
     report: Report, first: str, name: Callable[[Any], str], rows: Sequence[Any], chosen: Callable[[Any], bool]
 ) -> Table | None:
+    """Return the table of candidates, whose names are in a column `first`; None without rows."""
+
     def quality(row: Tried | AlphaPoint) -> str:
         error = f" ± {row.standard_error:.2g}" if isinstance(row, AlphaPoint) else ""
         return "" if row.quality is None else f"{row.quality:.4f}{error}"
@@ -289,7 +286,7 @@ def _chosen(
 
 
 def filled(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Table:
-    """Return the table of every column's text for every row, without empty columns."""
+    """Return a table, given column names and functions from a row to its cell; empty columns are left out."""
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     cells = {name: column for name, column in cells.items() if any(column)}
     return Table(list(cells), [list(row) for row in zip(*cells.values(), strict=True)])
@@ -315,7 +312,7 @@ def environment_table(environment: Mapping[str, Any]) -> Table:
 
 
 def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> Table:
-    """Return medians, the paired ratio beside the control's, and further values of the rows; no empty columns."""
+    """Return the table of medians, of the paired ratio beside the control's, and of what else the rows have."""
     first, second = names
     columns: dict[str, Callable[[LatencyRow], str]] = {
         "": lambda row: row.get("model", ""),
@@ -333,18 +330,18 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
 
 
 def row_name(row: LatencyRow) -> str:
-    """Return runtime and shape of a row, its phase if a model generates, its precision if it is not float32."""
+    """Return a row's runtime and `form_step`, and its dtype if it is not float32."""
     dtype = "" if row.dtype == "float32" else f" {row.dtype}"
     return f"{row.runtime} {form_step(row)}{dtype}"
 
 
 def ratio_text(row: LatencyRow | FormTime) -> str:
-    """Return the ratio of a row with its interval, or "noisy"."""
+    """Return a time's ratio with its interval, or "noisy"."""
     return "noisy" if row.noisy else f"{row.ratio:.3f} [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
 
 
 def pair_text(values: Both[Any] | None, *, scale: float = 1.0) -> str:
-    """Return "dense → slim" of two numbers, multiplied by `scale`; empty without numbers."""
+    """Return two numbers, multiplied by `scale`, as "110 → 91.3"; empty without numbers."""
     return "" if values is None else _pair(values.dense * scale, values.slim * scale)
 
 
@@ -354,14 +351,14 @@ def _pair(dense: float | None, slim: float | None) -> str:
 
 
 def _realised(row: LatencyRow) -> str:
-    """Return the share of the FLOPs saving that became a time saving; empty for a decode step."""
+    """Return the share of the FLOPs saving that became a time saving, as "90% of 20.0%"; empty if unknown or noisy."""
     if row.realised is None or row.noisy:
         return ""
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")
 
 
 def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None = None) -> Table:
-    """Return the MFLOPs of every layer of one model, or of both as "dense → slim", and their sums."""
+    """Return the table of the MFLOPs of every layer and all together, of one model or of both as "dense → slim"."""
     models = [dense] if slim is None else [dense, slim]
     parts = [part for part in FLOP_PARTS if any(getattr(row, part) for rows in models for row in rows)]
 
@@ -369,6 +366,7 @@ def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None =
         return f"{number / 1e6:,.0f}" if number >= 1e9 else f"{number / 1e6:.4g}"
 
     def line(name: str, layers: Sequence[Sequence[LayerFlops]]) -> list[str]:
+        """Return the cells of some layers, given those of each model: the sums by part, and over all parts."""
         cells = [[sum(getattr(row, part) for row in rows) for rows in layers] for part in parts]
         cells.append([sum(values) for values in zip(*cells, strict=True)])
         return [name, *(" → ".join(dict.fromkeys(map(millions, cell))) for cell in cells)]
@@ -399,14 +397,14 @@ def plan_maps(plan: PruningPlan) -> list[UnitMap]:
 
 
 def unit_maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> list[UnitMap]:
-    """Return a map for every kind of unit that could be removed. Every rendering draws all of them."""
+    """Return a map for every kind of unit that could be removed: of heads from their marks, of neurons as bars."""
     heads = [Line(name, " ".join(line), line.count(KEPT), len(line)) for name, line in marks.items()]
     blocks = [Line(name, bar(of), of.kept, of.total) for name, of in neurons.items()]
     return [UnitMap(UNIT_NAMES[kind], lines) for kind, lines in ((ATTENTION, heads), (MLP, blocks)) if lines]
 
 
 def bar(count: NeuronCount) -> str:
-    """Return a bar of marks; at least one mark is cut if any unit is cut, and one is kept if any unit stays."""
+    """Return a bar of marks; if any unit stays or is cut, at least one mark shows it."""
     full = max(BAR_WIDTH * count.kept // count.total, min(count.kept, 1))
     return KEPT * full + CUT * (BAR_WIDTH - full)
 
@@ -424,7 +422,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def print_table(console: Console, title: str, table: Table | None, *notes: str) -> None:
-    """Print a table between its title and notes, after an empty line."""
+    """Print an empty line, the title, the table and the notes; any may be empty."""
     console.print(f"\n{title}" if title else "", markup=False)
     if table is not None:
         console.print(PlainTable(*table))
@@ -433,9 +431,9 @@ def print_table(console: Console, title: str, table: Table | None, *notes: str) 
 
 
 def map_text(units: UnitMap, width: int) -> Text:
-    """Return a map for a terminal: a line of marks per layer, how many units the layer keeps, and its name.
+    """Return a map for a terminal: a line per layer, with its marks, how many units it keeps, and its name.
 
-    A name that does not fit into the width loses its beginning.
+    A name that does not fit into the width, in characters, loses its beginning.
     """
     text = Text()
     text.append(f"{units.unit}s  ", style="bold")
@@ -454,13 +452,12 @@ def map_text(units: UnitMap, width: int) -> Text:
 
 
 class PlainTable:
-    """A table without a frame; a string is shown as it is, brackets included.
+    """A table without a frame. Strings are shown as they are: brackets are no markup.
 
     Columns that do not fit side by side follow below, with the first column repeated.
     """
 
     def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-        # A table would read "[bold]" in a string as markup.
         lines = [[Text(cell) if isinstance(cell, str) else cell for cell in line] for line in (header, *rows)]
         self._columns = list(zip(*lines, strict=True))
 

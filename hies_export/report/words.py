@@ -31,13 +31,13 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 
-def _percent(share: float) -> float:
-    """Return a share in percent; what is not all is never rounded to all."""
-    return 100 * share if share >= 1 else min(100 * share, 99.9)
+def _percent(share: float) -> str:
+    """Return a share as "97.6 %"; one below 1 is never rounded up to "100.0 %"."""
+    return f"{100 * share if share >= 1 else min(100 * share, 99.9):.1f} %"
 
 
 def model_name(report: Report) -> str:
-    """Return the dense model's Hub id, or the name of its folder without the local path."""
+    """Return the dense model's Hub id, or the name of its folder."""
     path = Path(report.model)
     return path.name if path.is_absolute() or os.path.exists(path) else report.model
 
@@ -45,7 +45,10 @@ def model_name(report: Report) -> str:
 def removed_text(
     heads: UnitCounts, neurons: UnitCounts | None = None, vocabulary: VocabularyFacts | None = None
 ) -> str:
-    """Return how much was removed: "20 of 72 heads and 4,300 of 9,216 neurons removed"; no kind without units."""
+    """Return how much was removed, such as "20 of 72 heads and 4,300 of 9,216 neurons removed".
+
+    A kind of which the model has none, or none that could be removed, is left out.
+    """
     counts = [(heads, "heads"), (neurons, "neurons"), (vocabulary, "tokens")]
     shown = [f"{units.removed:,} of {units.total:,} {name}" for units, name in counts if units and units.total]
     *first, last = shown or ["nothing"]
@@ -53,7 +56,7 @@ def removed_text(
 
 
 def named_units(heads: UnitCounts, neurons: UnitCounts | None) -> list[tuple[str, UnitCounts]]:
-    """Return full name and counts of every kind of unit that could be removed."""
+    """Return the full name and the counts of every kind of unit that could be removed."""
     counts = [("attention heads", heads), ("feed-forward neurons", neurons)]
     return [(name, units) for name, units in counts if units and units.total]
 
@@ -63,20 +66,15 @@ def kinds_text(report: Report, *, joined: str = "and") -> str:
     return f" {joined} ".join(name.split()[-1] for name, _ in named_units(report.heads, report.neurons))
 
 
-def vocabulary_text(report: Report) -> str:
-    """Return a note on the texts that the vocabulary was trimmed to, and on others; empty if it was not trimmed."""
-    return "" if report.vocabulary is None else vocabulary_words(report.vocabulary)
-
-
 def vocabulary_words(facts: VocabularyFacts) -> str:
-    """Return the note of `vocabulary_text`, from the facts about the trimmed vocabulary."""
+    """Return a note on the texts that the vocabulary was trimmed to, and on others."""
     often = "" if facts.min_count == 1 else f" at least {facts.min_count} times"
     judged, more = facts.judged, facts.judged.tokens_ratio - 1
     return (
         f"The vocabulary has the {facts.kept:,} of {facts.total:,} tokens that {facts.texts:,} texts of {facts.source} "
-        f"need{often}. Of the {judged.texts:,} evaluated rows, {_percent(judged.share_otherwise):.1f} % are read "
-        f"otherwise, which makes {100 * more:.1f} % more tokens in all. A text in another language, or of another "
-        "kind, is cut into many more tokens, which the model was not trained on: do not use it for these."
+        f"need{often}. Of the {judged.texts:,} evaluated rows, {_percent(judged.share_otherwise)} are read otherwise, "
+        f"which makes {100 * more:.1f} % more tokens in all. A text in another language, or of another kind, is cut "
+        "into many more tokens, which the model was not trained on: do not use it for these."
     )
 
 
@@ -92,38 +90,38 @@ def criterion_text(report: Report) -> str:
 
 
 def runtime_name(name: str) -> str:
-    """Return a runtime as a sentence writes it: "ONNX Runtime", "ONNX Runtime (cuda)", "OpenVINO", "torch"."""
+    """Return the name of a runtime in a sentence: "ONNX Runtime", "ONNX Runtime (cuda)", "OpenVINO", "torch"."""
     library, _, kind = name.replace("-cpu", "", 1).partition("-")
     known = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "llamacpp": "llama.cpp"}.get(library)
     return name if known is None else f"{known} ({kind})" if kind else known
 
 
 def form_runtime(form: Judged) -> str:
-    """Return the runtime of a form; its bits are told beside it."""
+    """Return the name of a form's runtime, without its bits."""
     return runtime_name(form.runtime.removesuffix("-int8"))
 
 
 def form_name(form: Judged, forms: Sequence[Judged]) -> str:
-    """Return model and bits of a form, and its runtime if the forms have several."""
+    """Return a form's model and bits, such as "slim int8", and its runtime if the forms have several."""
     several = len(set(map(form_runtime, forms))) > 1
     return f"{form.model} {form.bits}" + (f", {form_runtime(form)}" if several else "")
 
 
 def form_step(time: FormTime | LatencyRow) -> str:
-    """Return the shape of a time, and its phase if a model generates: "8 x 128", "1 x 128 decode", "8 rows"."""
+    """Return the timed shape, and the phase for a model that generates: "8 x 128", "1 x 128 decode", "8 rows"."""
     if time.phase == "rows":
         return f"{time.batch} {'row' if time.batch == 1 else 'rows'}"
     return f"{time.batch} x {time.sequence}" + ("" if time.phase == "forward" else f" {time.phase}")
 
 
 def agreement(report: Report) -> str:
-    """Return what the stability is called in a table, such as "same label", or "same within 0.1" of a regression."""
+    """Return the name of the stability in tables: "same prediction", or "same within 0.1" for a regression."""
     word, tolerance = report.details.stability_of, report.details.stability_tolerance
     return f"same {word}" if tolerance is None else f"same within {tolerance:g}"
 
 
 def samples_word(report: Report) -> str:
-    """Return what a report's samples are: "queries", "pairs" or "texts" of a model that ranks, and "rows" of others."""
+    """Return the word for samples: "queries", "pairs" or "texts" for a model that ranks, and "rows" for others."""
     if report.ranking is None:
         return "rows"
     known = set().union(*report.ranking.values())
@@ -133,19 +131,19 @@ def samples_word(report: Report) -> str:
 
 
 def keeps_metric(report: Report) -> bool:
-    """Return whether what is kept is a share of the first metric."""
+    """Return whether what a model keeps is a share of the first metric, and not of the predictions."""
     metric = METRICS.get(report.quality.metric)
     shares = report.ranking is not None or (metric is not None and metric.terms is not None)
     return shares and report.quality.dense > 0
 
 
 def form_kept(report: Report, form: Judged) -> float:
-    """Return what a form keeps of the dense model's predictions or, see `keeps_metric`, of its first metric."""
+    """Return the share that a form keeps of the dense model's predictions or, if `keeps_metric`, first metric."""
     return form.quality / report.quality.dense if keeps_metric(report) else form.stability
 
 
 def is_own(metric: str) -> bool:
-    """Return whether a metric compares with the dense model's own predictions."""
+    """Return whether a metric is known to compare with the dense model's own predictions."""
     return metric in METRICS and METRICS[metric].own
 
 
@@ -161,21 +159,18 @@ def sentence_class(report: Report) -> str | None:
 
 
 class _Subject(NamedTuple):
-    """The model that the first sentence is about: what it keeps, what was promised of it, how fast and large it is.
-
-    `kept` is what the evaluated rows keep of what was promised; None where the evaluation does not know.
-    """
+    """The model that the first sentence is about: what it keeps, what was promised of it, how fast and large it is."""
 
     name: str
     stability: float
+    # Ends of the 95 % interval of the stability, or of the share of a ranking metric that stays; None if unknown.
     ends: tuple[float, float] | None
-    """Ends of the 95 % interval of the stability, or of the share of a ranking metric that stays; None if unknown."""
-    quality: float
+    quality: float  # the first metric
     promise: Outcome | None
-    kept: float | None
+    kept: float | None  # share of what was promised that the evaluated rows keep; None if the evaluation does not know
     time: str
-    size: str
-    ranking: Mapping[str, Mapping[str, float]] | None = None
+    size: float  # relative to the dense model's
+    ranking: Mapping[str, Mapping[str, float]] | None
 
 
 def lead_text(report: Report) -> str:
@@ -192,17 +187,18 @@ def lead_text(report: Report) -> str:
     elif subject.promise is not None and subject.promise.budget.metric is None:
         kept = [promise, _quality_text(report, subject)]
     else:
-        share = "all" if subject.stability == 1 else f"{_percent(subject.stability):.1f} % of the"
+        share = "all" if subject.stability == 1 else f"{_percent(subject.stability)} of the"
         of = f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, subject)})"
         kept = [of, _quality_text(report, subject), promise]
-    parts = "; ".join(filter(None, [*kept, subject.time, subject.size, _budget_result(report)]))
+    size = f"{subject.size:.2f} of the size"
+    parts = "; ".join(filter(None, [*kept, subject.time, size, _budget_result(report)]))
     return f"{subject.name}: {parts}." if subject.name else f"{parts}."
 
 
 def _subject(report: Report) -> _Subject:
     """Return the form to deploy; else the compound, if one was asked for; else the slim model."""
     details, forms, word = report.details, report.details.forms, report.details.stability_of
-    found = details.deployment
+    found, joined, outcome = details.deployment, report.compound, details.outcome
     if found is not None and found.form is not None:
         form = forms[found.form]
         metric = report.quality.metric if keeps_metric(report) else None
@@ -220,8 +216,8 @@ def _subject(report: Report) -> _Subject:
             size=_form_size(report, form),
             ranking=found.ranking or report.ranking,
         )
-    if (joined := report.compound) is not None:
-        # It is for batches.
+    if joined is not None:
+        # The first quiet time of a batch of several rows, which a compound is for; else the first quiet one.
         quiet = [step for step, at in enumerate(forms[0].times) if not at.noisy]
         step = next((step for step in quiet if forms[0].times[step].batch > 1), quiet[0] if quiet else None)
         keep = KeepBudget(predictions=1 - joined.disagreement)
@@ -236,7 +232,6 @@ def _subject(report: Report) -> _Subject:
             size=_form_size(report, forms[-1]),
             ranking=report.ranking,
         )
-    outcome = details.outcome
     met = outcome if outcome is not None and outcome.budget.keep is not None and outcome.met else None
     return _Subject(
         name="",
@@ -246,7 +241,7 @@ def _subject(report: Report) -> _Subject:
         promise=met,
         kept=None if met is None else _kept(report, met),
         time=_time(report),
-        size=_size(report.bytes.ratio),
+        size=report.bytes.ratio,
         ranking=report.ranking,
     )
 
@@ -256,7 +251,7 @@ def _ends(low: float | None, high: float | None) -> tuple[float, float] | None:
 
 
 def _kept(report: Report, promise: Outcome) -> float | None:
-    """Return the share of the predictions, or of the dense model's metric, that the slim model keeps."""
+    """Return the share of the predictions, or of the promised metric, that the slim model keeps; None if unknown."""
     metric, keep = promise.budget.metric, promise.budget.keep
     if metric is None:
         return report.stability
@@ -274,23 +269,18 @@ def _form_time(forms: Sequence[Judged], number: int, step: int | None) -> str:
     return f"{ratio:.2f} of the time of dense {forms[0].bits} at {at}"
 
 
-def _form_size(report: Report, form: Judged) -> str:
-    """Return the size of a form's file beside the dense float32 one's; of one that is the checkpoint, the model's."""
+def _form_size(report: Report, form: Judged) -> float:
+    """Return the size of a form's file relative to the dense float32 one's; without a file, that of its checkpoint."""
     if form.bytes is not None:
-        return _size(form.bytes / (report.details.forms[0].bytes or report.bytes.dense))
-    return _size(report.bytes.ratio if form.model == "slim" else 1.0)
-
-
-def _size(ratio: float) -> str:
-    return f"{ratio:.2f} of the size"
+        return form.bytes / (report.details.forms[0].bytes or report.bytes.dense)
+    return report.bytes.ratio if form.model == "slim" else 1.0
 
 
 def asked_row(report: Report) -> LatencyRow | None:
-    """Return the row of time that was asked for; None if it is noisy or was not measured.
+    """Return the row of latency that was asked for; None if it is noisy or was not measured.
 
-    It is the budget's row if time was the budget. Otherwise it is the row of the recipe's first shape on ONNX Runtime,
-    for which the run exports the model, or on the first runtime if ONNX Runtime was not timed. It is never picked by
-    its ratio.
+    It is that of the budget if time was the budget; else that of the recipe's first shape, on ONNX Runtime if that was
+    timed, or on the first runtime. It is never picked by its ratio.
     """
     rows = [row for row in report.latency if row.phase != "decode"]
     outcome = report.details.outcome
@@ -304,7 +294,7 @@ def asked_row(report: Report) -> LatencyRow | None:
 
 
 def _time(report: Report) -> str:
-    """Return the time ratio of the row that was asked for, else the median; without times, the ratio of FLOPs."""
+    """Return the ratio of the time that was asked for, else the median of all; without times, that of the FLOPs."""
     timed = [row for row in report.latency if row.phase != "decode"]
     asked = asked_row(report)
     quiet = [asked] if asked else [row for row in timed if not row.noisy]
@@ -324,7 +314,7 @@ def _interval_and_rows(report: Report, subject: _Subject) -> str:
 
 
 def _interval(ends: tuple[float, float] | None) -> str:
-    """Return the interval of a share, rounded outwards; empty if it is not known."""
+    """Return the interval of a share in percent, rounded outwards; empty if it is unknown."""
     if ends is None:
         return ""
     low, high = math.floor(1000 * ends[0]) / 10, math.ceil(1000 * ends[1]) / 10
@@ -337,17 +327,17 @@ def _within(report: Report) -> str:
 
 
 def _quality_text(report: Report, subject: _Subject) -> str:
-    """Return the first metric of both models; empty without labels."""
+    """Return the first metric of both models, or the share of what it counts; empty without labels."""
     metric = report.quality.metric
     if (counted := counted_by(metric)) is not None:
-        return f"all {counted}" if subject.quality >= 1 else f"{_percent(subject.quality):.1f} % of the {counted}"
+        return f"all {counted}" if subject.quality >= 1 else f"{_percent(subject.quality)} of the {counted}"
     if not report.details.data.evaluation_labelled:
         return ""
     return f"{title_of(metric)} {_number(report.quality.dense)} → {_number(subject.quality)}"
 
 
 def _ranking_text(report: Report, subject: _Subject) -> str:
-    """Return the first metric of rankings, the share that stays, and the index that queries search, on both indices."""
+    """Return the first metric of rankings, the share of it that stays, and on which index, with both models' values."""
     metric, dense, quality = report.quality.metric, report.quality.dense, subject.quality
     of = METRICS[metric].of if metric in METRICS else ""
     index = " with your index as it is" if "dense_index" in (report.ranking or {}) and "ranking" in of else ""
@@ -360,7 +350,7 @@ def _ranking_text(report: Report, subject: _Subject) -> str:
     if dense <= 0:
         return f"{title_of(metric)} {numbers}{index}"
     interval = _interval_and_rows(report, subject)
-    return f"{_percent(quality / dense):.1f} % of {title_of(metric)} stays{index} ({interval}; {numbers}{other})"
+    return f"{_percent(quality / dense)} of {title_of(metric)} stays{index} ({interval}; {numbers}{other})"
 
 
 def _promise_text(report: Report, subject: _Subject) -> str:
@@ -369,7 +359,7 @@ def _promise_text(report: Report, subject: _Subject) -> str:
     assert promise is not None
     data, word, budget = report.details.data, samples_word(report), promise.budget
     within = "" if budget.metric else _within(report)
-    # A row has many tokens, and many entities.
+    # What is promised are rows, or else many things per row, such as tokens or entities.
     of = "on" if budget.metric or report.details.stability_of == "next token" else "of"
     held_out, judged = "", f"{data.evaluation_samples:,} other {word}"
     if not data.alike:
@@ -378,10 +368,8 @@ def _promise_text(report: Report, subject: _Subject) -> str:
     elif not data.apart:
         judged = f"{data.evaluation_samples:,} {word}, some of which it was promised on"
     text, result = f"promised {asked_words(promise)}{within}{held_out}", _result(report, subject.kept, budget)
-    # The interval is that of predictions.
-    interval = _interval(subject.ends) if budget.metric is None else ""
-    interval = interval and f" ({interval})"
-    return f"{text}; {result} {of} {judged}{interval}" if result else text
+    interval = _interval(subject.ends) if budget.metric is None else ""  # it is that of predictions
+    return f"{text}; {result} {of} {judged}{interval and f' ({interval})'}" if result else text
 
 
 def _result(report: Report, kept: float | None, budget: Budget) -> str:
@@ -393,13 +381,13 @@ def _result(report: Report, kept: float | None, budget: Budget) -> str:
         return ""
     if kept >= 1:
         return "kept all" if kept == 1 else f"kept {100 * kept:.1f} %"
-    # Never rounded to all, and never up to the promise.
+    # A share is never rounded up to all, and a broken promise never up to a kept one.
     tenths = math.floor(1000 * kept) if kept < share else round(1000 * kept)
     return f"kept {'only ' if kept < share else ''}{min(tenths, 999) / 10:.1f} %"
 
 
 def _budget_result(report: Report) -> str:
-    """Return whether a budget that promises nothing was kept; empty if the report does not know."""
+    """Return whether the budget was kept; empty for a kept promise, a deployed form, or if the report has no budget."""
     outcome, heads, deployed = report.details.outcome, report.heads, report.details.deployment
     if outcome is None or (deployed is not None and deployed.form is not None):
         return ""
@@ -438,7 +426,7 @@ def budget_text(report: Report) -> str:
         predicted = f"; predicted {outcome.predicted:.3f}{time}"
     found = "Too noisy to measure" if outcome.noisy else f"Found {found_words(outcome)}"
     text = f"Budget: {asked_words(outcome)}{where}. {found}{more}{predicted}."
-    if budget.keep is not None and data.held_out_further and not data.alike:
+    if budget.searched and data.held_out_further and not data.alike:
         text += f" If the model was trained on {data.held_out_split}, the promise is too optimistic for new rows."
     return text
 
@@ -448,27 +436,19 @@ def length_text(report: Report) -> str:
     found = report.details.row_length
     if found is None:
         return ""
-    on_rows = any(time.phase == "rows" for form in report.details.forms for time in form.times)
     median = f"the median of {found.rows:,} rows of the data is {found.median:g}, rounded up"
-    if on_rows:
+    if any(time.phase == "rows" for form in report.details.forms for time in form.times):
         return f"Forms are timed on rows as they come, and FLOPs are counted at {found.tokens} tokens: {median}."
     return f"Where no length was asked for, rows of {found.tokens} tokens were timed: {median}."
 
 
-def family_text(report: Report) -> str:
-    """Return that the slim model is of another stock family, and why."""
-    return report.details.family.note if report.details.family else ""
-
-
 def forms_text(report: Report) -> str:
-    """Return how the forms of both models were judged and timed."""
-    forms = report.details.forms
-    if not forms:
+    """Return how the forms of both models were judged and timed; empty without forms."""
+    if not (forms := report.details.forms):
         return ""
-    layers, counts = report.exported.layers if report.exported else None, ""
-    if layers:
-        bits, count = next(iter(layers.items()))
-        rest = layers.get("float32", 0)
+    counts = ""
+    if report.exported and (layers := report.exported.layers):
+        (bits, count), rest = next(iter(layers.items())), layers.get("float32", 0)
         small = f"{rest} small {'one' if rest == 1 else 'ones'}"
         counts = f" Of the slim model, {count} linear layers are in {bits}, {small} in float32."
     timed = " on these rows as they come" if any(time.phase == "rows" for time in forms[0].times) else ""
@@ -481,7 +461,7 @@ def forms_text(report: Report) -> str:
 
 
 def alpha_text(report: Report) -> str:
-    """Return how `alpha: auto` chose among the alphas that a table shows."""
+    """Return how `alpha: auto` chose among the alphas that a table shows; empty if alpha was given."""
     points, word = report.details.alpha_curve, report.details.stability_of
     if not points:
         return ""
@@ -495,7 +475,7 @@ def alpha_text(report: Report) -> str:
 
 
 def tried_text(report: Report) -> str:
-    """Return how `criterion: auto` chose its candidate, which may not have the best numbers."""
+    """Return how `criterion: auto` chose its candidate, which may not have the best numbers; empty if it was given."""
     chosen = next((row for row in report.details.tried if row.chosen), None)
     if chosen is None:
         return ""
@@ -519,45 +499,44 @@ def method_text(report: Report) -> str:
     """Return which data the units were scored on, which data quality was measured on, and on what machine."""
     data, ranks = report.details.data, report.ranking is not None
     own = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
-    known = own.get(report.details.stability_of, "their labels")
-    labels = f"with {known}" if data.labels == "data" else "with the model's own predictions as labels"
+    labels = f"with {own.get(report.details.stability_of, 'their labels')}"
+    if data.labels != "data":
+        labels = "with the model's own predictions as labels"
     used, there = data.evaluation_samples, data.evaluation_of
     rows = f"all {there:,} samples" if used >= there else f"the first {used:,} of the {there:,} samples"
     if used < there and data.evaluation_rows == "drawn":
         rows = f"{used:,} samples, drawn from the {there:,}"
-    lines = [
-        f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples "
-        f"{'without labels' if ranks else labels}; quality is over {rows} of {data.evaluation_split}."
+    units, what = kinds_text(report).capitalize(), "rankings" if ranks else "predictions"
+    notes = [
+        f"{units} were scored on {data.calibration_samples} samples {'without labels' if ranks else labels}; quality "
+        f"is over {rows} of {data.evaluation_split}."
     ]
     if not data.evaluation_labelled:
-        what = "rankings" if ranks else "predictions"
-        lines.append(f"These have no labels: metrics compare with the dense model's own {what}.")
+        notes.append(f"These have no labels: metrics compare with the dense model's own {what}.")
     if data.compensation_samples:
-        lines.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
-    return " ".join(filter(None, [*lines, _held_out_note(report), environment_text(report.environment)]))
+        notes.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
+    return " ".join(filter(None, [*notes, _held_out_note(report), environment_text(report.environment)]))
 
 
 def _held_out_note(report: Report) -> str:
-    """Return a warning if the chosen plan does far better on the rows it was chosen on; else nothing."""
+    """Return a warning if the chosen plan does far better on the rows that it was chosen on; empty otherwise."""
     found = [point.quality for point in report.details.alpha_curve if point.alpha == report.alpha]
     found += [row.quality for row in report.details.tried if row.chosen]
     slim = report.quality.slim
-    better = [known for known in found if known is not None and abs(known - slim) > FAR * max(abs(known), abs(slim))]
-    if not better or (better[-1] > slim) != higher_is_better(report.quality.metric):
+    apart = [known for known in found if known is not None and abs(known - slim) > FAR * max(abs(known), abs(slim))]
+    if not apart or (apart[-1] > slim) != higher_is_better(report.quality.metric):
         return ""
     return (
-        f"The plan was chosen at {report.quality.metric} {better[-1]:.4f} on {held_out_rows(report)}, and has "
+        f"The plan was chosen at {report.quality.metric} {apart[-1]:.4f} on {held_out_rows(report)}, and has "
         f"{slim:.4f} here: the model may have been trained on those rows; name others in the recipe, as held_out."
     )
 
 
 def environment_text(environment: Mapping[str, Any]) -> str:
     """Return the hardware and the libraries that decide about time, in a sentence; empty if none is known."""
-    names = {
-        **{name: name for name in ("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime", "openvino")},
-        **{"onnxruntime_gpu": "onnxruntime-gpu", "node_llama_cpp": "node-llama-cpp", "gpu_driver": "driver"},
-    }
-    known = ", ".join(f"{shown} {environment[name]}" for name, shown in names.items() if environment.get(name))
+    names = dict.fromkeys(("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime", "openvino"), "")
+    names |= {"onnxruntime_gpu": "onnxruntime-gpu", "node_llama_cpp": "node-llama-cpp", "gpu_driver": "driver"}
+    known = ", ".join(f"{shown or name} {environment[name]}" for name, shown in names.items() if environment.get(name))
     return f"Measured with {known}." if known else ""
 
 
@@ -571,21 +550,22 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     apart = ", on llamacpp in a process for each," if any(row.runtime == "llamacpp" for row in rows) else ""
     on_rows = all(row.phase == "rows" for row in rows)
     how, runs = ("that of total times", "batches") if on_rows else ("the median of paired ratios", "runs")
-    sentences = [
+    graphs = sorted({row.runtime for row in rows if row.cuda_graph})
+    timed = (
         f"Timed interleaved in one process{apart} with two copies of {first}; the ratio is {how} to their mean, and "
         f"its 95 % interval is from a bootstrap over loads, copies and {runs}. {loaded}"
         f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
+    )
+    noisy = (
+        "A row is noisy if the control's interval misses 1 by more than 2 % or is wider than 10 %, or if it took "
+        "longer than a row with more to compute. Its ratio means nothing; measure again on an idle machine."
+    )
+    decode = "Decode: the step that computes a row's last token, with the tokens before it in the cache."
+    realised = "Realised: the share of the FLOPs saving that became a time saving."
+    notes = [
+        (any(row.noisy for row in rows), noisy),
+        (any(row.phase == "decode" for row in rows), decode),
+        (any(row.realised is not None and not row.noisy for row in rows), realised),
+        (graphs, f"CUDA graphs were replayed by {', '.join(graphs)}."),
     ]
-    if any(row.noisy for row in rows):
-        sentences.append(
-            "A row is noisy if the control's interval misses 1 by more than 2 % or is wider than 10 %, or if it took "
-            "longer than a row with more to compute. Its ratio means nothing; measure again on an idle machine."
-        )
-    if any(row.phase == "decode" for row in rows):
-        sentences.append("Decode: the step that computes a row's last token, with the tokens before it in the cache.")
-    if any(row.realised is not None and not row.noisy for row in rows):
-        sentences.append("Realised: the share of the FLOPs saving that became a time saving.")
-    graphs = sorted({row.runtime for row in rows if row.cuda_graph})
-    if graphs:
-        sentences.append(f"CUDA graphs were replayed by {', '.join(graphs)}.")
-    return " ".join(sentences)
+    return " ".join([timed, *(text for told, text in notes if told)])
