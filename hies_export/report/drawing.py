@@ -105,6 +105,12 @@ def canvas(width: float, height: float, *, size: float, within: tuple[float, flo
         yield Drawing(figure, axes)
 
 
+def colour_of(kind: str) -> str:
+    """Return the colour of a CSS class: "slim", "other", "peer" or "rest", or "c" and the number of a series."""
+    known = {"slim": ACCENT, "other": MUTED, "peer": SECOND, "rest": GREY}
+    return known[kind] if kind in known else SERIES[int(kind[1:])]
+
+
 def for_page(svg: str) -> str:
     """Return a drawing whose colours are the page's CSS variables, which change in dark mode."""
     names = {INK: "ink", MUTED: "muted", LINE: "line", CARD: "card", ACCENT: "accent", SECOND: "second"}

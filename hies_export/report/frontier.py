@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..evaluate.metrics import title_of
 from ..forms.judged import Judged, deciding_step, frontier, relative_times
-from .drawing import ACCENT, CARD, GREY, INK, LINE, MARKERS, MUTED, SECOND, SERIES, canvas, for_page, place_names
+from .drawing import CARD, INK, LINE, MARKERS, MUTED, Drawing, canvas, colour_of, for_page, place_names
 from .report import Report
 from .words import form_kept, form_name, form_runtime, form_step, is_own, keeps_metric
 
@@ -144,53 +144,62 @@ def _same_ends(form: Judged) -> Ends:
 
 
 def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wide") -> str:
-    """Return agreement against time with its legend, as an SVG element of a width in units of the SVG."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    narrow, round_numbers = width < WIDTH, [1, 2, 5, 10]
+    """Return agreement against time with its legend, as an SVG element of a CSS class and a width."""
+    narrow = width < WIDTH
     with canvas(width, 400, size=13, within=(66, 52, 18, 68)) as drawn:
         axes = drawn.axes
-        axes.tick_params(pad=7)
-        axes.grid(axis="y", color=LINE, lw=1)
-        ticks = MaxNLocator(4, steps=round_numbers).tick_values(figure.least, 1.0)
-        axes.set_yticks([tick for tick in ticks if -1e-9 <= tick <= 1 + 1e-9])
-        lowest = axes.get_yticks()[0]
-        axes.set(xlim=(figure.fastest, figure.slowest), ylim=(lowest, 1.0))
-        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, steps=round_numbers))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
-        axes.set_xlabel(figure.across, loc="right")
-        drawn.figure.text(0, 1, figure.upwards, va="top")
-        if figure.promise is not None:
-            axes.axhline(figure.promise, **_PROMISE)
+        lowest = _draw_axes(drawn, figure, ticks=4 if narrow else 8)
 
         def line(name: str, places: Sequence[Ends], *, of: str = "", **style: Any) -> None:
             axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, of=of), clip_on=False, **style)
 
-        places = [(one.time, max(one.same, lowest)) for one in figure.found]
+        placed = [(one, (one.time, max(one.same, lowest))) for one in figure.found]
         for series in dict.fromkeys(one.series for one in figure.found if one.series):
-            members = sorted((p, one.kind) for one, p in zip(figure.found, places, strict=True) if one.series == series)
-            line("trail", [p for p, _ in members], of=series[0], color=_colour(members[0][1]), lw=1, alpha=0.5)
-        best = [places[number] for number in figure.best]
+            members = sorted((place, one.kind) for one, place in placed if one.series == series)
+            places, kinds = zip(*members, strict=True)
+            line("trail", places, of=series[0], color=colour_of(kinds[0]), lw=1, alpha=0.5)
+        best = [placed[number][1] for number in figure.best]
         line("best", best, color=INK, lw=2, alpha=0.8)
-        crossed = [best, best]
-        for one, (time, same) in zip(figure.found, places, strict=True):
-            low, high = (max(end, lowest) for end in one.same_ends)
-            for bar in ([[(end, same) for end in one.time_ends], [(time, low), (time, high)]]) if one.name else []:
-                line("whisker", bar, color=MUTED, lw=1, alpha=0.7)
-                crossed.append(bar)
-        for one, place in zip(figure.found, places, strict=True):
+        crossed = [best, best]  # twice, so that names avoid the frontier more than other lines
+        for one, (time, same) in placed:
+            if one.name:
+                low, high = (max(end, lowest) for end in one.same_ends)
+                for whisker in [(end, same) for end in one.time_ends], [(time, low), (time, high)]:
+                    line("whisker", whisker, color=MUTED, lw=1, alpha=0.7)
+                    crossed.append(whisker)
+        for one, place in placed:
             gid = drawn.gid(f"mark {one.kind}", one.note, one.series[0] if one.series else "")
-            style = {"color": _colour(one.kind), "mec": CARD, "mew": 0.7, "ms": 11 if one.chosen else 8}
+            style = {"color": colour_of(one.kind), "mec": CARD, "mew": 0.7, "ms": 11 if one.chosen else 8}
             axes.plot(*place, MARKERS[one.shape % 4], gid=gid, clip_on=False, zorder=4, **style)
-        names: list[Any] = []
-        for one, place in sorted(zip(figure.found, places, strict=True), key=lambda pair: not pair[0].chosen):
+        names = []
+        for one, place in sorted(placed, key=lambda pair: not pair[0].chosen):
             if one.name:
                 gid = drawn.gid("name best" if one.chosen else "name")
                 style = {"color": INK, "weight": "bold" if one.chosen else "normal", "zorder": 5}
                 names.append(axes.text(*place, _text(one, below=one.same < lowest), gid=gid, **style))
-        numbered = place_names(axes, places, names, crossed)
+        numbered = place_names(axes, [place for _, place in placed], names, crossed)
         _legend(drawn.figure, figure, numbered, columns=1 if narrow else 3)
         return drawn.svg(f"frontier {kind}", figure.text, tight=True)
+
+
+def _draw_axes(drawn: Drawing, figure: FrontierFigure, *, ticks: int) -> float:
+    """Draw the axes, that of times with about so many ticks, and the promise; return the least agreement shown."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes, round_numbers = drawn.axes, [1, 2, 5, 10]
+    axes.tick_params(pad=7)
+    axes.grid(axis="y", color=LINE, lw=1)
+    shares = MaxNLocator(4, steps=round_numbers).tick_values(figure.least, 1.0)
+    axes.set_yticks([share for share in shares if -1e-9 <= share <= 1 + 1e-9])
+    lowest: float = axes.get_yticks()[0]
+    axes.set(xlim=(figure.fastest, figure.slowest), ylim=(lowest, 1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=round_numbers))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
+    axes.set_xlabel(figure.across, loc="right")
+    drawn.figure.text(0, 1, figure.upwards, va="top")
+    if figure.promise is not None:
+        axes.axhline(figure.promise, **_PROMISE)
+    return lowest
 
 
 def page_frontier(figure: FrontierFigure) -> str:
@@ -203,7 +212,7 @@ def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int,
     from matplotlib.lines import Line2D
 
     entries = [
-        (Line2D([], [], color=_colour(one.kind), marker=MARKERS[one.shape % 4], ls=""), one.text)
+        (Line2D([], [], color=colour_of(one.kind), marker=MARKERS[one.shape % 4], ls=""), one.text)
         for one in (figure.shapes if len(figure.shapes) > 1 else ())
     ]
     entries.append((Line2D([], [], color=INK, lw=2, alpha=0.8), "frontier"))
@@ -219,11 +228,6 @@ def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int,
         drawn.legend(
             [Line2D([], [], ls="")] * len(texts), texts, bbox_to_anchor=(0, below), **{**place, "handlelength": 0}
         )
-
-
-def _colour(kind: str) -> str:
-    known = {"slim": ACCENT, "other": MUTED, "peer": SECOND, "rest": GREY}
-    return known[kind] if kind in known else SERIES[int(kind[1:])]
 
 
 def _text(one: Measured, *, below: bool) -> str:

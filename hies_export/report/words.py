@@ -163,8 +163,7 @@ class _Subject(NamedTuple):
 
     name: str
     stability: float
-    # Ends of the 95 % interval of the stability, or of the share of a ranking metric that stays; None if unknown.
-    ends: tuple[float, float] | None
+    interval: str  # 95 % interval of the stability, or of the share of a ranking metric that stays; empty if unknown
     quality: float  # the first metric
     promise: Outcome | None
     kept: float | None  # share of what was promised that the evaluated rows keep; None if the evaluation does not know
@@ -191,8 +190,8 @@ def lead_text(report: Report) -> str:
         of = f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, subject)})"
         kept = [of, _quality_text(report, subject), promise]
     size = f"{subject.size:.2f} of the size"
-    parts = "; ".join(filter(None, [*kept, subject.time, size, _budget_result(report)]))
-    return f"{subject.name}: {parts}." if subject.name else f"{parts}."
+    parts = filter(None, [*kept, subject.time, size, _budget_result(report)])
+    return f"{subject.name}{': ' if subject.name else ''}{'; '.join(parts)}."
 
 
 def _subject(report: Report) -> _Subject:
@@ -208,7 +207,7 @@ def _subject(report: Report) -> _Subject:
         return _Subject(
             name=f"Deploy the {model} in {form.bits} on {form_runtime(form)}",
             stability=form.stability,
-            ends=None if metric else _ends(form.stability_low, form.stability_high),
+            interval="" if metric else _interval(form.stability_low, form.stability_high),
             quality=form.quality,
             promise=Outcome(Budget(keep=keep), word=word),
             kept=form_kept(report, form),
@@ -224,7 +223,7 @@ def _subject(report: Report) -> _Subject:
         return _Subject(
             name=f"{joined.name.title()} of both models",
             stability=joined.stability,
-            ends=_ends(forms[-1].stability_low, forms[-1].stability_high),
+            interval=_interval(forms[-1].stability_low, forms[-1].stability_high),
             quality=forms[-1].quality,
             promise=Outcome(Budget(keep=keep), samples=joined.rows, word=word),
             kept=joined.stability,
@@ -232,11 +231,12 @@ def _subject(report: Report) -> _Subject:
             size=_form_size(report, forms[-1]),
             ranking=report.ranking,
         )
-    met = outcome if outcome is not None and outcome.budget.keep is not None and outcome.met else None
+    met = outcome if outcome is not None and outcome.budget.searched and outcome.met else None
+    of_entities = keeps_metric(report) and report.ranking is None  # then the interval is not that of the stability
     return _Subject(
         name="",
         stability=report.stability,
-        ends=None if keeps_metric(report) and report.ranking is None else _ends(details.kept_low, details.kept_high),
+        interval="" if of_entities else _interval(details.kept_low, details.kept_high),
         quality=report.quality.slim,
         promise=met,
         kept=None if met is None else _kept(report, met),
@@ -244,10 +244,6 @@ def _subject(report: Report) -> _Subject:
         size=report.bytes.ratio,
         ranking=report.ranking,
     )
-
-
-def _ends(low: float | None, high: float | None) -> tuple[float, float] | None:
-    return None if low is None or high is None else (low, high)
 
 
 def _kept(report: Report, promise: Outcome) -> float | None:
@@ -310,14 +306,14 @@ def _time(report: Report) -> str:
 
 def _interval_and_rows(report: Report, subject: _Subject) -> str:
     rows = f"{report.details.data.evaluation_samples:,} {samples_word(report)}"
-    return ", ".join(filter(None, [_interval(subject.ends), rows]))
+    return f"{subject.interval}, {rows}" if subject.interval else rows
 
 
-def _interval(ends: tuple[float, float] | None) -> str:
-    """Return the interval of a share in percent, rounded outwards; empty if it is unknown."""
-    if ends is None:
+def _interval(low: float | None, high: float | None) -> str:
+    """Return the interval of a share in percent, rounded outwards; empty if an end is unknown."""
+    if low is None or high is None:
         return ""
-    low, high = math.floor(1000 * ends[0]) / 10, math.ceil(1000 * ends[1]) / 10
+    low, high = math.floor(1000 * low) / 10, math.ceil(1000 * high) / 10
     return f"at least {low:.1f} %" if high >= 100 else f"{low:.1f} to {high:.1f} %"
 
 
@@ -368,8 +364,8 @@ def _promise_text(report: Report, subject: _Subject) -> str:
     elif not data.apart:
         judged = f"{data.evaluation_samples:,} {word}, some of which it was promised on"
     text, result = f"promised {asked_words(promise)}{within}{held_out}", _result(report, subject.kept, budget)
-    interval = _interval(subject.ends) if budget.metric is None else ""  # it is that of predictions
-    return f"{text}; {result} {of} {judged}{interval and f' ({interval})'}" if result else text
+    interval = f" ({subject.interval})" if subject.interval and budget.metric is None else ""
+    return f"{text}; {result} {of} {judged}{interval}" if result else text
 
 
 def _result(report: Report, kept: float | None, budget: Budget) -> str:
