@@ -160,10 +160,7 @@ def perplexity(predictions: np.ndarray, references: np.ndarray) -> float:
 
 @register_metric("nats_per_character", of="characters", higher_is_better=False, title="nats per character")
 def nats_per_character(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the mean negative log-likelihood of a character of all labels, in nats, whatever tokens they are cut into.
-
-    It is for a trimmed vocabulary, whose tokens are others, so that perplexities cannot be compared.
-    """
+    """Return the negative log-likelihood of all labels per character, in nats; comparable between vocabularies."""
     return math.fsum(predictions["nll"]) / predictions["characters"].sum()
 
 
@@ -173,22 +170,16 @@ def token_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
     return float(predictions["right"].sum() / references.sum())
 
 
-@register_metric("exact_match", of="tokens", title="exact matches")
-def exact_match(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the share of samples whose label tokens are all predicted: greedy decoding gives exactly the answer."""
-    return float((predictions["right"] == references).mean())
+def _equal(field: str) -> Compute:
+    """Return a metric that is the share of samples where a field of the predictions equals the reference."""
+    return lambda predictions, references: float((predictions[field] == references).mean())
 
 
-@register_metric("choice_accuracy", of="choices", title="accuracy of choices")
-def choice_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the share of questions whose right choice has the largest log-likelihood, summed over its tokens."""
-    return float((predictions["likeliest"] == references).mean())
-
-
-@register_metric("choice_accuracy_norm", of="choices")
-def choice_accuracy_norm(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the share of questions whose right choice has the largest log-likelihood per character."""
-    return float((predictions["per_character"] == references).mean())
+# All label tokens of a sample are predicted, so greedy decoding gives exactly the answer.
+register_metric("exact_match", of="tokens", title="exact matches")(_equal("right"))
+# The right choice has the largest log-likelihood, summed over its tokens or divided by its characters.
+register_metric("choice_accuracy", of="choices", title="accuracy of choices")(_equal("likeliest"))
+register_metric("choice_accuracy_norm", of="choices")(_equal("per_character"))
 
 
 def shared_entities(predictions: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

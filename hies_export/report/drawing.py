@@ -302,14 +302,9 @@ def plan_figure(marks: Mapping[str, str]) -> MapFigure:
 
 def number_figure(
     marks: Mapping[str, str], numbers: Mapping[str, Sequence[float]], kind: str, *, title: str, note: str
-) -> MapFigure | None:
-    """Return the map of a number of every unit, shaded from its smallest to its largest value; None without numbers.
-
-    Cells of units without a number are empty.
-    """
-    values = [value for module in marks for value in numbers.get(module, ())]
-    if not values:
-        return None
+) -> MapFigure:
+    """Return the map of a number of every unit, from empty for the smallest, or none, to full for the largest."""
+    values = list(itertools.chain.from_iterable(numbers.values()))
     low, high = min(values), max(values)
     rows = []
     for module, line in marks.items():

@@ -118,9 +118,11 @@ def head_figures(report: Report) -> list[MapFigure]:
     marks, heads = report.details.head_map, report.details.heads
     if not marks:
         return []
-    numbers = {kind: {module: of[kind] for module, of in heads.items() if kind in of} for kind in MAPS}
-    found = [number_figure(marks, numbers[kind], kind, title=name, note=note) for kind, (name, note) in MAPS.items()]
-    return [plan_figure(marks), *filter(None, found)]
+    figures = [plan_figure(marks)]
+    for kind, (name, note) in MAPS.items():
+        if numbers := {module: heads[module][kind] for module in marks if heads.get(module, {}).get(kind)}:
+            figures.append(number_figure(marks, numbers, kind, title=name, note=note))
+    return figures
 
 
 def _numbers(report: Report) -> str:

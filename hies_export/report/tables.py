@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..evaluate.judge import AlphaPoint, Tried
-from ..evaluate.metrics import METRICS, title_of
+from ..evaluate.metrics import METRICS, counted_by, title_of
 from ..forms.judged import FormTime, Judged
 from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
@@ -119,9 +119,9 @@ def comparison_table(report: Report, *, sizes: bool = True) -> Table:
     With compensation, its last column has the metrics of the cut alone.
     """
     details, ranking, same = report.details, report.ranking, (agreement(report), report.stability)
+    tokens = [("tokens of the vocabulary", report.vocabulary)] if report.vocabulary else []
     rows = [
-        *unit_rows(named_units(report.heads, report.neurons)),
-        *unit_rows([("tokens of the vocabulary", report.vocabulary)] if report.vocabulary else []),
+        *unit_rows([*named_units(report.heads, report.neurons), *tokens]),
         *(size[:4] for size in size_rows(report) if sizes),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
         *quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same),
@@ -200,8 +200,7 @@ def metric_name(metric: str, ranking: Mapping[Any, Any] | None) -> str:
 
 def metric_text(metric: str, value: float) -> str:
     """Return the value of a metric as a number, or in percent if it is a share of things that are counted."""
-    counts = metric in METRICS and METRICS[metric].counts
-    return f"{value:.1%}" if counts else f"{value:.4f}"
+    return f"{value:.4f}" if counted_by(metric) is None else f"{value:.1%}"
 
 
 def quality_row(name: str, values: Both[float] | FirstMetric) -> Row:
@@ -258,29 +257,27 @@ def tried_table(report: Report) -> Table | None:
         weights = "" if row.token_weights == 1 else f", token weights {row.token_weights:g}"
         return f"{row.criterion}{alpha}{weights}"
 
-    return _chosen(report, "candidate", candidate, report.details.tried, lambda row: row.chosen)
+    return _choice_table(report, "candidate", [(candidate(row), row, row.chosen) for row in report.details.tried])
 
 
 def alpha_table(report: Report) -> Table | None:
     """Return the alphas that `alpha: auto` judged on held-out rows; None if there are none."""
     points = report.details.alpha_curve
-    return _chosen(report, "alpha", lambda point: f"{point.alpha:g}", points, lambda of: of.alpha == report.alpha)
+    return _choice_table(report, "alpha", [(f"{one.alpha:g}", one, one.alpha == report.alpha) for one in points])
 
 
-def _chosen(
-    report: Report, first: str, name: Callable[[Any], str], rows: Sequence[Any], chosen: Callable[[Any], bool]
-) -> Table | None:
-    """Return the table of candidates, whose names are in a column `first`; None without rows."""
+def _choice_table(report: Report, what: str, rows: Sequence[tuple[str, Tried | AlphaPoint, bool]]) -> Table | None:
+    """Return the table of candidates, given the name, result and choice of each; None without candidates."""
 
     def quality(row: Tried | AlphaPoint) -> str:
         error = f" ± {row.standard_error:.2g}" if isinstance(row, AlphaPoint) else ""
         return "" if row.quality is None else f"{row.quality:.4f}{error}"
 
     columns: dict[str, Callable[[Any], str]] = {
-        first: name,
-        title_of(report.quality.metric): quality,
-        agreement(report): lambda row: f"{row.stability:.1%}",
-        "": lambda row: "chosen" if chosen(row) else "",
+        what: lambda row: row[0],
+        title_of(report.quality.metric): lambda row: quality(row[1]),
+        agreement(report): lambda row: f"{row[1].stability:.1%}",
+        "": lambda row: "chosen" if row[2] else "",
     }
     return filled(columns, rows) if rows else None
 

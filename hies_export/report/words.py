@@ -28,6 +28,7 @@ FIRST_HIT = "first hit"
 
 
 def _number(value: float) -> str:
+    """Return a number with three significant digits; with three decimals below 1, and none from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 
@@ -79,12 +80,12 @@ def vocabulary_words(facts: VocabularyFacts) -> str:
 
 
 def title(report: Report) -> str:
-    """Return the report's headline."""
+    """Return the headline: the model's name and how much was removed."""
     return f"{model_name(report)}, {removed_text(report.heads, report.neurons, report.vocabulary)}"
 
 
 def criterion_text(report: Report) -> str:
-    """Return the criterion, its alpha, and whether the output projections were refitted."""
+    """Return the criterion, with its alpha and the refit where there are some: "hies, alpha 0.9"."""
     refitted = ", output projections refitted in closed form" if report.details.compensation else ""
     return report.criterion + ("" if report.alpha is None else f", alpha {report.alpha:g}") + refitted
 
@@ -259,6 +260,7 @@ def _kept(report: Report, promise: Outcome) -> float | None:
 
 
 def _form_time(forms: Sequence[Judged], number: int, step: int | None) -> str:
+    """Return the time of the form of a number at a shape, relative to the first form's."""
     if step is None:
         return "time too noisy to tell"
     ratio, at = relative_times(forms, step)[number], form_step(forms[0].times[step])
@@ -305,6 +307,7 @@ def _time(report: Report) -> str:
 
 
 def _interval_and_rows(report: Report, subject: _Subject) -> str:
+    """Return "95.1 to 98.2 %, 436 rows", without the interval if it is unknown."""
     rows = f"{report.details.data.evaluation_samples:,} {samples_word(report)}"
     return f"{subject.interval}, {rows}" if subject.interval else rows
 
@@ -428,7 +431,7 @@ def budget_text(report: Report) -> str:
 
 
 def length_text(report: Report) -> str:
-    """Return where the length of the timed rows comes from; empty if the request gave it."""
+    """Return where the length of the timed rows comes from; empty if the recipe gave it."""
     found = report.details.row_length
     if found is None:
         return ""
