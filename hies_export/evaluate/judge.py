@@ -132,7 +132,7 @@ class Judge:
         """
         if self._kind != "queries" or self.ranked is not None:
             return self
-        rows = RankedTexts.of(self.dense.values, self.batches, self.task.similarity).of_queries()
+        rows = replace(RankedTexts.of(self.dense.values, self.batches, self.task.similarity), only_queries=True)
         batches = [batch for batch in self.batches if not is_of_documents(batch)]
         dense = replace(self.dense, values=self.dense.values[rows.queries])
         return replace(self, batches=batches, dense=dense, index="dense", ranked=rows)

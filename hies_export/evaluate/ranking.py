@@ -168,10 +168,6 @@ class RankedTexts(Ranked):
         documents = torch.tensor(sorted(distinct.values()))
         return cls(dense, first, documents, pairs=torch.stack([first, second]), scores=score[first].float())
 
-    def of_queries(self) -> RankedTexts:
-        """Return a copy that takes predictions of the queries' rows alone."""
-        return replace(self, only_queries=True)
-
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
         """Return the rankings of embeddings, (rows, dim); with an old index, the documents have the dense model's."""
         queries = predictions if self.only_queries else self._whole(predictions)[self.queries]

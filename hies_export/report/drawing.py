@@ -137,34 +137,34 @@ def place_names(
     taken: list[Bbox] = []
 
     def settle(name: Text, text: str, *, most: float, distances: Sequence[int] = _AWAY) -> bool:
-        """Move a name, as `text`, to where it costs least, and return whether that cost less than `most`."""
+        """Move a name, as `text`, to where it costs least; return False if that is not below `most`."""
         name.set_text(text)
-        x, y = to_screen(name.get_position())
-        size = name.get_window_extent().size
-        found: list[tuple[float, int, Any, tuple[float, float] | None]] = []
+        point, size = name.get_position(), name.get_window_extent().size
+        x, y = to_screen(point)
+        best, lowest, line_end = None, most, None
         for away, (rank, (across, up)) in itertools.product(distances, enumerate(_SIDES)):
             reach = away * (0.75 if across and up else 1)
             near = x + across * reach, y + up * reach
             box = Bbox.from_bounds(*(near - size * (1 - np.array((across, up))) / 2), *size)
             if not (within.x0 <= box.x0 and box.x1 <= within.x1 and within.y0 <= box.y0 and box.y1 <= within.y1):
                 continue
-            covered = box.count_overlaps([*taken, *discs])
-            # A name that is nearer to another point seems to belong to that one, unless a line leads to its own.
-            misread = away == _AWAY[0] and min(_gap(box, *to_screen(point)) for point in points) < _gap(box, x, y)
-            if away > _AWAY[0]:
+            covered, misread, led = box.count_overlaps([*taken, *discs]), False, away > _AWAY[0]
+            if led:
                 lead = Path([near, (x + across * 7, y + up * 7)])
                 covered += sum(lead.intersects_bbox(other, filled=False) for other in taken)
+            else:
+                # Without a line, a name that is nearer to another point seems to belong to that one.
+                misread = min(_gap(box, *to_screen(other)) for other in points) < _gap(box, x, y)
             crossed = sum(path.intersects_bbox(box, filled=False) for path in paths)
             price = _COVERS * covered + 30.0 * misread + 4.0 * crossed + rank / 2 + away / 4
-            found.append((price, len(found), box, near if away > _AWAY[0] else None))
-        price, _, box, end = min(found, default=(math.inf, 0, None, None))
-        if box is None or price >= most:
+            if price < lowest:
+                best, lowest, line_end = box, price, near if led else None
+        if best is None:
             return False
-        taken.append(box.padded(3))
-        point = name.get_position()
-        name.set(position=to_data((box.x0, box.y0)), ha="left", va="bottom")
-        if end is not None:
-            pair = zip(point, to_data(end), strict=True)
+        taken.append(best.padded(3))
+        name.set(position=to_data((best.x0, best.y0)), ha="left", va="bottom")
+        if line_end is not None:
+            pair = zip(point, to_data(line_end), strict=True)
             axes.plot(*pair, color=MUTED, lw=0.8, ls=(0, (1, 3)), clip_on=False, zorder=2)
         return True
 
@@ -287,17 +287,6 @@ def draw_curve(curve: Curve) -> str:
         drawn.figure.text(50 / width, 8 / height, "entropy alone")
         drawn.figure.text(384 / width, 8 / height, "importance alone", ha="right")
         return drawn.svg(f"plot {curve.kind}", curve.label)
-
-
-def page_curve(curve: Curve) -> str:
-    """Return a curve in the colours of a page."""
-    return for_page(draw_curve(curve))
-
-
-def plan_figure(marks: Mapping[str, str]) -> MapFigure:
-    """Return the map of which units stay, given marks by module."""
-    rows = [[UnitCell(float(mark != CUT), mark == CUT) for mark in line] for line in marks.values()]
-    return MapFigure("plan", "Plan", "filled: kept; crossed: cut", rows)
 
 
 def number_figure(

@@ -15,7 +15,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, se
 
 from ..evaluate.metrics import higher_is_better
 from . import drawing, frontier, tables, words
-from .drawing import Curve, MapFigure, Scale, neuron_bars, number_figure, plan_figure
+from .drawing import Curve, MapFigure, Scale, UnitCell, neuron_bars, number_figure
 from .report import CUT, Report
 
 # Numbers of a head that have a map: title, and how to read it.
@@ -118,7 +118,8 @@ def head_figures(report: Report) -> list[MapFigure]:
     marks, heads = report.details.head_map, report.details.heads
     if not marks:
         return []
-    figures = [plan_figure(marks)]
+    plan = [[UnitCell(float(mark != CUT), mark == CUT) for mark in line] for line in marks.values()]
+    figures = [MapFigure("plan", "Plan", "filled: kept; crossed: cut", plan)]
     for kind, (name, note) in MAPS.items():
         if numbers := {module: heads[module][kind] for module in marks if heads.get(module, {}).get(kind)}:
             figures.append(number_figure(marks, numbers, kind, title=name, note=note))
