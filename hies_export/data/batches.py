@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ CHOICE_KEYS = ("question", "choice", "right", "characters")
 TEXT_KEYS = ("query", "document", "relevant", "grades", "pair", "side", "score")
 # Key of a batch for a reranker, (rows,) int64: the number of the query whose candidate the row is.
 GROUP_KEY = "group"
-# What a batch may have beside the inputs of a model and its labels: how rows belong together.
+# All keys that say how the rows of a batch belong together.
 ROW_KEYS = (*CHOICE_KEYS, *TEXT_KEYS, GROUP_KEY)
 # Key of a batch, (rows, tokens) bool: the tokens at which a prediction is read.
 JUDGED_KEY = "judged"
@@ -43,6 +44,8 @@ CHAT_KEY = "chat"
 # Key of a batch whose tokens are of a smaller vocabulary, (rows, tokens) int64: 0, or at tokens that stand for one that
 # went, which piece of it they are, from 1. Labels are then judged by the token that they are of.
 PIECE_KEY = "piece"
+# Keys of the sample that a row is of, where a sample has several rows.
+_SAMPLE_KEYS = ("question", GROUP_KEY, "pair")
 # What a batch may have that no model takes.
 _NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY, CHAT_KEY, PIECE_KEY))
 
@@ -88,48 +91,49 @@ def has_references(batch: Mapping[str, torch.Tensor]) -> bool:
 
 def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
     """Return how many samples batches have: rows, or the questions, queries or pairs that they are of."""
-    keys = batches[0].keys() if batches else ()
-    for key in ("question", GROUP_KEY, "pair"):
-        if key in keys:
+    for key in _SAMPLE_KEYS:
+        if batches and key in batches[0]:
             return len(torch.cat([batch[key] for batch in batches]).unique())
-    if "query" in keys:
-        return sum(int((batch["query"] >= 0).sum()) for batch in batches)
-    return sum(map(size_of, batches))
+    return sum(int((batch["query"] >= 0).sum()) if "query" in batch else size_of(batch) for batch in batches)
 
 
 def sample_contents(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[bytes, ...]]:
-    """Return digests of all inputs of each sample, see `samples_of`: equal for what a model reads alike.
+    """Return the digests of the inputs of each sample, see `samples_of`; samples with equal inputs have equal ones.
 
-    Of a question with choices, its right one counts, as models are fitted on that.
+    Of a question with choices, only the right one is included, as models are fitted on that.
     """
     samples: dict[Any, list[bytes]] = {}
     for number, batch in enumerate(batches):
-        of = next((batch[key].tolist() for key in ("question", GROUP_KEY, "pair") if key in batch), None)
-        counted = torch.ones(size_of(batch), dtype=torch.bool)
+        of = next((batch[key].tolist() for key in _SAMPLE_KEYS if key in batch), None)
+        included = torch.ones(size_of(batch), dtype=torch.bool)
         if "choice" in batch:
-            counted = batch["choice"] == batch["right"]
+            included = batch["choice"] == batch["right"]
         elif "query" in batch and of is None:
-            counted = batch["query"] >= 0
-        for row, content in enumerate(_contents(batch)):
-            if counted[row]:
-                samples.setdefault((number, row) if of is None else of[row], []).append(content)
+            included = batch["query"] >= 0
+        for row, digest in enumerate(_row_digests(batch)):
+            if included[row]:
+                samples.setdefault((number, row) if of is None else of[row], []).append(digest)
     return list(map(tuple, samples.values()))
 
 
-def _contents(batch: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
+def _row_digests(batch: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
     """Yield a digest of the inputs of each row: tokens without padding, images and sounds."""
-    given = {key: batch[key] for key in ("input_ids", "pixel_values", "input_features") if key in batch}
+    keys = [key for key in ("input_ids", "pixel_values", "input_features") if key in batch]
     mask = batch.get("attention_mask")
     for row in range(size_of(batch)):
         digest = hashlib.blake2b(digest_size=16)
-        for key, values in given.items():
-            if len(values) != size_of(batch):  # pieces of images, which no row tells apart
+        for key in keys:
+            if len(batch[key]) != size_of(batch):  # pieces of images, which no row tells apart
                 continue
-            value = values[row]
-            if key == "input_ids" and mask is not None and mask.shape == values.shape:
+            value = batch[key][row]
+            if key == "input_ids" and mask is not None and mask.shape == batch[key].shape:
                 value = value[mask[row].bool()]
-            digest.update(value.flatten().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes_of(value))
         yield digest.digest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
@@ -137,27 +141,26 @@ def batches_fingerprint(batches: Sequence[Mapping[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for batch in batches:
         for key in sorted(batch):
-            tensor = batch[key].detach().cpu()
-            digest.update(f"{key}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-            digest.update(tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(f"{key}:{batch[key].dtype}:{tuple(batch[key].shape)};".encode())
+            digest.update(_bytes_of(batch[key]))
         digest.update(b"|")
     return digest.hexdigest()
 
 
-# What pads the values of tokens, and of samples as wholes; 0 pads all others.
+# Key of a batch -> what pads its values; 0 pads all others.
 FILL = {"labels": IGNORED, **dict.fromkeys((*TOKEN_PLACES, *ANSWER_KEYS), -1)}
 
 
 def check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse, by a DataError, numbers of a batch that are not in [0, known), or of another dtype."""
+    """Refuse, by a DataError, numbers under the key of a batch that are not in [0, known), or of another dtype."""
     wrong = numbers[(numbers < 0) | (numbers >= known)]
     if numbers.dtype not in dtypes or len(wrong):
-        given = numbers.dtype if numbers.dtype not in dtypes else wrong[0].item()
+        given = wrong[0].item() if numbers.dtype in dtypes else numbers.dtype
         raise DataError(f"{key} must be {dtypes[-1]} in [0, {known}), which the model knows, but {place} has {given}")
 
 
 def check_one_size(batches: Iterable[Batch]) -> None:
-    """Refuse images that an image processor makes of several sizes: a graph is exported for one."""
+    """Refuse, by a DataError, images of several sizes: a graph is exported for one."""
     shapes = list(dict.fromkeys(image_shape(batch) or () for batch in batches))
     if len(shapes) > 1:
         given = " and ".join(" x ".join(map(str, shape)) for shape in shapes[:2])
@@ -171,33 +174,31 @@ def by_length(batches: Sequence[Batch], *, config: Any, like: Sequence[Batch] | 
 
     This is for batches of text. Their tensors are by token, shaped as `attention_mask`, (batch, tokens), and padded on
     either side, or by sample: (batch,), `ROW_KEYS`, `ANSWER_KEYS` and label sets. Other batches, such as images, are
-    returned as they are. A model predicts the same for every sample as before.
+    returned as they are.
 
     Samples of equal length keep their order. Queries come before the documents that they should find, in batches of
     their own. If `like` is given, it has the same samples in other tokens, and their lengths decide the order.
     """
-    if not batches or not all(_is_text(batch) for batch in batches):
+    if not batches or not all(map(_is_text, batches)):
         return list(batches)
     if any("position_ids" in batch for batch in batches):  # readers leave them out of batches without padding
         batches = [{"position_ids": positions_of(batch["attention_mask"]), **batch} for batch in batches]
-    samples = [
-        {key: value[row] for key, value in batch.items()} for batch in batches for row in range(len(batch["input_ids"]))
-    ]
+    samples = [{key: value[row] for key, value in batch.items()} for batch in batches for row in range(size_of(batch))]
     lengths = [int(length) for batch in like or batches for length in batch["attention_mask"].sum(-1)]
     left = any(bool((batch["attention_mask"][:, 0] == 0).any()) for batch in batches)
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     pad = pad if is_token(pad, config) else 0  # then nothing reads it
     fill = {**FILL, "input_ids": pad}
     whole = {key: _of_samples(key, batches[0]) for key in batches[0]}
-    order = sorted(range(len(samples)), key=lambda i: lengths[i])
-    size = max(len(batch["input_ids"]) for batch in batches)
+    size = max(map(size_of, batches))
+
+    def is_document(i: int) -> bool:
+        return "document" in samples[i] and bool(samples[i]["document"] >= 0)
+
     found = []
-    kinds = [order]
-    if "document" in samples[0]:  # queries first
-        kinds = [[i for i in order if (samples[i]["document"] >= 0) == documents] for documents in (False, True)]
-    for of_kind in kinds:
-        for start in range(0, len(of_kind), size):
-            chosen = [samples[i] for i in of_kind[start : start + size]]
+    order = sorted(range(len(samples)), key=lambda i: (is_document(i), lengths[i]))
+    for _, of_kind in itertools.groupby(order, is_document):
+        while chosen := [samples[i] for i in itertools.islice(of_kind, size)]:
             # Without padding; values of whole samples have none.
             columns = {
                 key: [s[key] if of_samples else s[key][s["attention_mask"] != 0] for s in chosen]
@@ -208,6 +209,7 @@ def by_length(batches: Sequence[Batch], *, config: Any, like: Sequence[Batch] | 
 
 
 def _is_text(batch: Batch) -> bool:
+    """Return whether every tensor of a batch belongs to the tokens of its texts, or to its samples as wholes."""
     mask = batch.get("attention_mask")
     if mask is None or "input_ids" not in batch:
         return False
@@ -222,10 +224,7 @@ def _of_samples(key: str, batch: Batch) -> bool:
 
 
 def padded(rows: list[torch.Tensor], fill: int, *, left: bool) -> torch.Tensor:
-    """Return rows of tokens as one tensor, (rows, longest), padded with `fill` on one side.
-
-    Rows that are single numbers become a tensor (rows,).
-    """
+    """Return rows as one tensor, (rows, longest, ...), padded with `fill` on one side; (rows,) of single numbers."""
     if rows[0].dim() == 0:
         return torch.stack(rows)
     return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side="left" if left else "right")

@@ -18,18 +18,27 @@ from .rows import column_values, row_name
 
 logger = logging.getLogger(__name__)
 
+# Types of text.
 STRINGS = ("string", "large_string")
+# Channels of a model -> Pillow's mode, where that is not RGB.
+MODES = {1: "L", 4: "RGBA"}
 
 
 def check_each(rows: datasets.Dataset, column: str, fits: Callable[[Any], Any], must: str, remedy: str) -> None:
-    """Refuse the first row whose value in a column does not fit; `must` begins the sentence, and `remedy` ends it."""
+    """Refuse, by a DataError, the first row whose value in a column does not fit.
+
+    `must` begins the message and `remedy` ends it.
+    """
     for row, value in enumerate(column_values(rows, column)):
         if not fits(value):
             raise DataError(f"{must}, but {row_name(rows, row)} has {quoted(value)} in {column!r}; {remedy}")
 
 
 def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[float]:
-    """Return the number of each row that is `what`, in words, such as the similarity of two texts."""
+    """Return the number in a column of each row; a DataError names a row without one, and says `what` the numbers are.
+
+    Numbers of classes are refused.
+    """
     named = isinstance(rows.features[column], datasets.ClassLabel)
     must = f"{what} must be a number{' and no class' * named}"
     check_each(rows, column, lambda v: is_number(v) and not named, must, "write numbers, or leave data.label out")
@@ -37,7 +46,7 @@ def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[floa
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number, and not True or False."""
+    """Return whether a value is a finite number, which True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -46,12 +55,8 @@ def kind_of(feature: Any) -> str:
     return str(getattr(feature, "dtype", None) or type(feature).__name__)
 
 
-# Channels of a model -> Pillow's mode, where that is not RGB.
-MODES = {1: "L", 4: "RGBA"}
-
-
 def holds_images(feature: Any) -> bool:
-    """Tell whether a column may hold images: an Image feature, bytes with a path, or raw bytes."""
+    """Return whether a column may hold images: an Image feature, bytes with a path, or raw bytes."""
     if isinstance(feature, dict):
         return {"bytes", "path"} <= set(feature)
     return isinstance(feature, datasets.Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")

@@ -16,7 +16,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from ..errors import DataError, refusing
 from ..model.internals import AutoImageProcessor, model_class_of, never_asking
 from ..model.online import hub_or_cache
-from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of
+from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of, shortest_limit
 from .batches import FILL, image_shape, padded
 from .columns import MODES
 
@@ -55,6 +55,9 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
     Images always go through the Pillow backend, so results do not depend on torchvision being installed. Code of the
     checkpoint is neither executed nor asked about. With `for_prompts` it pads on the left, with its end-of-text or
     unknown token if it has no padding token.
+
+    Raises:
+        DataError: There is none, or it does not work.
     """
     loader, what = LOADERS[task.text, task.images]
     needs = f"prompts need {what}" if for_prompts else f"{task.name} needs {what}"
@@ -71,10 +74,10 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
         if hasattr(tokenizer, "get_vocab"):
             words = token_numbers(tokenizer) - {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     with refusing(f"{needs} that works, but the one of {path} does not", REMEDY, DataError):
-        # Many settings of a processor's files are only looked at in a call.
+        # transformers reads many settings of a processor's files only in a call.
         if task.text:
             # A copy, as a fast tokenizer keeps how it was last called, and saves that.
-            copy.deepcopy(tokenizer_of(loaded))([""], truncation=True, verbose=False)
+            copy.deepcopy(tokenizer)([""], truncation=True, verbose=False)
         if task.images:
             image = PIL.Image.new("RGB", (64, 48))
             for name, value in getattr(loaded, "image_processor", loaded)(image, return_tensors="pt").items():
@@ -96,7 +99,7 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
 def token_numbers(tokenizer: Any) -> set[int]:
     """Return the numbers of a tokenizer's tokens; raise a ValueError if one is far above those of any model.
 
-    tokenizers copies a vocabulary by looking up every number up to the largest one.
+    The library tokenizers copies a vocabulary by looking up every number up to the largest one.
     """
     numbers = set(tokenizer.get_vocab().values())
     if (largest := max(numbers, default=0)) >= MOST_TOKENS:
@@ -120,7 +123,7 @@ def padding_token(tokenizer: Any, config: Any) -> int:
     """Return the token to pad with: the one that the model's config names, else one of the tokenizer's.
 
     Some models look for their config's token to find where a text ends, or to count positions. Of the tokenizer's
-    special tokens, one that does not end its texts is preferred. Raises DataError if there is neither.
+    special tokens, one that does not end its texts is preferred. Raises DataError if there is none.
     """
     named = getattr(config.get_text_config(), "pad_token_id", None)
     if is_token(named, config):
@@ -136,12 +139,12 @@ def padding_token(tokenizer: Any, config: Any) -> int:
 
 
 def _last_token_of_a_text(tokenizer: Any) -> int:
-    """Return the end-of-text token, if the tokenizer adds one to every text; else the only token of the text "a"."""
+    """Return the end-of-text token, if the tokenizer adds one to every text; else the last token of the text "a"."""
     return int(tokenizer("a", verbose=False)["input_ids"][-1])
 
 
 def give_padding(tokenizer: Any) -> None:
-    """Let a tokenizer that is not the user's pad by itself, with its end-of-text or unknown token if it has no other.
+    """Give a tokenizer without a padding token its end-of-text or unknown token for one, in place.
 
     This is for models that look at the mask alone, so any token will do.
     """
@@ -150,9 +153,9 @@ def give_padding(tokenizer: Any) -> None:
 
 
 def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Name a padding token in the config of a loaded model that does not work without, if it names none.
+    """Set the padding token in a model's config, in place, if it names none and the model finds texts' ends by it.
 
-    Raises DataError if there is none but the one that all texts end in: their ends would be taken for padding.
+    Raises DataError if the only candidate is the token that all texts end in: it would be taken for padding.
     """
     text = model.config.get_text_config()
     if not finds_end_by_padding(model) or text.pad_token_id is not None:
@@ -169,29 +172,24 @@ def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
 def pads_left(tokenizer: Any, config: Any) -> bool:
     """Return whether batches of a classifier or an encoder are padded on the left: if its tokenizer pads there.
 
-    Models with position ids but without rotary embeddings are padded on the right in any case: they count positions
-    from the left edge of a batch and not from where a text begins.
+    Models with position ids but without rotary embeddings are padded on the right in any case, because they count
+    positions from the left edge of a batch and not from where a text begins.
     """
-    if tokenizer.padding_side != "left":
-        return False
-    if getattr(config.get_text_config(), "rope_parameters", None):
-        return True
-    model_class = model_class_of(config, "AutoModelForSequenceClassification", "AutoModel")
-    return model_class is None or "position_ids" not in inspect.signature(model_class.forward).parameters
+    rotary = getattr(config.get_text_config(), "rope_parameters", None)
+    return tokenizer.padding_side == "left" and bool(
+        rotary or not _takes_positions(config, "AutoModelForSequenceClassification", "AutoModel")
+    )
 
 
 def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | None:
     """Return how many tokens a sample may have: `max_length`, else what tokenizer and model take; None for no limit."""
     longest = longest_sequence(config)
-    if max_length is not None:
-        if max_length < 1 or (longest is not None and longest < max_length):
-            allowed = "at least 1" if longest is None else f"in [1, {longest}], what the model takes"
-            raise DataError(f"max_length must be {allowed}, got {max_length}")
-        return max_length
-    own = tokenizer.model_max_length
-    # transformers writes 1e30 if it knows no limit.
-    limits = [int(limit) for limit in (own, longest) if limit and 0 < limit < 1_000_000]
-    return min(limits) if limits else None
+    if max_length is None:
+        return shortest_limit(tokenizer.model_max_length, longest)
+    if max_length < 1 or (longest is not None and longest < max_length):
+        allowed = "at least 1" if longest is None else f"in [1, {longest}], what the model takes"
+        raise DataError(f"max_length must be {allowed}, got {max_length}")
+    return max_length
 
 
 def encoded(
@@ -218,9 +216,9 @@ def tokenize(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: int
 def as_batch(
     found: Mapping[str, Sequence[Any]], tokenizer: Any, config: Any, *, left: bool | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return tokens, and what belongs to each of them, as tensors, (batch, longest of the batch), padded.
+    """Return lists of one number per token as int64 tensors, (batch, longest of the batch), padded.
 
-    `left` says on which side, by default that of `pads_left`.
+    `left` says on which side, by default as `pads_left` does. A DataError says that the model lacks a token.
     """
     fill = {**FILL, "input_ids": padding_token(tokenizer, config), "token_type_ids": tokenizer.pad_token_type_id}
     left = pads_left(tokenizer, config) if left is None else left
@@ -233,7 +231,7 @@ def as_batch(
 
 
 def check_vocabulary(input_ids: torch.Tensor, config: Any) -> None:
-    """Check that every token of a batch is one the model knows."""
+    """Refuse, by a DataError, tokens of a batch that the model does not know."""
     known = config.get_text_config().vocab_size
     if input_ids.max() >= known:
         raise DataError(
@@ -248,11 +246,14 @@ def position_ids(attention_mask: torch.Tensor, config: Any) -> torch.Tensor | No
     By default models count positions from the left edge of the batch, which with left padding is not where a text
     begins. Models whose positions have several axes (mrope) derive them from the mask themselves.
     """
-    if bool(attention_mask[:, 0].all()):
-        return None
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    model_class = model_class_of(config, "AutoModelForCausalLM", "AutoModelForImageTextToText")
-    if model_class is None or "mrope_section" in rope:
+    if attention_mask[:, 0].all() or "mrope_section" in rope:
         return None
-    takes_positions = "position_ids" in inspect.signature(model_class.forward).parameters
+    takes_positions = _takes_positions(config, "AutoModelForCausalLM", "AutoModelForImageTextToText")
     return positions_of(attention_mask) if takes_positions else None
+
+
+def _takes_positions(config: Any, *auto_names: str) -> bool:
+    """Return whether the class that the first fitting Auto class makes of a config takes `position_ids`."""
+    model_class = model_class_of(config, *auto_names)
+    return model_class is not None and "position_ids" in inspect.signature(model_class.forward).parameters

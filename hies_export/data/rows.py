@@ -51,7 +51,7 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Rows that are copied at once; with images, they are a few hundred megabytes.
+# Rows that are read or copied at once; with images, they are a few hundred megabytes.
 _TAKEN = 1000
 # The column's name contains the source of the rows. No data set or prompt has such a column.
 _NUMBERS = "hies_export: row of "
@@ -59,34 +59,21 @@ _NUMBERS = "hies_export: row of "
 
 def load_rows(
     *,
-    name: str | None = None,
-    files: Mapping[str, str | Path] | None = None,
-    shuffled: bool = False,
     split: str,
+    files: Mapping[str, str | Path] | None = None,
     samples: int | None = None,
     shuffle_seed: int | None = None,
     in_order: bool = False,
-    numbered: bool = False,
     together: str | None = None,
+    **source: Any,
 ) -> datasets.Dataset:
-    """Load the rows of one split (or a slice: "train[:80%]"), of a Hub dataset or else of files, and `take` some.
+    """Load the rows of one split as `mapped_rows`, which takes the `source`, and `take` some.
 
-    Only the returned rows are held in memory. The cache of local files is deleted: a changed file is never read from an
-    old cache, and nothing is left beside the user's files or in the cache of `datasets`.
-
-    `name` ends in the configuration: `nyu-mll/glue/sst2`. `files` maps splits to paths: json (a list of objects),
-    jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's files) and txt (a row a line, column `text`), each
-    with or without `.gz`; parquet; a folder with one sub-folder of images per class (columns `image` and `label`) or
-    with a metadata.csv, as for `datasets`; or one that `save_to_disk` wrote, of a data set with this split or of its
-    rows alone. The last part of a path may be a pattern: `train-*.parquet` reads all parts in name order. All parts
-    have the column types of the first one, and a jsonl file those of its first 10 MB. In csv and tsv only an empty cell
-    is missing.
-
-    The rows of an image folder are sorted by class, so there `samples` without a seed uses seed 0.
+    Only the returned rows are held in memory. The rows of an image folder are sorted by class, so there `samples`
+    without a seed uses seed 0.
     """
-    source: dict[str, Any] = {"name": name, "files": files, "shuffled": shuffled, "split": split}
-    with mapped_rows(**source, together=together, numbered=numbered) as rows:
-        path = None if files is None else Path(files[split.partition("[")[0]]).expanduser()
+    with mapped_rows(split=split, files=files, together=together, **source) as rows:
+        path = None if files is None else Path(files[whole_split(split)]).expanduser()
         if path is not None and path.is_dir() and not _is_saved(path) and samples and shuffle_seed is None:
             shuffle_seed = 0
         if together is not None and not has_one_value(rows, together):
@@ -97,42 +84,54 @@ def load_rows(
 @contextmanager
 def mapped_rows(
     *,
+    split: str,
     name: str | None = None,
     files: Mapping[str, str | Path] | None = None,
     shuffled: bool = False,
-    split: str,
     together: str | None = None,
     numbered: bool = False,
 ) -> Iterator[datasets.Dataset]:
-    """Yield all rows of one split, as `load_rows`; they stay on disk, and memory holds only what was read.
+    """Yield the rows of one split (or a slice: "train[:80%]"), of a Hub dataset or else of files.
 
-    If `shuffled`, a slice is of the rows in a random order, the same for every run, and those of the same value in the
-    column `together` are all in it or none. The slice itself keeps the order of the file.
+    Rows stay on disk, and memory holds only what was read. The cache of local files is deleted afterwards: a changed
+    file is never read from an old cache, and nothing is left beside the user's files or in the cache of `datasets`.
+
+    Args:
+        split: If it is a slice, it keeps the order of the file.
+        name: The Hub dataset and its configuration: `nyu-mll/glue/sst2`.
+        files: Split -> path: of json (a list of objects), jsonl, csv, tsv (quotes are ordinary characters, as in GLUE's
+            files) and txt (a row a line, column `text`), each with or without `.gz`; parquet; a folder with one
+            sub-folder of images per class (columns `image` and `label`) or with a metadata.csv, as for `datasets`; or
+            one that `save_to_disk` wrote, of a data set with this split or of its rows alone. The last part of a path
+            may be a pattern: `train-*.parquet` reads all parts in name order. All parts have the column types of the
+            first one, and a jsonl file those of its first 10 MB. In csv and tsv only an empty cell is missing.
+        shuffled: Whether a slice is of the rows in a random order, which is the same for every run.
+        together: A column; of rows with the same value in it, a shuffled slice has all or none.
+        numbered: Whether the rows get a column of their numbers, see `number_rows`.
     """
-    split, bracket, slice_ = split.partition("[")
+    wanted = whole_split(split)
     # Windows does not delete files that are mapped.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         splits: Mapping[str, Any] = hub_splits(str(name)) if files is None else files
-        if split not in splits:
-            raise DataError(f"the split must be one of {listed(splits)}, got {quoted(split)}")
+        if wanted not in splits:
+            raise DataError(f"the split must be one of {listed(splits)}, got {quoted(wanted)}")
         if files is None:
-            rows, source = splits[split], f"the split {split!r}"
+            rows, source = splits[wanted], f"the split {wanted!r}"
         else:
-            path = Path(files[split]).expanduser().absolute()
+            path = Path(files[wanted]).expanduser().absolute()
             if _is_saved(path):
-                rows = _load_saved(path, split)
+                rows = _load_saved(path, wanted)
             else:
                 rows = _load_image_folder(path, cache) if path.is_dir() else _load_files(path, cache)
-            rows = _numbered_alike(rows, files)
-            source = path.name
+            rows, source = _numbered_alike(rows, files), path.name
         if numbered:
             rows = number_rows(rows, source=source)
-        if bracket:
+        if split != wanted:
+            part = _slice(split, {wanted: len(rows)})
             # An empty range that begins behind the last row is an IndexError in `datasets`.
-            part = _slice(split + bracket + slice_, {split: len(rows)})
             rows = rows.select((_drawn(rows, part, together) if shuffled else part) or [])
         if len(rows) == 0:
-            raise DataError(f"the split {quoted(split + bracket + slice_)} must have at least one row, but it is empty")
+            raise DataError(f"the split {quoted(split)} must have at least one row, but it is empty")
         try:
             yield rows
         finally:
@@ -148,11 +147,11 @@ def take(
     in_order: bool = False,
     together: str | None = None,
 ) -> datasets.Dataset:
-    """Return the first rows, or the first of a seeded random order, copied into memory without the others.
+    """Return the first `samples` rows, or the first of a seeded random order, copied into memory without the others.
 
-    `taken_from` of the result is how many rows there were. With `in_order`, rows that a seed draws keep their original
-    order. Rows of the same value in the column `together` follow each other and are all taken or none, so that there
-    may be more rows than `samples`; rows without a value come last.
+    `taken_from` of the result is how many rows there were. With `in_order`, drawn rows keep their original order. Rows
+    of the same value in the column `together` follow each other and are all taken or none, so that there may be more
+    rows than `samples`; rows without a value come last.
     """
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:
@@ -164,7 +163,7 @@ def take(
     order, arrow = order[:samples], rows.with_format("arrow")
     order = np.sort(order) if in_order else order
     parts = [arrow[order[start : start + _TAKEN]] for start in range(0, len(order), _TAKEN)]
-    # What `arrow` returns are views of the file or of the whole table.
+    # A part may be a view of the file or of the whole table, and `take` copies.
     copies = [part.take(pa.array(np.arange(len(part)))) for part in parts]
     info, split = rows.info.copy(), str(rows.split)
     info.splits = datasets.SplitDict({split: datasets.SplitInfo(split, num_examples=len(rows))})
@@ -172,10 +171,11 @@ def take(
 
 
 def _drawn(rows: datasets.Dataset, part: range, together: str | None) -> list[int]:
-    """Return the rows in a part of a random order, in their own order; see `mapped_rows`."""
+    """Return the numbers of the rows in a part of a random order, sorted; see `shuffled` of `mapped_rows`."""
     order = fixed_permutation(len(rows))
     if together is not None and has_one_value(rows, together):
-        found = [object() if value is None else value for value in common_values(rows, together)]  # None stands alone
+        # A row without a value is like no other.
+        found = [object() if value is None else value for value in common_values(rows, together)]
         values = np.array(found, dtype=object)
         order = side_by_side(order, values)
         part = range(run_end(values[order], part.start), run_end(values[order], part.stop))
@@ -183,28 +183,34 @@ def _drawn(rows: datasets.Dataset, part: range, together: str | None) -> list[in
 
 
 def fixed_permutation(count: int) -> np.ndarray:
-    """Return a random permutation that is the same for every run, so that all divide rows in the same way."""
+    """Return a random permutation of `count` numbers, (count,) int64, which is the same in every run."""
     return np.random.default_rng(0).permutation(count)
 
 
 def side_by_side(order: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return an order in which rows of one value follow its first row, and those without a value come last."""
-    numbers = pandas.factorize(values[order])[0]  # as they come in the order
+    """Return an order of rows, (rows,), changed so that those of one value stand together, at the place of the first.
+
+    `values`, (rows,), are by the number of a row. Rows without a value come last.
+    """
+    numbers = pandas.factorize(values[order])[0]  # from 0 as values first appear, -1 for none
     return order[np.argsort(np.where(numbers < 0, len(order), numbers), kind="stable")]
 
 
 def has_one_value(rows: datasets.Dataset, column: str) -> bool:
-    """Return whether there is a column of single values, rather than of lists."""
+    """Return whether rows have a column, and it holds single values rather than lists."""
     return isinstance(rows.features.get(column), (datasets.Value, datasets.ClassLabel))
 
 
 def common_values(rows: datasets.Dataset, column: str) -> list[Any]:
-    """Return the values of a column; None for blank text."""
+    """Return the values of a column, with None in place of blank text."""
     return [None if isinstance(value, str) and not value.strip() else value for value in column_values(rows, column)]
 
 
 def run_end(values: Sequence[Any], end: int) -> int:
-    """Return the first place from `end` on that does not split a run of equal values; None equals no other None."""
+    """Return the first index from `end` on that splits no run of equal values, at most their number.
+
+    Values that are None are a run each.
+    """
     while 0 < end < len(values) and values[end] is not None and values[end] == values[end - 1]:
         end += 1
     return min(end, len(values))
@@ -216,14 +222,14 @@ def taken_from(rows: datasets.Dataset) -> int:
 
 
 def column_values(rows: datasets.Dataset, column: str) -> Iterator[Any]:
-    """Yield the values of a column, with a part at a time in memory."""
+    """Yield the values of a column, reading `_TAKEN` rows at a time."""
     alone = rows.select_columns(column)
     for start in range(0, len(rows), _TAKEN):
         yield from alone[start : start + _TAKEN][column]
 
 
 def number_rows(rows: datasets.Dataset, *, source: str) -> datasets.Dataset:
-    """Return all rows of a source, such as "train.jsonl", in their own order, with a column of their numbers from 0."""
+    """Return the rows with a column of their numbers from 0, whose name has their source, such as "train.jsonl"."""
     return rows.add_column(_NUMBERS + source, np.arange(len(rows)))
 
 
@@ -236,7 +242,7 @@ def row_name(rows: datasets.Dataset, row: int) -> str:
 
 
 def own_columns(rows: datasets.Dataset) -> list[str]:
-    """Return the names of the data's own columns."""
+    """Return the names of all columns but that of row numbers."""
     return [column for column in rows.column_names if not column.startswith(_NUMBERS)]
 
 
@@ -259,6 +265,7 @@ def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
 
 
 def _slice(text: str, lengths: dict[str, int]) -> range:
+    """Return the rows that a slice such as "train[:80%]" is of, given how many rows each split has."""
     must = f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(text)}"
     with refusing(must, kind=DataError):
         (part,) = datasets.ReadInstruction.from_spec(text).to_absolute(lengths)
@@ -266,6 +273,7 @@ def _slice(text: str, lengths: dict[str, int]) -> range:
 
 
 def _parts(path: Path) -> list[Path]:
+    """Return the files of a path whose last part may be a pattern, in name order."""
     return [path] if path.is_file() else sorted(part for part in path.parent.glob(path.name) if part.is_file())
 
 
@@ -289,13 +297,13 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
 
 
 def _reason(error: Exception) -> str:
-    """Return why data does not load; if it has no rows, the errors of `datasets` do not say so."""
+    """Return why data does not load; where it has no rows, the error of `datasets` does not say so."""
     cause = root_cause(error)
     return "it has none" if cause == "StopIteration" or "corresponds to no data" in cause else cause
 
 
 def _is_saved(path: Path) -> bool:
-    """Return whether `save_to_disk` wrote a folder; others are those of images."""
+    """Return whether `save_to_disk` wrote a folder; any other folder is one of images."""
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
@@ -311,7 +319,7 @@ def _load_saved(path: Path, split: str) -> datasets.Dataset:
 
 
 def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> datasets.Dataset:
-    """Return rows whose classes have the same numbers in all splits of `files`, or names if no numbering fits all.
+    """Return rows with classes numbered as in all splits of `files`, or named, as text, where no numbering fits all.
 
     Numbers differ between splits if a folder of images lacks a class, or if a split numbered its classes by itself.
     """
@@ -323,27 +331,37 @@ def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> 
         if not (own := _classes(rows.features[column])):
             continue
         known = [own, *(names for other in others if (names := _classes(other.get(column))))]
-        if (together := _one_numbering(known)) == own:
+        if (merged := _one_numbering(known)) == own:
             continue
-        table: dict[Any, Any] = dict(enumerate(own))
-        classes: Any = datasets.Value("string")
-        if together:
+        if merged:
             # -1 hides a label.
-            table = {number: together.index(name) for number, name in table.items()} | {-1: -1}
-            classes = datasets.ClassLabel(names=together)
-        feature = classes if isinstance(rows.features[column], datasets.ClassLabel) else datasets.List(classes)
+            table: dict[int, Any] = {number: merged.index(name) for number, name in enumerate(own)} | {-1: -1}
+            classes: Any = datasets.ClassLabel(names=merged)
+        else:
+            table, classes = dict(enumerate(own)), datasets.Value("string")
         values = [
             [table.get(one) for one in value] if isinstance(value, list) else table.get(value)
             for value in column_values(rows, column)
         ]
+        feature = datasets.List(classes) if is_list(rows.features[column]) else classes
         with quiet():
             rows = rows.remove_columns(column).add_column(column, values, feature=feature)
     return rows.select_columns(columns)
 
 
+def is_list(feature: Any) -> bool:
+    """Return whether a column holds lists."""
+    return isinstance(feature, (datasets.List, datasets.LargeList))
+
+
+def item_feature(feature: Any) -> Any:
+    """Return the feature of the items of a column of lists; that of the column itself if it holds no lists."""
+    return feature.feature if is_list(feature) else feature
+
+
 def _classes(feature: Any) -> list[str] | None:
     """Return the names of the classes that a column holds, or holds lists of; None for other columns."""
-    inner = feature.feature if isinstance(feature, (datasets.List, datasets.LargeList)) else feature
+    inner = item_feature(feature)
     return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None
 
 
@@ -352,13 +370,14 @@ def _one_numbering(known: Sequence[Sequence[str]]) -> list[str] | None:
 
     It is that of a list with all classes, else the sorted order, as of image folders and `class_encode_column`.
     """
-    largest, names = max(known, key=len), {name for of_one in known for name in of_one}
+    largest, names = max(known, key=len), set().union(*known)
     order = list(largest) if names == set(largest) else sorted(names)
     kept = all([*of_one] == [name for name in order if name in of_one] for of_one in known)
     return order if kept else None
 
 
 def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
+    """Return the features of a split by column, as far as its files say them without being read whole; else none."""
     if _is_saved(path):
         return _load_saved(path, split).features
     if path.is_dir():
@@ -385,7 +404,10 @@ def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:
 
 
 def _build(builder: str, patterns: list[str], cache: str, **options: Any) -> datasets.Dataset:
-    """Return the rows that a builder of `datasets` reads, mapped from a file in a folder."""
+    """Return the rows that a builder of `datasets` reads from files, mapped from an Arrow file in the folder `cache`.
+
+    An error of any kind says that they cannot be read.
+    """
     with quiet():
         # pandas warns so before it drops the surplus cells of rows wider than the header.
         warnings.filterwarnings("error", message="Length of header")
@@ -393,8 +415,8 @@ def _build(builder: str, patterns: list[str], cache: str, **options: Any) -> dat
             builder, data_files={"train": patterns}, split="train", cache_dir=cache, keep_in_memory=False, **options
         )
     for file in rows.cache_files:
-        # pyarrow reads text that is not UTF-8 without complaint. Not through the map: every touched page of it would
-        # stay in memory.
+        # pyarrow reads text that is not UTF-8 without complaint. The file is opened again for this, as every page of
+        # the mapped one that is touched would stay in memory.
         with pa.OSFile(file["filename"]) as source, pa.ipc.open_stream(source) as batches:
             for batch in batches:
                 batch.validate(full=True)
@@ -407,7 +429,7 @@ def whole_split(split: str) -> str:
 
 
 def may_overlap(one: str, other: str) -> bool:
-    """Return whether two splits share rows, unless they are slices that the user set apart."""
+    """Return whether two splits may share rows: two different slices of one split are taken to share none."""
     return whole_split(one) == whole_split(other) and (one == other or "[" not in one or "[" not in other)
 
 
@@ -417,7 +439,7 @@ class DataFacts:
 
     `labels` are "data" or the model's own "predictions"; `evaluation_of` is how many samples the split has; without
     labels (`evaluation_labelled`), metrics compare both models with the dense model's own predictions; held-out rows
-    are `further` rows if they come from the calibration split; `name` is on the Hub, and `fingerprint` is that of the
+    are `further` ones if they come from the calibration split; `name` is on the Hub, and `fingerprint` is that of the
     calibration batches.
     """
 
