@@ -19,7 +19,7 @@ from ..recipe.sections import Columns
 from ..tasks import TASKS, Task
 from ..tasks.classification import CLASSIFIED
 from ..tasks.given import usual_columns
-from ..tasks.registry import embedding_task, task_by_class
+from ..tasks.registry import task_by_class
 from .recipe import PruningRecipe
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def _labels_that_are_known(
 def _task_of(model: str, config: Any) -> type[Task]:
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     refuse_encoder_decoder(config, name)
-    task = task_by_class(name, config) or embedding_task(name, config)
+    task = task_by_class(name, config, embeds=True)
     if task is None:
         of_code = getattr(config, "auto_map", None)
         remedy = CODE if of_code else "give a checkpoint with the head that it was fine-tuned with"

@@ -11,55 +11,13 @@ A recipe is checked against the tasks before torch is imported, which takes seco
 and what reads rows, by `late.py`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+# ruff: noqa: F401
+from .classification import ImageClassification, TextClassification
+from .feature_extraction import FeatureExtraction
+from .fill_mask import FillMask
+from .image_text_to_text import ImageTextToText
+from .question_answering import QuestionAnswering
 from .registry import TASKS, register_task, task_of
 from .task import COLUMNS, Loss, Predictions, Task, Use, batched
-
-if TYPE_CHECKING:
-    from .classification import ImageClassification, TextClassification
-    from .feature_extraction import FeatureExtraction
-    from .fill_mask import FillMask
-    from .image_text_to_text import ImageTextToText
-    from .question_answering import QuestionAnswering
-    from .text_generation import TextGeneration
-    from .token_classification import TokenClassification
-
-# Where each class lives; a file is imported when a model or a recipe first needs its task.
-_HOMES = {
-    "FeatureExtraction": "feature_extraction",
-    "FillMask": "fill_mask",
-    "ImageClassification": "classification",
-    "ImageTextToText": "image_text_to_text",
-    "QuestionAnswering": "question_answering",
-    "TextClassification": "classification",
-    "TextGeneration": "text_generation",
-    "TokenClassification": "token_classification",
-}
-
-__all__ = [
-    "COLUMNS",
-    "TASKS",
-    "FeatureExtraction",
-    "FillMask",
-    "ImageClassification",
-    "ImageTextToText",
-    "Loss",
-    "Predictions",
-    "QuestionAnswering",
-    "Task",
-    "TextClassification",
-    "TextGeneration",
-    "TokenClassification",
-    "Use",
-    "batched",
-    "register_task",
-    "task_of",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+from .text_generation import TextGeneration
+from .token_classification import TokenClassification

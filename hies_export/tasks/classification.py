@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from ..equal import SAME_CODE
@@ -82,7 +82,7 @@ class Classification(Task):
 
     @abstractmethod
     def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        """Return the model's inputs of some of the samples."""
+        """Return the model's inputs for the samples with the numbers in `part`."""
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse rows without a label that the model knows."""
@@ -90,7 +90,7 @@ class Classification(Task):
             self._labels(rows)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of the model's inputs, and of what is known of the samples."""
+        """Yield batches of the model's inputs, and of what `known` returns."""
         known = self.known(samples, use)
         for part in batched(range(len(samples)), size):
             yield self.inputs(samples, part) | {key: values[part] for key, values in known.items()}
@@ -100,6 +100,7 @@ class Classification(Task):
         return {"labels": self._labels(samples)} if self.columns.label else {}
 
     def _labels(self, rows: datasets.Dataset) -> Tensor:
+        """Return the labels of all rows, in the form and dtype that the class describes."""
         column, numbers = str(self.columns.label), self.predicts == "numbers"
         if self.predicts == "labels":
             return read_label_sets(rows, column=column, config=self.config)
@@ -107,14 +108,20 @@ class Classification(Task):
         return torch.tensor(labels, dtype=torch.float32 if numbers else torch.int64)
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch, or refuse labels that would be compared with the wrong numbers, or fail without a word."""
-        labels = batch.get("labels")
-        if labels is None:
+        """Return a batch whose labels, if it has any, are of the shape and dtype that the class describes.
+
+        Raises:
+            DataError: The labels are of another shape, or are no classes or flags of this model.
+        """
+        if "labels" not in batch:
             return dict(batch)
-        flags, count = self.predicts == "labels", self.config.num_labels
-        if labels.shape[1:] != ((count,) if flags else ()) or (flags and not ((labels == 0) | (labels == 1)).all()):
-            one = "class" if self.predicts == "classes" else "number"
-            what = f"0 or 1 for each of {count} labels" if flags else f"one {one} for each sample"
+        labels, count = batch["labels"], self.config.num_labels
+        if self.predicts == "labels":
+            fit = labels.shape[1:] == (count,) and bool(((labels == 0) | (labels == 1)).all())
+            what = f"0 or 1 for each of {count} labels"
+        else:
+            fit, what = labels.dim() == 1, f"one {'class' if self.predicts == 'classes' else 'number'} for each sample"
+        if not fit:
             raise DataError(f"labels must be {what}, but a batch has {labels.dtype} of shape {tuple(labels.shape)}")
         if self.predicts == "classes":
             known = len(ClassNames(self.config).names)
@@ -131,7 +138,7 @@ class Classification(Task):
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
         """Return the margin of the predicted class over the runner-up, or the number itself, (batch,).
 
-        The logits of label sets are on random signs, as every label has its own answer.
+        The logits of a label set are projected onto random signs, as each of them is an answer of its own.
         """
         if self.predicts == "classes":
             return super().effect(model, batch, output, number)
@@ -144,21 +151,24 @@ class Classification(Task):
         return predictions.values.flatten() if self.predicts == "numbers" else super().decide(predictions)
 
     def _applies(self, logits: Tensor) -> Tensor:
+        """Return which labels are likelier than the threshold, shaped as the logits, bool."""
         return logits > math.log(self.threshold / (1 - self.threshold))
 
     def tolerance_on(self, dense: Predictions) -> float | None:
-        """Return the largest difference from the dense model's numbers of numbers that are the same.
+        """Return by how much numbers may differ from the dense model's and count as the same; None for no numbers.
 
         By default it is a sixth of their standard deviation, to three digits, but no less than what rounding moves.
         """
-        if self.predicts != "numbers" or self.tolerance is not None:
-            return self.tolerance if self.predicts == "numbers" else None
+        if self.predicts != "numbers":
+            return None
+        if self.tolerance is not None:
+            return self.tolerance
         numbers = dense.values.double()
         spread = numbers.std(correction=0).item() * SHARE_OF_SPREAD
         return float(f"{max(spread, SAME_CODE * numbers.abs().max().item()):.3g}")
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return classes, label sets or numbers."""
+        """Return predicted and right classes, (samples,) int64, numbers, float64, or label sets, (samples, labels)."""
         decided = self.decide(predictions)
         if self.predicts == "numbers":
             decided, references = decided.double(), references.double()
@@ -184,7 +194,8 @@ class TextClassification(Classification):
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse rows without a label that the model knows, or candidates without a query or a grade."""
-        if self.columns.group is None:
+        group = self.columns.group
+        if group is None:
             super().check_targets(rows)
             return
         if self.config.num_labels != 1:
@@ -192,32 +203,30 @@ class TextClassification(Classification):
                 f"data.group is for rerankers, whose model has one label, but this one has {self.config.num_labels}; "
                 "leave data.group out"
             )
-        if not data.has_one_value(rows, self.columns.group):
-            given = data.kind_of(rows.features[self.columns.group])
-            raise DataError(f"the column {self.columns.group!r} must hold a text or a number per row, got {given}")
-        must = f"every row must have a {self.columns.group!r}"
-        data.check_each(
-            rows, self.columns.group, lambda value: value is not None and str(value).strip(), must, "leave it out"
-        )
+        if not data.has_one_value(rows, group):
+            given = data.kind_of(rows.features[group])
+            raise DataError(f"the column {group!r} must hold a text or a number per row, got {given}")
+        must = f"every row must have a {group!r}"
+        data.check_each(rows, group, lambda value: value is not None and str(value).strip(), must, "leave it out")
         if self.columns.label:
             data.read_numbers(rows, column=self.columns.label, what=_GRADE)
 
     def known(self, samples: datasets.Dataset, use: Use) -> Batch:
-        """Return the labels of all samples, or of candidates what they belong to, and to judge, how much wanted."""
+        """Return the labels of all samples; of a reranker's, `group` and, to judge or to be timed, `grades`."""
         if self.columns.group is None:
             return super().known(samples, use)
         numbers: dict[Any, int] = {}
         queries = [numbers.setdefault(value, len(numbers)) for value in samples[self.columns.group][:]]
-        described = {data.GROUP_KEY: torch.tensor(queries)}
+        known = {data.GROUP_KEY: torch.tensor(queries)}
         if use in ("judge", "time") and self.columns.label:
             grades = data.read_numbers(samples, column=self.columns.label, what=_GRADE)
-            described["grades"] = torch.tensor(grades, dtype=torch.float32)
-        return described
+            known["grades"] = torch.tensor(grades, dtype=torch.float32)
+        return known
 
     def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        """Return what the tokenizer gives for texts or pairs of texts, (batch, longest), padded on its side."""
+        """Return what the tokenizer gives for texts or pairs of texts, (batch, longest), int64."""
         texts = samples.select_columns(list(self.columns.text))[part]
-        columns: Sequence[Sequence[str]] = [texts[name] for name in self.columns.text]
+        columns = (texts[name] for name in self.columns.text)
         return data.encoded(self.processor, self.config, *columns, max_length=self.columns.max_length)
 
 
@@ -234,7 +243,7 @@ class ImageClassification(Classification):
     images = True
 
     def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        """Return `pixel_values`, (batch, channels of the model, height, width)."""
+        """Return `pixel_values`, (batch, channels of the model, height, width), float32."""
         column = str(self.columns.image)
         rows, channels = data.as_images(samples, column), getattr(self.config, "num_channels", 3)
         images = [data.image_of_row(rows, column, row, channels=channels) for row in part]

@@ -70,7 +70,7 @@ class FeatureExtraction(Task):
 
     @classmethod
     def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the columns of queries, documents and what is wanted, if a data set has them by these names."""
+        """Return the columns of queries, documents and their grades, if a data set has them by their usual names."""
         query, document = (next((name for name in of if name in features), None) for of in (_QUERIES, _DOCUMENTS))
         if query is None or document is None:
             return None
@@ -82,9 +82,9 @@ class FeatureExtraction(Task):
         return len(self.columns.text) > 1 and self.columns.label is not None
 
     def check_targets(self, rows: datasets.Dataset) -> None:
-        """Refuse rows without text, or whose queries, documents or scores do not belong together."""
+        """Refuse rows without text, pairs without a number, and queries that do not fit their documents."""
         if self.columns.query:
-            _check_queries(rows, *self._of_queries)
+            self._check_queries(rows)
             return
         if self.columns.label:
             if not self.scored_pairs:
@@ -104,12 +104,49 @@ class FeatureExtraction(Task):
         if blank:
             logger.warning("%d of %d rows are blank in %r and left out", len(blank), len(rows), self.columns.text[0])
 
-    @property
-    def _of_queries(self) -> tuple[str, str, str | None]:
-        return str(self.columns.query), str(self.columns.document), self.columns.label
+    def _check_queries(self, rows: datasets.Dataset) -> None:
+        """Refuse rows without documents, or without a number for each of them if there are labels; or no query."""
+        query, document = str(self.columns.query), str(self.columns.document)
+        inner = {query: rows.features[query], document: data.item_feature(rows.features[document])}
+        for column, feature in inner.items():
+            if getattr(feature, "dtype", None) not in data.STRINGS:
+                what, given = "a text or a list of texts" if column == document else "text", rows.features[column]
+                raise DataError(f"the column {column!r} must hold {what}, but it holds {data.kind_of(given)}")
+        if not any((text or "").strip() for text in rows[query][:]):
+            raise DataError(
+                f"at least one row must have a query, but all of {query!r} are blank; name texts alone as data.text"
+            )
+
+        def are_documents(value: Any) -> bool:
+            given = [value] if isinstance(value, str) else value
+            return bool(given) and all(text and text.strip() for text in given)
+
+        must = "every row must have a document with text"
+        data.check_each(rows, document, are_documents, must, "remove such rows")
+        for row, (_, documents, grades) in enumerate(self._query_rows(rows)):
+            if len(grades) != len(documents) or not all(map(data.is_number, grades)):
+                label = str(self.columns.label)
+                raise DataError(
+                    f"a row must have a number in {label!r} for each of its documents, how much it is wanted, but "
+                    f"{data.row_name(rows, row)} has {quoted(rows[label][row])} for {len(documents)}"
+                )
+
+    def _query_rows(self, rows: datasets.Dataset) -> Iterator[tuple[str, list[str], list[Any]]]:
+        """Yield the query of each row, "" for none, its documents, and how much each is wanted.
+
+        That is 1 without a label or a query.
+        """
+        columns = self.columns
+        labels = rows[columns.label][:] if columns.label else [1.0] * len(rows)
+        read = (rows[str(columns.query)][:], rows[str(columns.document)][:], labels)
+        for query, given, grades in zip(*read, strict=True):
+            documents = [given] if isinstance(given, str) else given or []
+            if columns.label is None or not (query or "").strip():
+                grades = [1.0] * len(documents)
+            yield query or "", documents, grades if isinstance(grades, list) else [grades]
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of the distinct texts, the shortest first, or in their order to be timed."""
+        """Yield batches of the distinct texts, the shortest first; to be timed, in the order of the samples."""
         if use in ("judge", "time") and (self.columns.query or self.scored_pairs):
             kinds = self._queries(samples) if self.columns.query else self._pairs(samples)
         else:
@@ -122,27 +159,24 @@ class FeatureExtraction(Task):
         yield from found if use == "time" else data.by_length(found, config=self.config)
 
     def _texts(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
-        """Return the distinct texts of each kind, without a description."""
+        """Return the distinct texts of each kind that are not blank, without a description."""
         if self.columns.query:
-            answers = list(_answers(samples, *self._of_queries))
-            kinds = {
-                QUERY: [query for query, _, _ in answers],
-                DOCUMENT: [document for _, documents, _ in answers for document in documents],
-            }
+            found = list(self._query_rows(samples))
+            kinds = {QUERY: [row[0] for row in found], DOCUMENT: [text for row in found for text in row[1]]}
         else:
             columns = (samples[column][:] for column in self.columns.text)
             kinds = {TEXT: [text for row in zip(*columns, strict=True) for text in row]}
         return {kind: ([text for text in dict.fromkeys(texts) if text.strip()], {}) for kind, texts in kinds.items()}
 
     def _queries(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
-        """Return the queries and the documents, each with its description."""
+        """Return the distinct queries and the distinct documents, each with their description by `TEXT_KEYS`."""
         documents: dict[str, int] = {}
         wanted: dict[str, dict[int, float]] = {}
-        for query, texts, grades in _answers(samples, *self._of_queries):
+        for query, texts, grades in self._query_rows(samples):
             numbers = [documents.setdefault(text, len(documents)) for text in texts]
             if query.strip():
                 found = wanted.setdefault(query, {})
-                for number, grade in zip(numbers, grades, strict=True):
+                for number, grade in zip(numbers, map(float, grades), strict=True):
                     found[number] = max(grade, found.get(number, grade))
         relevant = {query: {d: g for d, g in found.items() if g > 0} for query, found in wanted.items()}
         if nothing := next((query for query, found in relevant.items() if not found), None):
@@ -160,7 +194,7 @@ class FeatureExtraction(Task):
         return {QUERY: (list(relevant), of_queries), DOCUMENT: (list(documents), of_documents)}
 
     def _pairs(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
-        """Return the texts of all pairs, the two of a pair after each other, with their description."""
+        """Return the texts of all pairs, the two of a pair after each other, with their description by `TEXT_KEYS`."""
         pairs = list(zip(*(samples[column][:] for column in self.columns.text), strict=True))
         scores = data.read_numbers(samples, column=str(self.columns.label), what="the similarity of two texts")
         described = {
@@ -180,7 +214,7 @@ class FeatureExtraction(Task):
         return found
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
-        """Return the embeddings on random signs, (batch,) float32."""
+        """Return the embeddings projected onto random signs, (batch,) float32."""
         return random_projection(output, number)
 
     def decide(self, predictions: Predictions) -> Tensor:
@@ -197,45 +231,3 @@ def _described(texts: int, most: int, kind: str) -> Batch:
     none = torch.full((texts,), -1)
     described = {QUERY: none, DOCUMENT: none.clone(), "relevant": none[:, None].repeat(1, most)}
     return described | {kind: torch.arange(texts), "grades": torch.zeros(texts, most)}
-
-
-def _answers(
-    rows: datasets.Dataset, query: str, document: str, label: str | None
-) -> Iterator[tuple[str, list[str], list[float]]]:
-    """Yield the query of each row, "" for none, its documents, and how much each is wanted: 1 without a label."""
-    labels = rows[label][:] if label else [None] * len(rows)
-    for asked, found, grades in zip(rows[query][:], rows[document][:], labels, strict=True):
-        documents = [found] if isinstance(found, str) else found or []
-        if label is None or not (asked or "").strip():
-            grades = [1.0] * len(documents)
-        yield asked or "", documents, list(map(float, grades)) if isinstance(grades, list) else [float(grades)]
-
-
-def _check_queries(rows: datasets.Dataset, query: str, document: str, label: str | None) -> None:
-    for column in (query, document):
-        feature = rows.features[column]
-        inner = getattr(feature, "feature", feature) if column == document else feature
-        if getattr(inner, "dtype", None) not in data.STRINGS:
-            what = "a text or a list of texts" if column == document else "text"
-            raise DataError(f"the column {column!r} must hold {what}, but it holds {data.kind_of(feature)}")
-    queries = [(text or "").strip() for text in rows[query][:]]
-    if not any(queries):
-        raise DataError(
-            f"at least one row must have a query, but all of {query!r} are blank; name texts alone as data.text"
-        )
-
-    def are_documents(value: Any) -> bool:
-        given = [value] if isinstance(value, str) else value
-        return bool(given) and all(text and text.strip() for text in given)
-
-    must = "every row must have a document with text"
-    data.check_each(rows, document, are_documents, must, "remove such rows")
-    labels = rows[label][:] if label else [None] * len(rows)
-    for row, (asked, found, given) in enumerate(zip(queries, rows[document][:], labels, strict=True)):
-        documents: Sequence[Any] = [found] if isinstance(found, str) else found
-        grades = given if isinstance(given, list) else [given]
-        if label and asked and (len(grades) != len(documents) or not all(map(data.is_number, grades))):
-            raise DataError(
-                f"a row must have a number in {label!r} for each of its documents, how much it is wanted, but "
-                f"{data.row_name(rows, row)} has {quoted(given)} for {len(documents)}"
-            )

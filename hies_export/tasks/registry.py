@@ -1,4 +1,4 @@
-"""The tasks that there are by their names, and the task of a model."""
+"""All tasks by their names, and the task of a model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,12 @@ from .task import COLUMNS, Task
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Name -> the file that registers it, in the order of help and messages, and the class that loads its models.
-_OWN = {
-    "text-classification": ("classification", "AutoModelForSequenceClassification"),
-    "token-classification": ("token_classification", "AutoModelForTokenClassification"),
-    "question-answering": ("question_answering", "AutoModelForQuestionAnswering"),
-    "fill-mask": ("fill_mask", "AutoModelForMaskedLM"),
-    "feature-extraction": ("feature_extraction", "AutoModel"),
-    "image-classification": ("classification", "AutoModelForImageClassification"),
-    "text-generation": ("text_generation", "AutoModelForCausalLM"),
-    "image-text-to-text": ("image_text_to_text", "AutoModelForImageTextToText"),
-}
-TASKS: Registry[type[Task]] = Registry("tasks", {name: f"tasks.{file}" for name, (file, _) in _OWN.items()})
+# The tasks of this package, in the order of help and messages.
+_OWN = (
+    *("text-classification", "token-classification", "question-answering", "fill-mask", "feature-extraction"),
+    *("image-classification", "text-generation", "image-text-to-text"),
+)
+TASKS: Registry[type[Task]] = Registry("tasks", dict.fromkeys(_OWN, "tasks"))
 
 
 def register_task(task: type[Task]) -> type[Task]:
@@ -59,8 +53,8 @@ def register_task(task: type[Task]) -> type[Task]:
 def task_of(model: Any, batch: Mapping[str, Tensor] | None = None, **options: Any) -> Task:
     """Return the task of a model by its class, bound to its configuration; `options` are those of the task.
 
-    A model of a class that none loads predicts tokens, if these are the labels of a batch or it generates text, and
-    else what a classifier of its configuration does.
+    Where no task's Auto class loads the model, it generates text if the labels of the batch are tokens or, without
+    labels, if its class can, and else it classifies text.
     """
     from transformers import PreTrainedModel
 
@@ -68,49 +62,36 @@ def task_of(model: Any, batch: Mapping[str, Tensor] | None = None, **options: An
 
     if isinstance(model, TextEncoder):
         return TASKS["feature-extraction"](model.config, **{"reader": model.reader, **options})
-    task = _known_task(model)
+    of_transformers = isinstance(model, PreTrainedModel)
+    task = task_by_class(type(model).__name__, model.config) if of_transformers else None
     if task is None:
         if batch is not None and "labels" in batch:
             tokens = data.are_tokens(batch["labels"])
         else:
-            tokens = isinstance(model, PreTrainedModel) and model.can_generate()
+            tokens = of_transformers and model.can_generate()
         task = TASKS["text-generation" if tokens else "text-classification"]
     return task(model.config, **options)
 
 
-def _known_task(model: Any) -> type[Task] | None:
-    from transformers import PreTrainedModel
+def task_by_class(name: str, config: Any, *, embeds: bool = False) -> type[Task] | None:
+    """Return the task whose Auto class loads a model class, given by its name; None if there is none.
 
-    return task_by_class(type(model).__name__, model.config) if isinstance(model, PreTrainedModel) else None
-
-
-def task_by_class(name: str, config: Any) -> type[Task] | None:
-    """Return the task whose Auto class loads a model class, which is given by its name; None if there is none."""
+    Only with `embeds`, a class without a head, which `AutoModel` loads, has the task of embeddings.
+    """
     from ..model.internals import auto_classes
 
     classes = auto_classes(name, config.model_type)
-    for known in TASKS:
-        # `AutoModel` loads base models, which have no task of their own.
-        if _auto_class(known) in classes and not TASKS[known].embeds:
-            return TASKS[known]
-    return None
-
-
-def _auto_class(name: str) -> str:
-    """Return the class that loads a task's models; that of a task in a file of this package without importing it."""
-    return TASKS[name].auto_class if name in TASKS.data or name not in _OWN else _OWN[name][1]
-
-
-def embedding_task(name: str, config: Any) -> type[Task] | None:
-    """Return the task of base models if a class, given by its name, is one without a head; None if it is not."""
-    from ..model.internals import auto_classes
-
-    task, classes = TASKS["feature-extraction"], auto_classes(name, config.model_type)
-    return task if task_by_class(name, config) is None and task.auto_class in classes else None
+    # One after the other, as a task of another package is imported when it is looked up.
+    found = next((task for task in TASKS.values() if task.auto_class in classes and not task.embeds), None)
+    embedding = TASKS["feature-extraction"]
+    return embedding if found is None and embeds and embedding.auto_class in classes else found
 
 
 def refuse_unknown(model: Any) -> None:
-    """Refuse a model in memory that has no task, is an encoder-decoder or none of transformers, or cannot be cut."""
+    """Refuse a model in memory that cannot be pruned.
+
+    It has no task, has adapters, is an encoder-decoder (an UnsupportedModelError), quantised, or none of transformers.
+    """
     from transformers import PreTrainedModel
 
     from ..model.text_encoder import TextEncoder
@@ -130,7 +111,7 @@ def refuse_unknown(model: Any) -> None:
             f"the weights must be floating-point numbers to be cut, but this {type(model).__name__} is quantised; load "
             "it without quantization_config, prune it, and quantise what is left"
         )
-    if not isinstance(model, TextEncoder) and _known_task(model) is None:
+    if not isinstance(model, TextEncoder) and task_by_class(type(model).__name__, model.config) is None:
         raise RequestError(
             f"the model must be one that {', '.join(task.auto_class for task in TASKS.values())} loads, got "
             f"{type(model).__name__}; load it with the head that it was fine-tuned with"
@@ -138,7 +119,7 @@ def refuse_unknown(model: Any) -> None:
 
 
 def refuse_adapters(model: Any) -> None:
-    """Refuse a model with layers of PEFT in it: what is saved of it would be the adapter alone."""
+    """Refuse, by a RequestError, a model with layers of PEFT in it: what is saved of it would be the adapter alone."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             raise RequestError(
