@@ -108,11 +108,7 @@ class Classification(Task):
         return torch.tensor(labels, dtype=torch.float32 if numbers else torch.int64)
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch whose labels, if it has any, are of the shape and dtype that the class describes.
-
-        Raises:
-            DataError: The labels are of another shape, or are no classes or flags of this model.
-        """
+        """Return a batch, with numbers and label sets as float32; a DataError refuses labels that the model has not."""
         if "labels" not in batch:
             return dict(batch)
         labels, count = batch["labels"], self.config.num_labels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 from ..errors import DataError, listed
 from .late import data, datasets
-from .prompts import end_of_text, ended, is_list, tokenize_spans
+from .prompts import end_of_text, ended, tokenize_spans
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # ShareGPT's names of roles -> those of chat templates.
@@ -21,7 +22,10 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def columns_of_chats(features: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the columns to read if a data set has conversations, TRL's prompt and completion, or Alpaca's columns."""
+    """Return the columns to read, by the fields of `data`; None for other features.
+
+    A data set may have conversations, TRL's prompt and completion, or Alpaca's instruction, input and output.
+    """
     talks = [name for name, feature in features.items() if _holds_messages(feature)]
     texts = [name for name, feature in features.items() if _holds_text(feature)]
     if {*_PAIR} <= {*talks} or {*_PAIR} <= {*texts}:
@@ -36,24 +40,26 @@ def columns_of_chats(features: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_conversations(rows: datasets.Dataset, columns: Sequence[str], processor: Any) -> None:
-    """Refuse columns that hold no conversations, blank ones, unknown roles, and a tokenizer without chat template."""
-    kinds = [_holds_messages(rows.features[column]) for column in columns]
-    if not all(kinds) and not (len(columns) == 2 and all(_holds_text(rows.features[column]) for column in columns)):
+    """Refuse columns that hold no conversations, blank ones, unknown roles, and a tokenizer without chat template.
+
+    `columns` are one of conversations, or two of prompts and completions. Without a `processor`, none is looked at.
+    """
+    features, leave_out = [rows.features[column] for column in columns], "leave such rows out"
+    if len(columns) == 2 and all(map(_holds_text, features)):
+        for column in columns:
+            data.check_each(rows, column, lambda text: text and text.strip(), "no text may be blank", leave_out)
+        return
+    if not all(map(_holds_messages, features)):
         given = listed(f"{column!r} holds {data.kind_of(rows.features[column])}" for column in columns)
         raise DataError(
             "data.messages must name a column of lists of messages, each with role and content (or from and value), "
             f"or two, what is asked and what follows, both of messages or both of text, but {given}"
         )
+    must = f"the role of every message must be one of {', '.join(ROLES)}"
     for column in columns:
-        leave = "leave such rows out"
-        if not all(kinds):
-            data.check_each(rows, column, lambda text: text and text.strip(), "no text may be blank", leave)
-            continue
-        must = f"the role of every message must be one of {', '.join(ROLES)}"
         data.check_each(rows, column, _has_known_roles, must, "rename it")
-        if column == columns[-1]:
-            data.check_each(rows, column, _has_an_answer, "the assistant must say something", leave)
-    if all(kinds) and processor is not None and not data.tokenizer_of(processor).chat_template:
+    data.check_each(rows, columns[-1], _has_an_answer, "the assistant must say something", leave_out)
+    if processor is not None and not data.tokenizer_of(processor).chat_template:
         raise DataError(
             "conversations are rendered by the model's chat template, but its tokenizer has none; set "
             "tokenizer.chat_template and save it with the model, or name columns of text"
@@ -65,7 +71,7 @@ def _holds_text(feature: Any) -> bool:
 
 
 def _holds_messages(feature: Any) -> bool:
-    fields = feature.feature if is_list(feature) else None
+    fields = data.item_feature(feature) if data.is_list(feature) else None
     return isinstance(fields, dict) and ({"role", "content"} <= fields.keys() or {"from", "value"} <= fields.keys())
 
 
@@ -79,22 +85,23 @@ def _has_an_answer(value: Any) -> bool:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    found = [_given(message) or {} for message in value or []]
+    """Return the messages of a conversation as chat templates take them, those of ShareGPT renamed."""
+    found = [_without_none(message) or {} for message in value or []]
     return [
         {"role": _SHAREGPT.get(m["from"], m["from"]), "content": m.get("value", "")} if "from" in m else m
         for m in found
     ]
 
 
-def _given(value: Any) -> Any:
-    """Return a value without the fields that it lacks: `datasets` fills them with None if others have them."""
+def _without_none(value: Any) -> Any:
+    """Return a value without the fields that are None at any depth: `datasets` adds those that only other rows have."""
     if isinstance(value, dict):
-        return {name: _given(inner) for name, inner in value.items() if inner is not None}
-    return [_given(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 class Conversations:
-    """Tokenises conversations, and counts in `unclear` those of which all tokens are judged.
+    """Tokenises conversations, and counts in `unclear` those of which all tokens pass for the assistant's.
 
     The assistant's tokens are known if the chat template has `{% generation %}`, or where it renders the beginning of a
     conversation as in the whole. The end-of-text token after a turn is the assistant's, and what follows it is not.
@@ -105,30 +112,29 @@ class Conversations:
         self.end = end_of_text(tokenizer)
 
     def tokens(self, parts: Sequence[Any]) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and which are the assistant's; of two parts, those of the second."""
+        """Return the token ids of a conversation, and a mask of the assistant's.
+
+        `parts` are a conversation, or a prompt and a completion, all of whose tokens are the assistant's: lists of
+        messages, or two texts.
+        """
         if isinstance(parts[0], str):
             prompt, completion = parts
             text = prompt + ended(completion, self.end)
             return tokenize_spans(text, [(len(prompt), len(text))], self.tokenizer)
         turns = [_messages(part) for part in parts]
-        messages = [message for part in turns for message in part]
+        messages = list(itertools.chain(*turns))
         render = partial(self.tokenizer.apply_chat_template, tokenize=False)
         if len(parts) == 1 and _GENERATION.search(self.tokenizer.get_chat_template()):
             found = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
             return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
         said = [(place, place + 1) for place, message in enumerate(messages) if message["role"] == "assistant"]
-        text, spans = render(messages), []
+        text, spans, last_token = render(messages), [], self.tokenizer.eos_token
         for first, last in said if len(parts) == 1 else [(len(turns[0]), len(messages))]:
             known = messages[:first]
             begins = [render(known, add_generation_prompt=True), render(known)] if known else [""]
             begin, until = next(filter(text.startswith, begins), None), render(messages[:last])
             if begin is not None and text.startswith(until):
-                spans.append((len(begin), self._end(text, len(begin), len(until))))
+                ended_at = text.rfind(last_token, len(begin), len(until)) if last_token else -1
+                spans.append((len(begin), len(until) if ended_at < 0 else ended_at + len(last_token)))
         self.unclear += not spans
         return tokenize_spans(text, spans or [(0, len(text))], self.tokenizer, special=False)
-
-    def _end(self, text: str, begin: int, end: int) -> int:
-        """Return where the end-of-text token ends in a part of a text, or the end of the part if it has none."""
-        last = self.tokenizer.eos_token
-        found = text.rfind(last, begin, end) if last else -1
-        return end if found < 0 else found + len(last)

@@ -15,7 +15,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTra
 from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
 from ..data.columns import STRINGS, holds_images
 from ..data.processors import tokenizer_of
-from ..data.rows import fixed_permutation, own_columns
+from ..data.rows import fixed_permutation, is_list, own_columns
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, check
 from ..model.text_encoder import TextEncoder
@@ -43,7 +43,7 @@ def batches_of(
     max_length: int | None = None,
     use: Use = "score",
 ) -> list[Batch]:
-    """Return batches as lists of tensors by the names that the model takes.
+    """Return batches that the model takes, on the CPU, with what is to be predicted in `labels`.
 
     Args:
         model: The model.
@@ -59,12 +59,12 @@ def batches_of(
         DataError: Texts are no texts, or blank; or the batches do not suit the model.
         RequestError: The processor is missing, or columns are given where there are none.
     """
-    if isinstance(given, datasets.Dataset) and holds_inputs(model, given, columns):
+    is_data_set = isinstance(given, datasets.Dataset)
+    if is_data_set and holds_inputs(model, given, columns):
         batches = check_batches(model, _of_inputs(model, given, processor, task), task, what=what)
-    elif isinstance(given, datasets.Dataset) or columns is not None or _are_texts(given):
-        rows, task = rows_to_read(
-            given, what=what, task=task, processor=processor, columns=columns, max_length=max_length
-        )
+    elif is_data_set or columns is not None or _are_texts(given):
+        how: dict[str, Any] = {"processor": processor, "columns": columns, "max_length": max_length}
+        rows, task = rows_to_read(given, what=what, task=task, **how)
         if not (batches := task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)):
             raise DataError(f"{what} must have at least one row, got an empty data set")
     else:
@@ -75,7 +75,7 @@ def batches_of(
 
 
 def holds_inputs(model: PreTrainedModel, given: Any, columns: Mapping[str, Any] | None) -> bool:
-    """Return whether rows, see `batches_of`, are the model's inputs already, in place of what a processor reads."""
+    """Return whether what `batches_of` is given are the model's inputs, rather than what a processor makes them of."""
     if isinstance(given, datasets.Dataset):
         return columns is None and model.main_input_name in given.features
     return not isinstance(given, (list, tuple)) or any(isinstance(item, Mapping) for item in given)
@@ -90,6 +90,11 @@ def _is_pair(item: Any) -> bool:
 
 
 def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dataset, dict[str, Any]]:
+    """Return texts, or pairs of texts, as rows, and the columns to read by the fields of `Columns`.
+
+    Raises:
+        DataError: The task reads no lists, or an item is not what it reads.
+    """
     if not task.of_item:
         raise DataError(
             f"{what} of {task.name} must be batches or a data set, got a list of texts; make a datasets.Dataset of them"
@@ -113,28 +118,26 @@ def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dat
 def _padding_unlabelled(batch: Batch, *, shift: int) -> Batch:
     """Return a batch of text whose labels are -100 where they stand at padding or are predicted from it.
 
-    Outputs at padding are arbitrary. Labels that copy the input, or are padded with a class, have values there. A label
-    is predicted `shift` tokens before it stands.
+    Outputs at padding are arbitrary, but labels that copy the input, or are padded with a class, have values there. A
+    label is predicted at the token that stands `shift` before its own.
     """
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     if labels is None or mask is None or labels.shape != mask.shape:
         return batch
     real = mask != 0
-    before = real.roll(shift, -1)
-    before[:, :shift] = True  # the first label of a row is not predicted
-    return {**batch, "labels": labels.where(real & before, IGNORED)}
+    predicted_from_real = real.roll(shift, -1)
+    predicted_from_real[:, :shift] = True  # the first label of a row is not predicted
+    return {**batch, "labels": labels.where(real & predicted_from_real, IGNORED)}
 
 
 def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, task: Task) -> list[Batch]:
-    """Return the batches of a data set whose columns are the model's inputs, padded if they differ in length."""
+    """Return the batches of a data set whose columns are the model's inputs and labels, padded by a tokenizer."""
     accepted = inspect.signature(model.forward).parameters
     names = [name for name in rows.column_names if name in accepted or name in LABELS]
     tokenizer = tokenizer_of(processor)
     collate: Any = default_data_collator
     if hasattr(tokenizer, "pad"):
-        of_tokens = task.predicts not in CLASSIFIED and any(
-            isinstance(rows.features[name], (list, datasets.List)) for name in names if name in LABELS
-        )
+        of_tokens = task.predicts not in CLASSIFIED and any(is_list(rows.features[n]) for n in names if n in LABELS)
         collate = (DataCollatorForSeq2Seq if of_tokens else DataCollatorWithPadding)(tokenizer)
     for name in set(names) & set(LABELS) if task.predicts in CLASSIFIED else ():
         feature = rows.features[name]
@@ -160,8 +163,11 @@ def rows_to_read(
     columns: Mapping[str, Any] | None,
     max_length: int | None = None,
 ) -> tuple[datasets.Dataset, Task]:
-    """Return the rows of a data set, or of a list of texts, and the task that reads them, by arguments as above."""
-    fields: Mapping[str, Any] | None = columns
+    """Return the rows of a data set, or of a list of texts, and the task that reads them.
+
+    Arguments and errors are those of `batches_of`.
+    """
+    fields = columns
     if not isinstance(given, datasets.Dataset):
         if columns is not None:
             raise RequestError(
@@ -177,9 +183,8 @@ def rows_to_read(
         raise RequestError(
             f"{what} with the columns {listed(own_columns(given))} needs processor=, the model's tokenizer or processor"
         )
-    task = task.to_read(
-        check({"max_length": max_length, **(fields or {})}, Columns, _COLUMNS, where="columns"), processor
-    )
+    read = check({"max_length": max_length, **(fields or {})}, Columns, _COLUMNS, where="columns")
+    task = task.to_read(read, processor)
     task.check_rows(given)
     return given, task
 
@@ -192,19 +197,18 @@ def usual_columns(
     `preferred` are sets of text columns, the best first: the first that the data set has is read, whatever its other
     texts.
     """
-    rows = rows.select_columns(own_columns(rows))
-    if found := task.usual_columns(rows.features):
+    features = {name: rows.features[name] for name in own_columns(rows)}
+    if found := task.usual_columns(features):
         return found
-    typed = rows.features if task.columns_by_type else {}
-    fitting = (names for names in preferred if len(names) <= task.text_columns and {*names} <= {*rows.column_names})
-    named = next(fitting, None)
+    typed = features if task.columns_by_type else {}
+    named = next((names for names in preferred if len(names) <= task.text_columns and {*names} <= {*features}), None)
     texts = named or [name for name, feature in typed.items() if getattr(feature, "dtype", None) in STRINGS]
     images = [name for name, feature in typed.items() if holds_images(feature)]
-    label = next((name for name in LABELS if name in rows.column_names), None)
+    label = next((name for name in LABELS if name in features), None)
     texts = [name for name in texts if name != label]
     if task.embeds:
         # The only text, or a pair with a number.
-        score = numbers_column(rows.features) if len(texts) == 2 else None
+        score = numbers_column(features) if len(texts) == 2 else None
         if len(texts) == 1 or score is not None or named:
             return {"text": tuple(texts), "label": score}
     elif task.images and not task.text and len(images) == 1:
@@ -215,7 +219,7 @@ def usual_columns(
 
 
 def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *, what: str = "batches") -> list[Batch]:
-    """Return batches as plain dicts of tensors on the CPU, after checking that a model takes them."""
+    """Return batches as plain dicts of tensors on the CPU; a DataError refuses those that the model does not take."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
         raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}")
     checked: list[Batch] = []
@@ -233,16 +237,17 @@ def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *,
 
 
 def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batch:
+    """Return one batch as `check_batches` does; `place` names it in messages."""
     if not isinstance(batch, Mapping) or not batch:
         raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
     taken = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
-    described = set(CHOICE_KEYS) if batch.keys() >= set(CHOICE_KEYS) else set()
+    descriptions: Sequence[str] = CHOICE_KEYS if batch.keys() >= set(CHOICE_KEYS) else ()
     if isinstance(model, TextEncoder):
-        described = set(TEXT_KEYS)
+        descriptions = TEXT_KEYS
     elif task.predicts in CLASSIFIED and model.config.num_labels == 1:
-        described = {GROUP_KEY, "grades"}
+        descriptions = (GROUP_KEY, "grades")
     for key, value in batch.items():
-        if key not in taken and key not in described:
+        if key not in taken and key not in descriptions:
             raise DataError(
                 f"every key of a batch must be an argument of {type(model).__name__}.forward, but {place} has "
                 f"{quoted(key)}; leave it out{did_you_mean(str(key), taken)}"
@@ -266,17 +271,15 @@ def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batc
 def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
     """Refuse masked tokens that a model would take for text, because they are not its config's padding token."""
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2 or not is_token(pad, model.config):
         return
-    pad, real = getattr(model.config.get_text_config(), "pad_token_id", None), mask.bool()
-    if not is_token(pad, model.config):
-        return
-    wrong = torch.zeros_like(real)
+    real, looked_at = mask.bool(), torch.zeros_like(mask, dtype=torch.bool)
     if finds_end_by_padding(model):
-        wrong |= real.flip(-1).cumsum(-1).flip(-1) == 0
+        looked_at |= real.flip(-1).cumsum(-1).flip(-1) == 0  # behind the text
     if numbers_by_padding(model.config):
-        wrong |= real.cumsum(-1) == 0
-    if len(tokens := ids[wrong & (ids != pad)]):
+        looked_at |= real.cumsum(-1) == 0  # before the text
+    if len(tokens := ids[looked_at & (ids != pad)]):
         raise DataError(
             f"texts for {type(model).__name__} must be padded with its config's pad_token_id, {pad}, which tells it "
             f"padding from text, but {place} has {int(tokens[0])}; pad with {pad}"
@@ -284,25 +287,26 @@ def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
 
 
 def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches to score on, and a drawn quarter, which is held out; a single batch is split by its rows.
+    """Return the batches to score on, and a quarter to hold out; of a single batch, quarters of its rows.
 
-    Rows are often sorted, such as by their label, and the last ones unlike the others. A single row stays, and nothing
-    is held out.
+    The quarter is drawn, as rows are often sorted, such as by their label, and the last ones unlike the others. Nothing
+    is held out of a single row.
     """
     single = len(batches) == 1
     count = size_of(batches[0]) if single else len(batches)
     if count == 1 or (single and any(len(value) != count for value in batches[0].values())):
         return batches, []
-    order = fixed_permutation(count).tolist()
-    parts = sorted(order[: -max(1, count // 4)]), sorted(order[-max(1, count // 4) :])
+    order, quarter = fixed_permutation(count).tolist(), max(1, count // 4)
+    parts = sorted(order[:-quarter]), sorted(order[-quarter:])
     if single:
-        scored, held_out = ({key: value[part] for key, value in batches[0].items()} for part in parts)
-        return [scored], [held_out]
-    return [batches[number] for number in parts[0]], [batches[number] for number in parts[1]]
+        scored, held_out = ([{key: value[part] for key, value in batches[0].items()}] for part in parts)
+    else:
+        scored, held_out = ([batches[number] for number in part] for part in parts)
+    return scored, held_out
 
 
 def first_rows(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Return the batches up to a number of rows."""
+    """Return the first `count` rows of batches, in batches."""
     found: list[Batch] = []
     for batch in batches:
         if count <= 0:
@@ -313,7 +317,7 @@ def first_rows(batches: Sequence[Batch], count: int) -> list[Batch]:
 
 
 def unlabelled(batches: Sequence[Batch], task: Task) -> list[Batch]:
-    """Return the batches to refit on: without labels, unless these say what is predicted."""
+    """Return the batches without labels, unless these say where predictions are read."""
     if task.places_by_labels:
         return list(batches)
     return [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, RequestError, listed, quoted
@@ -37,17 +35,18 @@ _PLACED = [
 
 
 def places_in_entities(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return of each class of words the letter of its place in an entity, and the type of the entity.
+    """Return, for the name of each class of words, the letter of its place in an entity and the type of the entity.
 
-    The letter is one of `BIMELSUW`, and S for a name without one, whose words are entities by themselves. Of `O`, both
-    are empty. Of letters alone, the type is `_`, as in seqeval.
+    The letter is one of `BIMELSUW`, and S for a name without one, whose words are entities by themselves. For `O`, both
+    are empty. For letters alone, the type is `_`, as in seqeval.
     """
     outside = [name.upper() == "O" for name in names]
     for number, pattern in enumerate(_PLACED):
         found = [pattern.fullmatch(name) for name in names]
-        whole = number < 2 or all(match or out for match, out in zip(found, outside, strict=True))
+        # A letter behind a type or alone counts only if all names have one.
+        fits = number < 2 or all(match or out for match, out in zip(found, outside, strict=True))
         # Without words that begin or go on, a letter is a part of a name.
-        if whole and {match["place"].upper() for match in found if match} & set("BIM"):
+        if fits and {match["place"].upper() for match in found if match} & set("BIM"):
             break
     else:
         found = [None] * len(names)
@@ -72,10 +71,6 @@ class ClassNames:
                 "name the classes in the model's config as it was trained"
             )
         self.names = [str(named[number]) for number in range(len(named))]
-        self._exact, self._folded = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
-        for number, name in enumerate(self.names):
-            self._exact[name].append(number)
-            self._folded[name.casefold()].append(number)
 
     def __str__(self) -> str:
         return listed(self.names)
@@ -91,91 +86,81 @@ class ClassNames:
         return all(name.isdecimal() for name in self.names)
 
     def find(self, name: str) -> list[int]:
-        """Return the numbers of the classes with a name: exactly this, or else but for the case; none if unknown."""
-        return self._exact.get(name) or self._folded.get(name.casefold(), [])
+        """Return the numbers of all classes of this name or, if there are none, of those that differ in case alone."""
+        exact = [number for number, own in enumerate(self.names) if own == name]
+        return exact or [number for number, own in enumerate(self.names) if own.casefold() == name.casefold()]
 
 
 def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bool = False) -> list[int] | list[float]:
     """Return one label per row: class numbers, matched by name if the data has names, or numbers for a regression."""
-    feature, values = rows.features[column], rows[column][:]
-    remedy = "remove such rows, or leave data.label out to run without labels"
-    data.check_each(rows, column, _is_there, "every row must have a label", remedy)
+    must, remedy = "every row must have a label", "remove such rows, or leave data.label out to run without labels"
+    data.check_each(rows, column, lambda value: value is not None and value == value, must, remedy)  # NaN != NaN
     if numbers:
         found = data.read_numbers(rows, column=column, what="the label of a regression")
         if all(value == -1 for value in found):
             raise DataError(_no_label_message(f"in every row of {column!r}"))
         return found
-    return class_numbers(
-        values, feature, column=column, classes=ClassNames(config), place=lambda row: data.row_name(rows, row)
-    )
-
-
-def _is_there(value: Any) -> bool:
-    return not (value is None or (isinstance(value, float) and math.isnan(value)))
+    lists = [[value] for value in rows[column][:]]
+    classes = ClassNames(config)
+    return [n for (n,) in class_numbers(rows, lists, rows.features[column], column=column, classes=classes)]
 
 
 def class_numbers(
-    values: Sequence[Any], feature: Any, *, column: str, classes: ClassNames, place: Callable[[int], str]
-) -> list[int]:
-    """Return the number of the class of each value, matched by name if the data has names.
+    rows: datasets.Dataset, lists: Sequence[Sequence[Any]], feature: Any, *, column: str, classes: ClassNames
+) -> list[list[int]]:
+    """Return the numbers of the classes in the list of labels of each row, matched by name if the data has names.
 
     Args:
-        values: Labels, none of them missing; in messages, `place` names the row of each by its index.
-        feature: What the values are in the data set.
+        rows: The rows, which messages name.
+        lists: The labels of each row, none of them missing.
+        feature: What a label is in the data set.
         column: Their column, for messages.
         classes: Those of the model.
     """
-    dtype = getattr(feature, "dtype", "")
-    if dtype in data.STRINGS:
-        return _numbers_of_names(values, column=column, classes=classes)
-    if not isinstance(dtype, str) or not dtype.startswith(("int", "uint", "bool")):
+    given, dtype = list(itertools.chain(*lists)), getattr(feature, "dtype", "")
+    if given and dtype not in data.STRINGS and not dtype.startswith(("int", "uint", "bool")):
         raise DataError(
             f"the labels of a classifier must be class numbers or class names, but {column!r} holds "
-            f"{data.kind_of(feature)} such as {quoted(values[0])}; a gap makes floats of numbers"
+            f"{data.kind_of(feature)} such as {quoted(given[0])}; a gap makes floats of numbers"
         )
+    values = list(dict.fromkeys(given))
+    if not values or dtype in data.STRINGS:
+        return _in_lists(lists, _numbers_of_names(dict(zip(values, values, strict=True)), column, classes))
+
+    def row_of(value: int) -> str:
+        return data.row_name(rows, next(row for row, of_row in enumerate(lists) if value in of_row))
+
     for number in _NO_LABEL:
         if number in values:
-            raise DataError(_no_label_message(f"for {column!r} in {place(values.index(number))}", number))
+            raise DataError(_no_label_message(f"for {column!r} in {row_of(number)}", number))
     names = _names_of_values(values, feature, classes)
-    numbers = {value: classes.find(name) for value, name in names.items()}
-    if any(found and value not in found for value, found in numbers.items()):
+    found = {value: classes.find(name) for value, name in names.items()}
+    if any(numbers and value not in numbers for value, numbers in found.items()):
         if classes.are_numbers and not isinstance(feature, datasets.ClassLabel):
             logger.warning(
                 "the labels in %r are whole numbers, and so are the model's class names (%s): they are matched by name",
                 column,
                 classes,
             )
-        return _numbers_of_names([names[value] for value in values], column=column, classes=classes)
-    if isinstance(feature, datasets.ClassLabel) and not all(map(numbers.get, values)):
+        return _in_lists(lists, _numbers_of_names({value: names[value] for value in values}, column, classes))
+    if isinstance(feature, datasets.ClassLabel) and not all(map(found.get, values)):
         _check_numbering(feature.names, column=column, classes=classes)
-    if not all(numbers.values()) and not classes.are_default:
+    if not all(found.values()) and not classes.are_default:
         logger.warning(
             "the data's classes (%s) are not named as the model's (%s): they are matched by number",
             listed(names.values()),
             classes,
         )
-    for index, value in enumerate(values):
-        if not 0 <= value < len(classes.names):
-            raise DataError(
-                f"labels must be in [0, {len(classes.names)}), the model's classes, "
-                f"but {place(index)} has {value} in {column!r}; number the classes as the model's id2label does"
-            )
-    return [int(value) for value in values]
+    if wrong := [value for value in values if not 0 <= value < len(classes.names)]:
+        raise DataError(
+            f"labels must be in [0, {len(classes.names)}), the model's classes, but {row_of(wrong[0])} has {wrong[0]} "
+            f"in {column!r}; number the classes as the model's id2label does"
+        )
+    return _in_lists(lists, {value: int(value) for value in values})
 
 
-def class_numbers_of_lists(
-    rows: datasets.Dataset, lists: Sequence[Sequence[Any]], feature: Any, *, column: str, classes: ClassNames
-) -> list[list[int]]:
-    """Return the numbers of the classes in the list of each row, see `class_numbers`."""
-    places = [row for row, of_row in enumerate(lists) for _ in of_row]
-    values = [value for of_row in lists for value in of_row]
-
-    def place(index: int) -> str:
-        return data.row_name(rows, places[index])
-
-    found = class_numbers(values, feature, column=column, classes=classes, place=place) if values else []
-    numbers = iter(found)
-    return [[next(numbers) for _ in of_row] for of_row in lists]
+def _in_lists(lists: Sequence[Sequence[Any]], numbers: Mapping[Any, int]) -> list[list[int]]:
+    return [[numbers[value] for value in of_row] for of_row in lists]
 
 
 def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) -> None:
@@ -196,7 +181,7 @@ def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) 
 
 
 def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -> dict[int, str]:
-    """Return the name of each class of the data by its value; none if the values are plain class numbers."""
+    """Return the name of each class of the data by its value; empty if the values are plain class numbers."""
     if isinstance(feature, datasets.ClassLabel):
         return dict(enumerate(feature.names))
     if feature.dtype == "bool":
@@ -205,15 +190,19 @@ def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -
 
 
 def _no_label_message(where: str, given: int = -1) -> str:
-    """Return the message that refuses rows whose label is a number that stands for none."""
+    """Return the message that refuses rows with a label, `given`, that stands for none; `where` says which rows."""
     return (
         f"every row must have a label, got {given} {where}, which stands for a hidden label, as in GLUE's test splits, "
         "or for one that annotators did not agree on, as in SNLI; leave such rows out, or use a split with labels"
     )
 
 
-def _numbers_of_names(names: Sequence[str], *, column: str, classes: ClassNames) -> list[int]:
-    numbers = {name: classes.find(name) for name in names}
+def _numbers_of_names(names: Mapping[Any, str], column: str, classes: ClassNames) -> dict[Any, int]:
+    """Return the number of the class of each value, given its name; a DataError refuses names of no or several classes.
+
+    `column` is named in the message.
+    """
+    numbers = {name: classes.find(name) for name in names.values()}
     if unknown := [quoted(name) for name, found in numbers.items() if not found]:
         given = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         remedy = "" if classes.are_numbers else f", give class numbers in [0, {len(classes.names)})"
@@ -227,7 +216,7 @@ def _numbers_of_names(names: Sequence[str], *, column: str, classes: ClassNames)
                 f"the class names in {column!r} must be those of one class each, but {quoted(name)} is the name of "
                 f"classes {listed(found)} in the model's id2label; give class numbers in [0, {len(classes.names)})"
             )
-    return [numbers[name][0] for name in names]
+    return {value: numbers[name][0] for value, name in names.items()}
 
 
 def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tensor:
@@ -241,34 +230,34 @@ def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tens
         DataError: A row has no list, or a label that the model does not know.
     """
     feature, values, count = rows.features[column], rows[column][:], config.num_labels
-    listed = isinstance(feature, (list, datasets.List, datasets.LargeList))
-    inner = feature[0] if isinstance(feature, list) else feature.feature if listed else feature
+    has_lists, inner = data.is_list(feature), data.item_feature(feature)
     if not isinstance(inner, (datasets.Value, datasets.ClassLabel)):
         raise DataError(
             f"{column!r} must hold lists of labels, but it holds {data.kind_of(feature)} of {data.kind_of(inner)}"
         )
     must, remedy = "every row must have a list of labels, empty if none applies", "complete it, or leave data.label out"
-    data.check_each(rows, column, lambda value: not (value is None or (listed and None in value)), must, remedy)
+    data.check_each(rows, column, lambda value: value is not None and not (has_lists and None in value), must, remedy)
     classes = ClassNames(config)
-    sets = values if listed else [[value] for value in values]
+    sets = values if has_lists else [[value] for value in values]
     dtype = str(inner.dtype)
-    named = dtype in data.STRINGS or (listed and isinstance(inner, datasets.ClassLabel))
+    named = dtype in data.STRINGS or (has_lists and isinstance(inner, datasets.ClassLabel))
+    # The first row that does not have 0 or 1 for each label of the model.
     wrong = next((row for row, labels in enumerate(sets) if len(labels) != count or not set(labels) <= {0, 1}), None)
     if wrong is None and not named:
         return torch.tensor(sets, dtype=torch.float32)
-    if wrong is not None and (dtype.startswith(("bool", "float")) or (count == 1 and not listed)):
+    if wrong is not None and (dtype.startswith(("bool", "float")) or (count == 1 and not has_lists)):
         raise DataError(
             f"the labels in {column!r} must be 0 or 1 for each of the model's {count} labels, or lists of their "
             f"numbers or names, but {data.row_name(rows, wrong)} has {quoted(values[wrong])}"
         )
-    members = map(set, class_numbers_of_lists(rows, sets, inner, column=column, classes=classes))
+    members = class_numbers(rows, sets, inner, column=column, classes=classes)
     return torch.tensor([[float(number in of_row) for number in range(count)] for of_row in members])
 
 
 def numbers_column(features: Mapping[str, Any]) -> str | None:
     """Return the usual column of scores that are numbers, or lists of numbers; None if there is none."""
     for name in _SCORES:
-        feature = getattr(features.get(name), "feature", features.get(name))
+        feature = data.item_feature(features.get(name))
         number = str(getattr(feature, "dtype", "")).startswith(("int", "float"))
         if number and not isinstance(feature, datasets.ClassLabel):
             return name

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DataError, listed, quoted
-from .labels import ClassNames, class_numbers_of_lists, places_in_entities
+from .labels import ClassNames, class_numbers, places_in_entities
 from .late import data, np, torch
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, check_same_samples, random_projection
@@ -190,7 +190,7 @@ class TokenClassification(Task):
                     f"every word must have a label, but {data.row_name(rows, row)} has {len(words)} words and {given} "
                     f"labels in {column!r}; give each word one, or leave the row out"
                 )
-        return class_numbers_of_lists(rows, labels, feature, column=column, classes=ClassNames(self.config))
+        return class_numbers(rows, labels, feature, column=column, classes=ClassNames(self.config))
 
     def _spans(self, rows: datasets.Dataset) -> list[list[_Span]]:
         column, classes = str(self.columns.label), ClassNames(self.config)
