@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import DataError, listed
 from .late import data, datasets
-from .prompts import end_of_text, ended, tokenize_spans
+from .prompts import end_of_text, tokenize_spans
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # ShareGPT's names of roles -> those of chat templates.
@@ -119,7 +119,7 @@ class Conversations:
         """
         if isinstance(parts[0], str):
             prompt, completion = parts
-            text = prompt + ended(completion, self.end)
+            text = prompt + completion.removesuffix(self.end) + self.end
             return tokenize_spans(text, [(len(prompt), len(text))], self.tokenizer)
         turns = [_messages(part) for part in parts]
         messages = list(itertools.chain(*turns))

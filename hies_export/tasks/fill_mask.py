@@ -46,7 +46,7 @@ class FillMask(TextGeneration):
     shift = 0
 
     def check_targets(self, rows: datasets.Dataset) -> None:
-        """Refuse a tokenizer without masks."""
+        """Refuse a tokenizer without a mask token."""
         if self.processor is not None and self.processor.mask_token_id is None:
             raise DataError(
                 "a tokenizer that fills masks must have a mask token, but this one has none; save the model with the "
@@ -55,22 +55,18 @@ class FillMask(TextGeneration):
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of texts with masks."""
-        texts = samples[self.columns.text[0]][:]
-        for part in batched(range(len(samples)), size):
-            chosen = [texts[row] for row in part]
-            found = data.tokenize(
-                self.processor, self.config, chosen, max_length=self.columns.max_length, return_special_tokens_mask=True
-            )
-            special = found.pop("special_tokens_mask")
-            found["labels"] = []
-            for row, text in enumerate(chosen):
-                ids, labels = self._masked(found["input_ids"][row], special[row], text)
-                found["input_ids"][row] = ids
-                found["labels"].append(labels)
+        how: dict[str, Any] = {"max_length": self.columns.max_length, "return_special_tokens_mask": True}
+        for texts in batched(samples[self.columns.text[0]][:], size):
+            found = data.tokenize(self.processor, self.config, texts, **how)
+            masked = map(self._masked, found["input_ids"], found.pop("special_tokens_mask"), texts)
+            found["input_ids"], found["labels"] = zip(*masked, strict=True)
             yield data.as_batch(found, self.processor, self.config)
 
     def _masked(self, ids: list[int], special: list[int], text: str) -> tuple[list[int], list[int]]:
-        """Return the ids with `SHARE` of the tokens masked, and the labels; the text is the seed of the draw."""
+        """Return the ids of a text with `SHARE` of its tokens masked, and the labels; the text seeds the draw.
+
+        `special` has 1 at special tokens, which are never masked.
+        """
         mask_id = self.processor.mask_token_id
         maskable = [place for place, is_special in enumerate(special) if not is_special and ids[place] != mask_id]
         if not maskable:
@@ -84,10 +80,7 @@ class FillMask(TextGeneration):
         return masked, [token if place in chosen else data.IGNORED for place, token in enumerate(ids)]
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return the rows that have a masked token.
-
-        Collators mask tokens at random, so that short texts may come without.
-        """
+        """Return the rows of a batch that have a masked token, as collators mask at random; a DataError if none has."""
         if "labels" not in batch:
             raise DataError(
                 "a masked language model is judged at its masks, so every batch must have labels: the tokens behind "
@@ -101,6 +94,9 @@ class FillMask(TextGeneration):
         return {key: value[rows] for key, value in batch.items()}
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
-        """Return the likeliest token at every real one, (batch, tokens): which of them are masks, only labels tell."""
+        """Return the likeliest token at every real one, -100 at padding, (batch, tokens).
+
+        All real tokens count, as only labels tell which of them are masked.
+        """
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
         return output.argmax(-1).where(real.to(output.device), data.IGNORED)

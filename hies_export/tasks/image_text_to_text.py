@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, refusing
 from .late import data, torch
-from .prompts import answer_text, end_of_text, tokenize_spans
 from .registry import register_task
 from .task import AT_ONCE, Task, Use, batched
-from .text_generation import TextGeneration, check_answer, with_positions
+from .text_generation import TextGeneration, with_positions
 
 if TYPE_CHECKING:
     import datasets
@@ -47,7 +46,7 @@ class ImageTextToText(TextGeneration):
     metrics = ("exact_match", "perplexity")
 
     def check_targets(self, rows: datasets.Dataset) -> None:
-        """Refuse also a processor that cannot count the tokens of an image, as old files of LLaVA make them."""
+        """Refuse also a processor that does not know how many tokens an image takes, as of old files of LLaVA."""
         super().check_targets(rows)
         if missing := [name for name in SIZE_OF_IMAGES if getattr(self.processor, name, "") is None]:
             raise DataError(
@@ -59,7 +58,10 @@ class ImageTextToText(TextGeneration):
             )
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
-        """Yield the tokens of all prompts and answers, and of some with their images, to which processors add some."""
+        """Yield the tokens of all prompts and answers, and with their images of the first `AT_ONCE`.
+
+        These show which tokens the processor adds for an image.
+        """
         yield from super().tokens(samples)
         if self.columns.image in samples.column_names:
             yield from Task.tokens(self, samples.select(range(min(AT_ONCE, len(samples)))))
@@ -70,35 +72,26 @@ class ImageTextToText(TextGeneration):
         data.give_padding(tokenizer)
         samples, choices = self.with_one_answer(samples, use)
         texts, column = self.texts(samples), str(self.columns.image)
-        end = end_of_text(tokenizer) if choices is None else ""
-        good = _decodable(data.as_images(samples, column), column)
-        for part in batched(good, size):
+        for part in batched(_decodable(data.as_images(samples, column), column), size):
             rows = [row for row, _ in part]
-            written, answer_tokens = [], []
-            for row in rows:
-                prompt, answer = self.prompt_and_answer(texts[row], None if choices is None else choices.text[row])
-                written.append(prompt + answer_text(prompt, answer, end))
-                _, judged = tokenize_spans(written[-1], [(len(prompt), len(written[-1]))], tokenizer)
-                check_answer(judged, data.row_name(samples, row), limit)
-                answer_tokens.append(sum(judged))
-            encoded = self._encode_checked(samples, part, written, tokenizer)
-            for row, length in zip(rows, encoded["attention_mask"].sum(-1).tolist(), strict=True):
+            read = list(self.tokenized(samples, ((row, texts[row]) for row in rows), choices, limit))
+            batch = self._encode_checked(samples, part, [text for text, _, _ in read], tokenizer)
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            for row, length in zip(rows, mask.sum(-1).tolist(), strict=True):
                 if limit is not None and length > limit:
                     raise DataError(
                         f"image, prompt and answer must fit into max_length ({limit} tokens), but "
                         f"{data.row_name(samples, row)} has {length}; raise max_length, or shorten the prompt"
                     )
-            data.check_vocabulary(encoded["input_ids"], self.config)
+            data.check_vocabulary(ids, self.config)
             # The answers' tokens are the last real ones, no matter how many tokens the image took before them.
-            mask = encoded["attention_mask"]
-            tokens_to_the_end = mask.flip(-1).cumsum(-1).flip(-1)
-            is_answer = mask.bool() & (tokens_to_the_end <= torch.tensor(answer_tokens)[:, None])
-            labels = encoded["input_ids"].where(is_answer, data.IGNORED)
-            batch = with_positions(encoded, self.config, labels)
+            answer_tokens = torch.tensor([sum(judged) for _, _, judged in read])
+            is_answer = mask.bool() & (mask.flip(-1).cumsum(-1).flip(-1) <= answer_tokens[:, None])
+            batch = with_positions(batch | {"labels": ids.where(is_answer, data.IGNORED)}, self.config)
             yield batch if choices is None else batch | choices.of(rows)
 
     def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
-        """Return the prompt of a row, with a place for the image, and its answer or the given choice."""
+        """Return the prompt of a row, with the image's token in it, and its answer or the given choice."""
         prompt, answer = super().prompt_and_answer(row, choice)
         return with_image_token(prompt, self.processor), answer
 
@@ -109,10 +102,10 @@ class ImageTextToText(TextGeneration):
         texts: Sequence[str],
         tokenizer: Any,
     ) -> Batch:
-        """Return a batch of texts, prompt and answer, and their images; `part` has each image with its row's number.
+        """Return a batch of prompts with answers, and their images; `part` has each image with its row's number.
 
         Raises:
-            DataError: The processor fails on a row, or its text has no place for the image, which only some check.
+            DataError: The processor fails on a row, or its text has no place for the image, which few processors check.
         """
         from ..model.tokens import placeholders
 
@@ -134,19 +127,12 @@ class ImageTextToText(TextGeneration):
     def _encode(self, images: Sequence[PIL.Image.Image], texts: Sequence[str], tokenizer: Any) -> Batch:
         # Chat templates write the begin-of-text token themselves.
         special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
-        return dict(
-            self.processor(
-                images=[[image] for image in images],
-                text=list(texts),
-                padding=True,
-                add_special_tokens=special,
-                return_tensors="pt",
-            )
-        )
+        how: dict[str, Any] = {"padding": True, "add_special_tokens": special, "return_tensors": "pt"}
+        return dict(self.processor(images=[[image] for image in images], text=list(texts), **how))
 
 
 def with_image_token(prompt: str, processor: Any) -> str:
-    """Place the image in a prompt: where the prompt says, by the chat template, or in a line before it."""
+    """Return a prompt with the image's token: where the prompt has it, by the chat template, or in a line before it."""
     token = getattr(processor, "image_token", None)
     if token is not None and token in prompt:
         return prompt
@@ -163,7 +149,7 @@ def with_image_token(prompt: str, processor: Any) -> str:
 
 
 def _decodable(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.Image.Image]]:
-    """Row and image of every row whose image decodes; one in a hundred may not."""
+    """Yield the number and the image of every row whose image decodes; a DataError if more than one in 100 does not."""
     failures: list[str] = []
     for row in range(len(rows)):
         try:
@@ -178,10 +164,5 @@ def _decodable(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.I
         else:
             yield row, image
     if failures:
-        logger.warning(
-            "%d of %d images in %r do not decode and are left out: %s",
-            len(failures),
-            len(rows),
-            column,
-            "; ".join(failures),
-        )
+        counted = f"{len(failures)} of {len(rows)} images in {column!r}"
+        logger.warning("%s do not decode and are left out: %s", counted, "; ".join(failures))

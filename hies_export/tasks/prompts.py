@@ -23,16 +23,8 @@ _UNSPACED = re.compile(
 )
 
 
-def is_list(feature: Any) -> bool:
-    """Return whether a column holds lists."""
-    return isinstance(feature, (datasets.List, datasets.LargeList))
-
-
 def template_fields(template: str) -> tuple[str, ...]:
-    """Return the columns that a prompt template such as "Question: {question}\\nAnswer:" names.
-
-    All that stands between braces is the name of a column, exactly as the data has it.
-    """
+    """Return the columns that a prompt template such as "Question: {question}\\nAnswer:" names between braces."""
     parts = list(_PARTS.finditer(template))
     if any(part[0] in ("{", "}") for part in parts):
         raise DataError(
@@ -43,10 +35,10 @@ def template_fields(template: str) -> tuple[str, ...]:
 
 
 def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
-    """Check that every row has what the template and the answer are made of, text or lists of text of equal length."""
+    """Refuse, by a DataError, rows without what the template and the answer need: text, or lists of one length."""
     for what, column in [*(("a field of data.prompt", f) for f in template_fields(prompt)), ("data.answer", answer)]:
         inner = rows.features[column]
-        while is_list(inner):
+        while data.is_list(inner):
             inner = inner.feature
         dtype = str(getattr(inner, "dtype", ""))
         if dtype not in data.STRINGS and not dtype.startswith(("int", "uint", "float", "bool")):
@@ -80,8 +72,8 @@ def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) ->
 
 
 def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets.Dataset:
-    """Replace the choices in the answer column by the one whose number is in the label column, from 0."""
-    if not is_list(rows.features[answer]):
+    """Return the rows with one text in the answer column: the choice whose number, from 0, is in the label column."""
+    if not data.is_list(rows.features[answer]):
         raise DataError(
             f"data.label is the number of the right choice, so data.answer must hold lists of choices, but {answer!r} "
             f"holds {data.kind_of(rows.features[answer])}; leave data.label out if there is one answer"
@@ -96,23 +88,22 @@ def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets
                 f"{data.row_name(rows, row)} has {quoted(number)}; {remedy}"
             )
         chosen.append(choices[int(number)])
-    kind = rows.features[answer].feature
-    return rows.remove_columns(answer).add_column(answer, chosen, feature=kind)
+    return rows.remove_columns(answer).add_column(answer, chosen, feature=rows.features[answer].feature)
 
 
 class Choices(NamedTuple):
-    """A description of `one_row_per_choice`'s rows: texts of choices, and values of `CHOICE_KEYS`, (rows, 4)."""
+    """The text of the choice in each row of `one_row_per_choice`, and the values of `CHOICE_KEYS`, (rows, 4) int64."""
 
     text: list[str]
     numbers: Tensor
 
     def of(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Return the description of these rows for a batch."""
-        return {key: self.numbers[list(rows), column] for column, key in enumerate(data.CHOICE_KEYS)}
+        """Return the values of `CHOICE_KEYS` for a batch of these rows."""
+        return dict(zip(data.CHOICE_KEYS, self.numbers[list(rows)].unbind(1), strict=True))
 
 
 def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tuple[datasets.Dataset, Choices]:
-    """Return a question's row once for each choice in its answer column, in order, and their description."""
+    """Return the row of each question once for each choice in its answer column, in order, and these choices."""
     right_choice(rows, answer=answer, label=label)
     choices, labels = rows[answer][:], rows[label][:]
     found = [(row, number, str(text)) for row, of_row in enumerate(choices) for number, text in enumerate(of_row)]
@@ -121,12 +112,14 @@ def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tu
 
 
 def _listed_columns(rows: datasets.Dataset, *, prompt: str, answer: str) -> list[str]:
-    asked = [field for field in template_fields(prompt) if is_list(rows.features[field])]
-    answers = [answer] if asked and answer not in asked and is_list(rows.features[answer]) else []
+    """Return the columns whose lists are paired item by item; none if no field of the prompt holds lists."""
+    asked = [field for field in template_fields(prompt) if data.is_list(rows.features[field])]
+    answers = [answer] if asked and answer not in asked and data.is_list(rows.features[answer]) else []
     return asked + answers
 
 
 def _lengths(rows: datasets.Dataset, columns: Sequence[str]) -> list[int]:
+    """Return the length of the lists of each row, which must be the same in all columns."""
     lengths = [tuple(map(len, items)) for items in zip(*(rows[column][:] for column in columns), strict=True)]
     for row, found in enumerate(lengths):
         if len(set(found)) > 1:
@@ -144,22 +137,20 @@ def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, st
 
 
 def end_of_text(tokenizer: Any) -> str:
-    """Return what ends an answer: the end-of-text token, or nothing if there is none, or every text gets one anyway."""
+    """Return what to end an answer with: the end-of-text token, or "" if there is none or the tokenizer adds it."""
     last: str = tokenizer.eos_token or ""
-    ended = last and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]
-    return "" if ended else last
+    added = last and tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]
+    return "" if added else last
 
 
 def answer_text(prompt: str, answer: str, end: str) -> str:
-    """Return what follows the prompt: a space, unless either side brings one or its script has none, and the answer."""
+    """Return what follows the prompt: the answer, which ends in `end` once, after a space.
+
+    There is no space if either side brings one, or its script has none.
+    """
     border = (prompt[-1:], answer[:1])
     spaced = all(border) and not any(map(_UNSPACED.match, border))
-    return " " * spaced + ended(answer, end)
-
-
-def ended(answer: str, end: str) -> str:
-    """Return an answer with its end, unless it brings it."""
-    return answer if answer.endswith(end) else answer + end
+    return " " * spaced + answer.removesuffix(end) + end
 
 
 def tokenize_spans(
@@ -167,9 +158,9 @@ def tokenize_spans(
 ) -> tuple[list[int], list[bool]]:
     """Return the token ids of a text, and a mask of those that lie in `spans`, from a first character to an end.
 
-    A tokenizer may merge characters across the edge of a span. So a token counts as before an edge only if the text
-    that ends at that edge has the same tokens up to it. By default the tokenizer adds its special tokens, unless the
-    text begins with the begin-of-text token.
+    A tokenizer may merge characters across the edge of a span. So a token counts as before an edge only if the text up
+    to that edge, tokenised alone, has the same tokens up to it. By default (`special` None) the tokenizer adds its
+    special tokens, unless the text begins with the begin-of-text token.
     """
     if special is None:
         special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

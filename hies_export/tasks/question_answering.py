@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import string
 from collections import Counter
@@ -50,8 +49,8 @@ answer = text[inputs.token_to_chars(first).start : inputs.token_to_chars(last).e
 class QuestionAnswering(Task):
     """Models that find the answer to a question in a text.
 
-    The likeliest first and last token of an answer are read from two rows of logits, (batch, 2, tokens). A text that is
-    read in several windows has the answer of the surest one.
+    The likeliest first and last token of an answer are read from two rows of logits, (batch, 2, tokens). A context that
+    is read in several windows has the answer whose logits have the largest sum.
 
     Answers are dicts of the lists `text` and `answer_start`, the character where it begins in the context, in the form
     of SQuAD. A context that is too long is read in windows that overlap by a third, at most 128 tokens; each window is
@@ -99,9 +98,8 @@ class QuestionAnswering(Task):
     @classmethod
     def refusal(cls, columns: Any) -> str | None:
         """Return why the columns named by the fields of a recipe's `data` cannot be read; None if they can."""
-        return super().refusal(columns) or (
-            None if len(columns.text) == 2 else f"{cls.name} needs {cls.needs}, got one"
-        )
+        one = None if len(columns.text) == 2 else f"{cls.name} needs {cls.needs}, got one"
+        return super().refusal(columns) or one
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse answers that do not stand in their context."""
@@ -118,7 +116,10 @@ class QuestionAnswering(Task):
         ]
 
     def _spans(self, context: str, answers: Any, has: str, column: str) -> list[tuple[int, int]]:
-        """Return where the answers of a row begin and end; `has` names the row in an error."""
+        """Return the characters where the answers of a row begin and end, without the blanks around them.
+
+        In a DataError, `has` names the row, and `column` the column.
+        """
         parts: list[Any] = [answers.get(name) for name in _ANSWER] if isinstance(answers, Mapping) else []
         whole = parts and all(isinstance(part, list) for part in parts) and len(parts[0]) == len(parts[1])
         if not whole or not parts[0]:
@@ -134,11 +135,11 @@ class QuestionAnswering(Task):
                     f"an answer must stand in its context at answer_start, but {has} {quoted(given)} at {start}, not "
                     f"{quoted(text)}; name the question before the context in data.text"
                 )
-            hidden = len(text) - len(_without_blanks(text))
-            if hidden == len(text):
-                raise DataError(f"an answer must have a word, but {has} {quoted(text)} in {column!r}; leave it out")
             # Blanks and invisible characters belong to no token.
-            spans.append((start + hidden, start + len(_without_blanks(text[::-1])[::-1])))
+            visible = [place for place, letter in enumerate(text) if letter.isprintable() and not letter.isspace()]
+            if not visible:
+                raise DataError(f"an answer must have a word, but {has} {quoted(text)} in {column!r}; leave it out")
+            spans.append((start + visible[0], start + visible[-1] + 1))
         return spans
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
@@ -153,15 +154,18 @@ class QuestionAnswering(Task):
             batch["question"] = torch.tensor(questions)
             batch["context"] = data.padded([contexts[question] for question in questions], -1, left=False)
             if answers is not None:
-                labels = [self._label(window, answers[question][0].tolist()) for question, window in part]
-                batch["labels"] = torch.tensor(labels)
+                batch["labels"] = torch.tensor([self._label(window, answers[question][0]) for question, window in part])
                 batch["answers"] = data.padded([answers[question] for question in questions], -1, left=False)
             yield batch
 
     def _in_windows(self, samples: datasets.Dataset) -> Iterator[tuple[int, dict[str, list[int]]]]:
+        """Yield all windows in order: the number of the question, and lists of one number per token by keys of a batch.
+
+        Raises:
+            DataError: A context has no token.
+        """
         limit = data.token_limit(self.processor, self.config, self.columns.max_length) or WINDOW
-        window = min(WINDOW, limit) if self.columns.max_length is None else limit
-        stride = min(STRIDE, window // 3)
+        length = min(WINDOW, limit) if self.columns.max_length is None else limit
         context_first = self.processor.padding_side == "left"
         for first in range(0, len(samples), _AT_ONCE):
             part = samples[first : first + _AT_ONCE]
@@ -170,9 +174,9 @@ class QuestionAnswering(Task):
                 self.processor,
                 self.config,
                 *(reversed(texts) if context_first else texts),
-                max_length=window,
+                max_length=length,
                 truncation="only_first" if context_first else "only_second",
-                stride=stride,
+                stride=min(STRIDE, length // 3),
                 return_overflowing_tokens=True,
                 return_offsets_mapping=True,
             )
@@ -185,20 +189,19 @@ class QuestionAnswering(Task):
                         f"{quoted(texts[1][question])} in {self.columns.text[1]!r}; leave it out"
                     )
                 places = [place if inside else (-1, -1) for place, inside in zip(offsets[row], of_context, strict=True)]
-                begins, ends = map(list, zip(*places, strict=True))
-                yield (
-                    first + question,
-                    {
-                        **{key: rows[row] for key, rows in found.items()},
-                        **dict(zip(data.TOKEN_PLACES, (begins, ends), strict=True)),
-                    },
-                )
+                window = {key: rows[row] for key, rows in found.items()}
+                window |= dict(zip(data.TOKEN_PLACES, map(list, zip(*places, strict=True)), strict=True))
+                yield first + question, window
 
-    def _label(self, window: Mapping[str, list[int]], answer: Sequence[int]) -> tuple[int, int]:
-        """Return the first and the last token of an answer that is whole in a window, else twice that of no answer."""
+    def _label(self, window: Mapping[str, list[int]], answer: Tensor) -> tuple[int, int]:
+        """Return the first and the last token of an answer that is whole in a window, else twice that of no answer.
+
+        `answer` is the characters where it begins and ends, (2,).
+        """
         begins, ends = (window[name] for name in data.TOKEN_PLACES)
-        inside = [token for token, end in enumerate(ends) if begins[token] < answer[1] and end > answer[0]]
-        if inside and begins[inside[0]] <= answer[0] and answer[1] <= ends[inside[-1]]:
+        start, stop = answer.tolist()
+        inside = [token for token, end in enumerate(ends) if begins[token] < stop and end > start]
+        if inside and begins[inside[0]] <= start and stop <= ends[inside[-1]]:
             return inside[0], inside[-1]
         ids = window["input_ids"]
         special = (self.processor.cls_token_id, self.processor.bos_token_id)
@@ -239,37 +242,35 @@ class QuestionAnswering(Task):
         return random_projection(best - second, number)
 
     def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-        """Return where the answer of each window begins and ends, (windows, 2), and the sum of both logits.
+        """Return where the best answer in each window begins and ends, (windows, 2), and the sum of its logits.
 
-        An answer has at most `LONGEST` tokens.
+        The best has the largest sum of the logits of its first and its last token, of which it has at most `LONGEST`.
+        The sum is NaN for a window with any logit that is not finite.
         """
         begins, ends = _places(output, batch)
         logits = output.float().cpu().masked_fill(begins[:, None] < 0, -torch.inf)
         first, last = logits.unbind(1)  # (windows, tokens) each
         tokens = first.shape[1]
-        # The scores of answers of 1, 2, ... tokens by their first one, (windows, lengths, tokens).
-        scores = torch.stack(
-            [
-                torch.nn.functional.pad(first[:, : tokens - more] + last[:, more:], (0, more), value=-torch.inf)
-                for more in range(min(LONGEST, tokens))
-            ],
-            dim=1,
-        )
-        best, at = scores.flatten(1).max(-1)
-        more, start = at // tokens, at % tokens
-        span = torch.stack([begins.gather(1, start[:, None]), ends.gather(1, (start + more)[:, None])], 1)[..., 0]
-        # NaN is no maximum, so it is looked for.
+        # The sums for answers of 1, 2, ... tokens by their first one, (windows, lengths, tokens).
+        sums = torch.full((len(first), min(LONGEST, tokens), tokens), -torch.inf)
+        for more in range(sums.shape[1]):
+            sums[:, more, : tokens - more] = first[:, : tokens - more] + last[:, more:]
+        best, at = sums.flatten(1).max(-1)
+        more_tokens, start = at // tokens, at % tokens
+        rows = torch.arange(len(at))
+        span = torch.stack([begins[rows, start], ends[rows, start + more_tokens]], 1)
         return span, best.where(output.isfinite().flatten(1).all(-1).cpu(), torch.nan)
 
     def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
-        """Return the answer of the surest window of each question, in the order of their numbers."""
+        """Return the answer to each question in the window with the largest sum, in the order of their numbers."""
         spans, scores = (torch.cat(values) for values in zip(*kept, strict=True))
         if "question" not in batches[0]:
             return Predictions(self.predicts, spans)
-        sure = scores.tolist()
-        rows = [max(windows, key=sure.__getitem__) for windows in _windows(batches)]
+        sums = scores.tolist()
+        rows = [max(windows, key=sums.__getitem__) for windows in _windows(batches)]
         contexts = [context for batch in batches for context in batch["context"].cpu()]
-        return Predictions(self.predicts, spans[rows], contexts=[_text(contexts[row]) for row in rows])
+        texts = ["".join(map(chr, contexts[row][contexts[row] >= 0].tolist())) for row in rows]
+        return Predictions(self.predicts, spans[rows], contexts=texts)
 
     def references(self, batches: Sequence[Batch]) -> Tensor:
         """Return the right answers to each question, (questions, answers, 2), padded with -1.
@@ -329,13 +330,14 @@ def _token_mask(output: Tensor, batch: Batch) -> Tensor:
 
 
 def _of_text(output: Tensor, batch: Batch) -> Tensor:
+    """Return the logits with the least number of their dtype at padding."""
     return output.masked_fill(~_token_mask(output, batch)[:, None], torch.finfo(output.dtype).min)
 
 
 def _places(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return where tokens begin and end, (windows, tokens) each, -1 at those that cannot be an answer; on the CPU.
 
-    Of batches without a context, these are the numbers of the tokens.
+    These are characters of the context; in batches without one, numbers of tokens.
     """
     if "begins" in batch:
         return batch["begins"].cpu(), batch["ends"].cpu()
@@ -344,16 +346,9 @@ def _places(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return place.where(real, -1), (place + 1).where(real, -1)
 
 
-def _text(code_points: Tensor) -> str:
-    return "".join(map(chr, code_points[code_points >= 0].tolist()))
-
-
 def _windows(batches: Sequence[Batch]) -> list[list[int]]:
+    """Return the numbers of the windows of each question among those of all batches, in the order of the questions."""
     rows: dict[int, list[int]] = {}
     for row, question in enumerate(torch.cat([batch["question"] for batch in batches]).tolist()):
         rows.setdefault(question, []).append(row)
     return [rows[question] for question in sorted(rows)]
-
-
-def _without_blanks(text: str) -> str:
-    return "".join(itertools.dropwhile(lambda letter: letter.isspace() or not letter.isprintable(), text))

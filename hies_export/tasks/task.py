@@ -45,7 +45,7 @@ class Predictions:
         kind: What is predicted: the `of` of the metrics that fit.
         values: What is kept of the outputs: logits or an embedding of each sample, (samples, width); log-likelihoods of
             choices, (questions, choices) float64; where an answer begins and ends, (questions, 2); or the likeliest
-            token at every label token, or class of every word of all samples, in order, (values,) int64.
+            token at every label token, or the class of every word, of all samples in order, (values,) int64.
         sample: The sample of each value, (values,) int64, in order; None if each has its own.
         joint: Whether all values of a sample are one prediction, as the tokens of an answer are.
         nll: The negative log-likelihood of each label token, (values,) float32, in nats.
@@ -70,7 +70,7 @@ class Predictions:
         return int(self.sample[-1]) + 1 if len(self.sample) else 0
 
     def per_sample(self, values: Tensor) -> Tensor:
-        """Return the sum over each sample of numbers of (values,), (samples,) float64."""
+        """Return the sum over each sample, (samples,) float64, of numbers that belong to its values, (values,)."""
         assert self.sample is not None
         return torch.zeros(len(self), dtype=torch.float64).index_add(0, self.sample, values.double())
 
@@ -155,7 +155,7 @@ class Task(ABC):
         return None
 
     def to_read(self: AnyTask, columns: Columns, processor: Any = None) -> AnyTask:
-        """Return the same task that reads these columns with a copy of a tokenizer or processor.
+        """Return a copy of the task that reads these columns with a copy of a tokenizer or processor.
 
         Calling a tokenizer changes how it cuts and pads, which it would be saved with. Without one, rows can only be
         checked.
@@ -163,6 +163,7 @@ class Task(ABC):
         return self._changed(columns=columns, processor=copy.deepcopy(processor))
 
     def _changed(self: AnyTask, **attributes: Any) -> AnyTask:
+        """Return a shallow copy of the task with other values of some attributes."""
         changed = copy.copy(self)
         vars(changed).update(attributes)
         return changed
@@ -176,7 +177,7 @@ class Task(ABC):
         shuffled: bool = False,
         **drawn: Any,
     ) -> datasets.Dataset:
-        """Load rows as `load_rows` does, `check_rows`, and `draw` samples from them by its options."""
+        """Load a row per sample of a split, after `check_rows`; options are those of `mapped_rows` and `take`."""
         source: dict[str, Any] = {"name": name, "files": files, "shuffled": shuffled, "split": split, "numbered": True}
         if self.a_row_is_a_sample:
             rows = data.load_rows(**source, **drawn, together=self.columns.together)
@@ -189,20 +190,18 @@ class Task(ABC):
     @property
     def columns_of_text(self) -> list[str]:
         """The columns that texts are read from."""
-        asked = self.columns
-        of_queries = (asked.query, asked.document)
-        names = (*asked.text, *of_queries, *asked.messages, *template_fields(asked.prompt or ""), asked.answer)
+        asked, fields = self.columns, template_fields(self.columns.prompt or "")
+        names = (*asked.text, asked.query, asked.document, *asked.messages, *fields, asked.answer)
         return [name for name in dict.fromkeys(names) if name]
 
     def check_rows(self, rows: datasets.Dataset) -> None:
-        """Check that the model can be fed with these rows, before anything is computed."""
-        columns = self.columns
+        """Refuse, by a DataError, rows that the model cannot be fed with, before anything is computed."""
+        columns, known = self.columns, data.own_columns(rows)
         if refusal := self.refusal(columns):
-            raise DataError(f"{refusal}; the data has {listed(data.own_columns(rows))}")
-        inputs = (*columns.text, *([columns.image] if columns.image else []))
-        for column in (*inputs, *self.columns_of_text, *(name for name in (columns.group, columns.label) if name)):
+            raise DataError(f"{refusal}; the data has {listed(known)}")
+        inputs = [*columns.text, *filter(None, [columns.image])]
+        for column in (*inputs, *self.columns_of_text, *filter(None, [columns.group, columns.label])):
             if column not in rows.column_names:
-                known = data.own_columns(rows)
                 raise DataError(
                     f"the data must have the column {quoted(column)}, but it has {listed(known)}"
                     f"{did_you_mean(column, known)}"
@@ -218,13 +217,13 @@ class Task(ABC):
                 raise DataError(
                     f"the column {column!r} must hold text, but it holds {data.kind_of(feature)}; name a column of text"
                 )
-            # An Image feature is one step from its storage; asking the table avoids decoding every image here.
+            # The Arrow table says what is missing without decoding every image.
             values = rows.with_format("arrow")[column][:]
-            for row, value in enumerate(values if values.null_count else ()):
-                if not value.is_valid:
-                    raise DataError(
-                        f"every row must have a {column!r}, but {data.row_name(rows, row)} has none; leave it out"
-                    )
+            if values.null_count:
+                row = values.is_valid().to_pylist().index(False)
+                raise DataError(
+                    f"every row must have a {column!r}, but {data.row_name(rows, row)} has none; leave it out"
+                )
         self.check_targets(rows)
 
     def is_text(self, feature: Any) -> bool:
@@ -232,11 +231,11 @@ class Task(ABC):
         return getattr(feature, "dtype", None) in data.STRINGS
 
     def check_targets(self, rows: datasets.Dataset) -> None:
-        """Refuse rows without a label or an answer that the model knows; by default, none is looked at."""
+        """Refuse, by a DataError, rows without a label or an answer that the model knows; by default, none."""
         return
 
     def draw(self, rows: datasets.Dataset, **drawn: Any) -> datasets.Dataset:
-        """Turn all rows, in their own order, into one row per sample, and `take` as many of these as wanted."""
+        """Turn rows, in their own order, into one row per sample, and `take` some of these by its options."""
         samples = rows if self.a_row_is_a_sample else self.samples(rows)
         return data.take(samples, **drawn, together=self.columns.together)
 
@@ -245,31 +244,33 @@ class Task(ABC):
         return rows
 
     def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
-        """Turn samples into batches for `model(**batch)`, in their order, padded with the config's `pad_token_id`."""
+        """Return samples as batches for `model(**batch)`, in their order; without labels to refit.
+
+        Labels stay if they say where predictions are read.
+        """
         task = self
         if use == "refit" and not self.places_by_labels:
             task = self._changed(columns=self.columns.model_copy(update={"label": None}))
         return list(task.batches(samples, size, use)) if len(samples) else []
 
     def in_full(self: AnyTask) -> AnyTask:
-        """Return the same task, which reads all that rows have; by default, it does."""
+        """Return a task that reads all that rows have; by default, this one."""
         return self
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
         """Yield the tokens, (tokens,) int64, that a model reads of samples or has to predict, without padding."""
-        yield from (
-            batch["input_ids"][batch["attention_mask"] != 0] for batch in self.batches(samples, AT_ONCE, "score")
-        )
+        for batch in self.batches(samples, AT_ONCE, "score"):
+            yield batch["input_ids"][batch["attention_mask"] != 0]
 
     @abstractmethod
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of at least one sample, with the tensors by the names that the model takes, and `labels`.
+        """Yield batches of at most `size` samples, with tensors by the names that the model takes, and `labels`.
 
-        What else says how rows belong together has fixed names, see `data/batches.py`.
+        Tensors that say how rows belong together have fixed names, see `data/batches.py`.
         """
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch that a user gave as `read` gives it: what is to be predicted is in `labels`.
+        """Return a batch that a user gave as `read` gives it, with what is to be predicted in `labels`.
 
         Raises:
             DataError: The labels are none that the model has.
@@ -277,20 +278,20 @@ class Task(ABC):
         return dict(batch)
 
     def at_once(self, batch: Batch) -> int:
-        """Return of how many samples one forward pass may compute the output; by default of all."""
+        """Return how many samples one forward pass may take; by default all."""
         return data.size_of(batch)
 
     # How units are scored.
 
     def output(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return what a model predicts for a batch, on the model's device; its labels are left out."""
+        """Return what a model predicts for the inputs of a batch, on the model's device."""
         device = next(model.parameters()).device
         inputs = data.inputs_of(batch)
         found = model(**{key: value.to(device) if hasattr(value, "to") else value for key, value in inputs.items()})
         return stack([getattr(found, name) for name in self.output_names])
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
-        """Return what the model predicts for a batch, as labels of its loss."""
+        """Return the labels that the output, (batch, ...), predicts for a batch, in the form that the loss takes."""
         return output.argmax(-1)
 
     def with_labels(self, model: PreTrainedModel, batch: Batch) -> Batch:
@@ -306,9 +307,10 @@ class Task(ABC):
         return {**batch, "labels": torch.cat(labels)}
 
     def loss(self, model: PreTrainedModel, batch: Batch, number: int) -> Loss:
-        """Return the sum of all losses of a batch, which the model averages; `number` is that of the batch.
+        """Return the sum of all losses of a batch, and how many each sample has; `number` is that of the batch.
 
-        Without labels, a sample's loss is its output, projected onto random signs (`random_projection`).
+        With labels it is the model's own mean loss, times their count. Without, a sample's loss is its output,
+        projected onto random signs (`random_projection`). A NonFiniteError says that it is NaN or infinite.
         """
         if "labels" in batch:
             counts = self.losses(batch["labels"])
@@ -334,8 +336,7 @@ class Task(ABC):
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
         """Return one number per sample, (batch,), whose change greedy removal keeps small.
 
-        By default it is the margin of the largest logit over the second. `output` is the prediction, and `number` that
-        of the batch.
+        By default it is the margin of the largest logit over the second. `number` is that of the batch.
         """
         best, second = output.float().topk(2, dim=-1).values.unbind(-1)
         return best - second
@@ -343,15 +344,15 @@ class Task(ABC):
     # How predictions are judged.
 
     def check_batches(self, batches: Sequence[Batch]) -> None:
-        """Refuse, by a DataError, batches in which there is nothing to predict; by default, every row is predicted."""
+        """Refuse, by a DataError, batches in which there is nothing to predict; by default, none."""
         return
 
     def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-        """Return what is kept of the prediction of a batch; NaN in it must reach one of these tensors."""
+        """Return what is kept of the output for a batch; if it has NaN, one of these tensors must have it too."""
         return (output,)
 
     def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
-        """Return the predictions of all batches, in their order, from what was kept of each."""
+        """Return the predictions of all batches, in their order, from what `keep` returned for each."""
         # Outside inference mode, so that the result may take part in a backward pass.
         return Predictions(self.predicts, torch.cat([values for (values,) in kept]))
 
@@ -364,7 +365,7 @@ class Task(ABC):
         return predictions.values.argmax(-1)
 
     def same(self, dense: Predictions, other: Predictions) -> Tensor:
-        """Return which predictions are the same, (predictions,) bool; DataError if they are of other samples."""
+        """Return which predictions are the same, (predictions,) bool; a DataError if their samples differ."""
         check_same_samples(dense, other)
         one, two, tolerance = self.decide(dense), self.decide(other), self.tolerance_on(dense)
         alike = one == two if tolerance is None else (one - two).abs() <= tolerance
@@ -372,11 +373,11 @@ class Task(ABC):
         return dense.per_sample(~same) == 0 if dense.joint else same
 
     def tolerance_on(self, dense: Predictions) -> float | None:
-        """Return how far predictions may be from the dense model's and be the same; None if they must be equal."""
+        """Return how far predictions may be from the dense model's to count as the same; None if they must be equal."""
         return None
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return what metrics compare: predictions and references of (samples,)."""
+        """Return what metrics compare, predictions and references; by default decisions and labels, (samples,) each."""
         return self.decide(predictions).numpy(), references.numpy()
 
     def usual_metrics(
@@ -391,7 +392,7 @@ class Task(ABC):
 
 
 def check_same_samples(dense: Predictions, other: Predictions) -> None:
-    """Refuse, by a DataError, to compare predictions of other samples."""
+    """Refuse, by a DataError, two predictions whose samples differ."""
     alike = dense.values.shape == other.values.shape and len(dense.values) > 0
     if alike and dense.sample is not None and other.sample is not None:
         alike = torch.equal(dense.sample, other.sample)
@@ -404,7 +405,7 @@ def check_same_samples(dense: Predictions, other: Predictions) -> None:
 
 
 def stack(outputs: Sequence[Any]) -> Any:
-    """Return the only output, or several stacked on axis 1."""
+    """Return the only output as it is, or a tensor of several outputs stacked on axis 1."""
     return outputs[0] if len(outputs) == 1 else torch.stack([torch.as_tensor(output) for output in outputs], dim=1)
 
 
@@ -412,7 +413,7 @@ def random_projection(outputs: Tensor, seed: int) -> Tensor:
     """Return outputs, (samples, dimension), each projected onto random signs of its own, (samples,) float32.
 
     Over such signs v, the mean of (v . d)^2 is |d|^2, the squared length of a change d of the output. So the gradient
-    of one number measures the effect on a whole embedding. With a single dimension, the output itself is returned.
+    of one number measures the effect on a whole output. With a single dimension, the output itself is returned.
 
     Source: Hutchinson, Communications in Statistics 18 (1989), for the signs.
     """
@@ -424,7 +425,7 @@ def random_projection(outputs: Tensor, seed: int) -> Tensor:
 
 
 def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Yield `size` items at a time; the last batch may have fewer."""
+    """Yield `size` items at a time, the last time maybe fewer; a DataError refuses a size below 1."""
     if size < 1:
         raise DataError(f"batch_size must be at least 1, got {size}")
     remaining = iter(items)

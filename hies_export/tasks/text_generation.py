@@ -6,8 +6,7 @@ import itertools
 import logging
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +19,6 @@ from .prompts import (
     check_prompt,
     end_of_text,
     filled,
-    is_list,
     one_row_per_choice,
     one_row_per_question,
     right_choice,
@@ -28,7 +26,7 @@ from .prompts import (
     tokenize_spans,
 )
 from .registry import register_task
-from .task import AT_ONCE, AnyTask, Predictions, Task, Use, batched
+from .task import AnyTask, Predictions, Task, Use, batched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 # Default tokens of a block of plain text, if the model takes as many.
 BLOCK_LENGTH = 512
-# The number of a token that is read in pieces, all of which are predicted.
+# Stands for a token that is read in pieces, all of which are predicted.
 WHOLE = -1
 # The one column of samples that are packed blocks.
 BLOCK = "input_ids"
 # Texts that are tokenised at once.
 TEXTS = 1000
-# Most bytes of the logits of one forward pass in float32, if it has several samples; and of what is copied of them.
+# Most bytes of float32 logits that one forward pass of several samples gives, and that are copied at once.
 LOGITS_BYTES = 256 << 20
 COPIED_BYTES = 64 << 20
 # The tokens of a sample, and which of them are labels.
@@ -86,31 +84,30 @@ class TextGeneration(Task):
     whole_blocks = True
 
     def of_choices(self: AnyTask) -> AnyTask:
-        """Return the same task, which is judged by the likelihood of every choice."""
+        """Return a copy of the task that is judged by the likelihood of every choice."""
         return self._changed(every_choice=True)
 
     # How rows are read.
 
     @classmethod
     def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the columns of rows on which chat models are tuned, if a data set has them."""
+        """Return the columns on which chat models are tuned, see `columns_of_chats`; None if there are none."""
         return columns_of_chats(features) if "messages" in cls.reads else None
 
     def in_full(self: AnyTask) -> AnyTask:
-        """Return the same task, which reads every choice, and the incomplete last block."""
+        """Return a copy of the task that reads every choice, and the incomplete last block."""
         return self._changed(every_choice=self.columns.label is not None, whole_blocks=False)
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
-        """Yield the tokens of blocks, or of all that plain texts or prompts with answers have, nothing of it cut."""
+        """Yield the tokens, (tokens,) int64, of each block, or of each row without a limit on its length."""
         if samples.column_names == [BLOCK]:
-            for part in batched(range(len(samples)), AT_ONCE):
-                yield from map(torch.tensor, samples[part][BLOCK])
-            return
-        yield from (torch.tensor(ids) for ids, _ in self._rows(samples, "judge", None)[0])
+            yield from map(torch.tensor, data.column_values(samples, BLOCK))
+        else:
+            yield from (torch.tensor(ids) for ids, _ in self._rows(samples, "judge", None)[0])
 
     @property
     def prompted(self) -> bool:
-        """Whether there are prompts and answers, rather than plain text."""
+        """Whether rows are prompts with answers, rather than plain text or conversations."""
         return self.columns.prompt is not None
 
     @property
@@ -127,11 +124,12 @@ class TextGeneration(Task):
         check_prompt(rows, **self.template)
         if self.columns.label:
             right_choice(rows, answer=self.template["answer"], label=self.columns.label)
-            if several := [name for name in template_fields(self.template["prompt"]) if is_list(rows.features[name])]:
-                raise DataError(
-                    f"a prompt with choices must have one question in a row, but {several[0]!r} holds lists; write a "
-                    "row for each question, or leave data.label out"
-                )
+            for name in template_fields(self.template["prompt"]):
+                if data.is_list(rows.features[name]):
+                    raise DataError(
+                        f"a prompt with choices must have one question in a row, but {name!r} holds lists; write a "
+                        "row for each question, or leave data.label out"
+                    )
 
     def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return a row per question, or packed blocks of plain text."""
@@ -139,12 +137,11 @@ class TextGeneration(Task):
             return rows if self.columns.label else one_row_per_question(rows, **self.template)
         if self.columns.messages or not self.columns.packing:
             return rows
-        asked = self.columns.max_length
-        length = data.token_limit(self.processor, self.config, asked) or BLOCK_LENGTH
-        length = length if asked is not None else min(length, BLOCK_LENGTH)
-        length -= len(self._begin)
-        options: dict[str, Any] = {"length": length, "whole": self.whole_blocks}
-        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, **options)
+        length = data.token_limit(self.processor, self.config, self.columns.max_length) or BLOCK_LENGTH
+        if self.columns.max_length is None:
+            length = min(length, BLOCK_LENGTH)
+        how: dict[str, Any] = {"length": length - len(self._begin), "whole": self.whole_blocks}
+        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, **how)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of blocks or of plain texts, or of prompts with answers or conversations, cut on the left."""
@@ -160,16 +157,20 @@ class TextGeneration(Task):
             yield batch if choices is None else batch | choices.of(part)
 
     def _rows(self, samples: datasets.Dataset, use: Use, limit: int | None) -> tuple[list[Tokens], Choices | None]:
-        """Return the tokens of each row to read, with a description of choices."""
-        tokenizer, _ = self.prepare_tokenizer()
+        """Return the tokens of each row, at most `limit`, and of the choices their description; None without choices.
+
+        With choices, a row may be read once for each, see `with_one_answer`.
+        """
+        tokenizer = data.tokenizer_of(self.processor)
         if not self.prompted:
             read = self._conversations if self.columns.messages else self._plain_texts
             return read(samples, tokenizer, limit), None
         samples, choices = self.with_one_answer(samples, use)
-        return self._answers(samples, choices, tokenizer, limit), choices
+        read_texts = self.tokenized(samples, enumerate(self.texts(samples)), choices, limit)
+        return [cut_on_the_left(ids, judged, limit, tokenizer) for _, ids, judged in read_texts], choices
 
     def with_one_answer(self, samples: datasets.Dataset, use: Use) -> tuple[datasets.Dataset, Choices | None]:
-        """Return the samples with one answer each, or each row once for every choice, with a description of these."""
+        """Return the samples with one answer each, and None; or each once for every choice, and their description."""
         if not self.columns.label:
             return samples, None
         columns = {"answer": self.template["answer"], "label": self.columns.label}
@@ -178,37 +179,35 @@ class TextGeneration(Task):
 
     def texts(self, samples: datasets.Dataset) -> datasets.Dataset:
         """Return only the columns that prompts and answers need, because reading a row decodes its images."""
-        fields = template_fields(self.template["prompt"])
-        return samples.select_columns(list(dict.fromkeys([*fields, self.template["answer"]])))
+        return samples.select_columns(list({*template_fields(self.template["prompt"]), self.template["answer"]}))
 
     def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
         """Return the prompt of a row, and its answer or the given choice."""
         return filled(row if choice is None else {**row, self.template["answer"]: choice}, **self.template)
 
     def prepare_tokenizer(self) -> tuple[Any, int | None]:
-        """Return the tokenizer, and how many tokens a sample may have."""
+        """Return the tokenizer, and how many tokens a sample may have; None for no limit."""
         tokenizer = data.tokenizer_of(self.processor)
         return tokenizer, data.token_limit(tokenizer, self.config, self.columns.max_length)
 
     @cached_property
     def _begin(self) -> list[int]:
-        """What every block begins with: the begin-of-text token, or nothing."""
+        """What every block begins with: the begin-of-text token if it is asked for, or by default added; or nothing."""
         token, asked = self.processor.bos_token_id, self.columns.bos
         if asked is True and token is None:
             raise DataError("data.bos must be false or auto for a tokenizer without begin-of-text token, got true")
-        own = asked == "auto" and self.processor("a", verbose=False)["input_ids"][:1] == [token]
-        return [token] if asked is True or own else []
+        added = asked == "auto" and self.processor("a", verbose=False)["input_ids"][:1] == [token]
+        return [token] if asked is True or added else []
 
     def _batch_of_blocks(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        """Return packed blocks by their numbers as a batch, (blocks, tokens), without padding.
+        """Return the packed blocks with the numbers in `part` as a batch, (blocks, tokens), without padding.
 
-        A begin-of-text token, if the model has one, is put in front of each, and is no label as all others are.
+        All tokens are labels but the begin-of-text token that may be put in front of each block.
         """
-        begin = self._begin
-        ids = torch.tensor([begin + block for block in samples[part][BLOCK]])
+        ids = torch.tensor([self._begin + block for block in samples[part][BLOCK]])
         data.check_vocabulary(ids, self.config)
         labels = ids.clone()
-        labels[:, : len(begin)] = data.IGNORED
+        labels[:, : len(self._begin)] = data.IGNORED
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
     def _plain_texts(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[Tokens]:
@@ -230,18 +229,35 @@ class TextGeneration(Task):
             logger.warning("%d of %d rows are blank in %r and left out", blank, len(samples), column)
         return found
 
-    def _answers(
-        self, samples: datasets.Dataset, choices: Choices | None, tokenizer: Any, limit: int | None
-    ) -> list[Tokens]:
-        """Return the tokens of each prompt with its answer, cut on the left; the answer's are labels."""
-        found, end = [], end_of_text(tokenizer) if choices is None else ""
-        for number, row in enumerate(self.texts(samples)):
+    def tokenized(
+        self,
+        samples: datasets.Dataset,
+        texts: Iterable[tuple[int, dict[str, Any]]],
+        choices: Choices | None,
+        limit: int | None,
+    ) -> Iterator[tuple[str, list[int], list[bool]]]:
+        """Yield prompt and answer of rows as one text, its token ids, and a mask of the answer's.
+
+        `texts` are rows of `texts(samples)` with their numbers. Nothing is cut, and a DataError refuses rows without a
+        prompt or an answer, or with an answer of `limit` tokens or more.
+        """
+        tokenizer = data.tokenizer_of(self.processor)
+        end = end_of_text(tokenizer) if choices is None else ""
+        for number, row in texts:
             prompt, answer = self.prompt_and_answer(row, None if choices is None else choices.text[number])
             text = prompt + answer_text(prompt, answer, end)
             ids, judged = tokenize_spans(text, [(len(prompt), len(text))], tokenizer)
-            check_answer(judged, data.row_name(samples, number), limit)
-            found.append(cut_on_the_left(ids, judged, limit, tokenizer.bos_token_id))
-        return found
+            name, count = data.row_name(samples, number), sum(judged)
+            if count in (0, len(judged)):
+                what = "an answer" if count == 0 else "a prompt"
+                raise DataError(f"every row must have {what} of at least one token, but {name} has none")
+            if limit is not None and count >= limit:
+                raise DataError(
+                    f"answers are never cut and need a token before them, but {name} has {count} answer tokens and "
+                    f"at most {limit} tokens are read; leave such rows out, or raise max_length if it is given and the "
+                    "model takes more"
+                )
+            yield text, ids, judged
 
     def _conversations(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[Tokens]:
         """Return the tokens of each conversation, cut on the left; the assistant's are labels."""
@@ -252,7 +268,7 @@ class TextGeneration(Task):
                 ids, judged = read.tokens([row[column] for column in self.columns.messages])
             if not any(judged[1:]):
                 raise DataError(f"every conversation must have a token of the assistant's, but {name} has none")
-            found.append(cut_on_the_left(ids, judged, limit, tokenizer.bos_token_id))
+            found.append(cut_on_the_left(ids, judged, limit, tokenizer))
         if read.unclear:
             logger.warning(
                 "the chat template does not tell which tokens of %d of %d conversations are the assistant's, so all of "
@@ -263,28 +279,27 @@ class TextGeneration(Task):
         return found
 
     def _padded(self, samples: Sequence[Tokens], tokenizer: Any) -> Batch:
+        """Return samples as a batch, (samples, longest), padded on the tokenizer's side."""
         left, width = tokenizer.padding_side == "left", max(len(ids) for ids, _ in samples)
-        tokens = [torch.tensor(ids) for ids, _ in samples]
-        labels = [ids.clone() for ids in tokens]
-        for of_row, (ids, judged) in zip(labels, samples, strict=True):
-            of_row[~torch.tensor(judged)] = data.IGNORED
-            # Nothing predicts a text's first token; as a label it would be predicted from padding.
-            of_row[: int(left and len(ids) < width)] = data.IGNORED
-        input_ids = data.padded(tokens, data.padding_token(tokenizer, self.config), left=left)
-        mask = data.padded([torch.ones_like(ids) for ids in tokens], 0, left=left)
-        data.check_vocabulary(input_ids, self.config)
-        batch = {"input_ids": input_ids, "attention_mask": mask}
-        return with_positions(batch, self.config, data.padded(labels, data.IGNORED, left=left))
+        found: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+        for ids, judged in samples:
+            found["input_ids"].append(ids)
+            found["attention_mask"].append([1] * len(ids))
+            labels = [token if is_label else data.IGNORED for token, is_label in zip(ids, judged, strict=True)]
+            if left and len(ids) < width:
+                labels[0] = data.IGNORED  # nothing predicts a text's first token, and padding would
+            found["labels"].append(labels)
+        return with_positions(data.as_batch(found, tokenizer, self.config, left=left), self.config)
 
     def at_once(self, batch: Batch) -> int:
-        """Return how many samples have logits, (samples, tokens, vocabulary), of at most `LOGITS_BYTES`; at least 1."""
+        """Return how many samples, at least 1, have float32 logits of at most `LOGITS_BYTES`."""
         vocabulary = getattr(self.config.get_text_config(), "vocab_size", None)
         if vocabulary is None or "input_ids" not in batch:
             return super().at_once(batch)
         return max(1, LOGITS_BYTES // (4 * vocabulary * batch["input_ids"].shape[1]))
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch of which text without labels is its own label, as in training on plain text."""
+        """Return a batch with labels: by default the text itself, as in training on plain text."""
         return {**batch, "labels": text_labels(model, batch)}
 
     # How units are scored.
@@ -310,7 +325,7 @@ class TextGeneration(Task):
         return labels[:, self.shift :] != data.IGNORED
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
-        """Return the log-probability of the labels, summed over their positions, (batch,).
+        """Return the log-probability of the labels, summed over each sample, (batch,) float32, in nats.
 
         Without labels it is that of the text itself, or if `shift` is 0 that of the model's likeliest tokens. (For
         text, the likeliest tokens are less useful: the model is nearly certain of them, so their gradient is small.
@@ -319,13 +334,10 @@ class TextGeneration(Task):
         of_text = self.shift > 0 or "labels" in batch
         labels = text_labels(model, batch) if of_text else self.own_labels(model, batch, output)
         labels = labels.to(output.device)
-        judged = self.predicting(labels)
-        wanted = labels[:, self.shift :][judged][:, None]
-        found = (
-            output[:, : judged.shape[1]][judged].float().log_softmax(-1).gather(-1, wanted)[:, 0]
-        )  # (judged tokens,)
-        sample = judged.nonzero()[:, 0]
-        return found.new_zeros(len(output)).index_add(0, sample, found)
+        where = self.predicting(labels).nonzero().unbind(-1)
+        wanted = labels[:, self.shift :][where][:, None]
+        found = output[where].float().log_softmax(-1).gather(-1, wanted)[:, 0]  # (label tokens,)
+        return found.new_zeros(len(output)).index_add(0, where[0], found)
 
     # How predictions are judged.
 
@@ -339,10 +351,7 @@ class TextGeneration(Task):
                 )
 
     def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the likeliest tokens and the label tokens' negative log-likelihoods, (label tokens,) each.
-
-        The logits are not kept.
-        """
+        """Return the likeliest tokens and the label tokens' negative log-likelihoods, (label tokens,) each, in nats."""
         where = self.predicting(batch["labels"]).nonzero().unbind(-1)
         wanted = batch["labels"][:, self.shift :][where]
         tokens, nll, size = [], [], max(1, COPIED_BYTES // (4 * output.shape[-1]))
@@ -356,35 +365,30 @@ class TextGeneration(Task):
         """Return the predictions of all label tokens, teacher-forced; or of choices, if every row is one."""
         tokens, nll = (torch.cat(values) for values in zip(*kept, strict=True))
         counts = torch.cat([self.losses(batch["labels"]) for batch in batches]).cpu()
-        sample = torch.arange(len(counts)).repeat_interleave(counts)
+        sample, characters = torch.arange(len(counts)).repeat_interleave(counts), None
+        if "characters" in batches[0]:
+            characters = torch.cat([batch["characters"] for batch in batches]).double()
         if data.PIECE_KEY in batches[0] and "choice" not in batches[0]:
-            pieces = self._pieces(batches)
-            tokens, sample = of_pieces(pieces, tokens, self._labels(batches)), sample[pieces <= 1]
+            pieces = self._at_labels(batches, data.PIECE_KEY)
+            tokens, sample = of_pieces(pieces, tokens, self._at_labels(batches, "labels")), sample[pieces <= 1]
             nll = nll.new_zeros(len(tokens)).index_add(0, (pieces <= 1).cumsum(0) - 1, nll)
-        found = Predictions(self.predicts, tokens, sample, joint=self._are_answers(batches), nll=nll)
-        if "choice" in batches[0]:
-            return of_choices(found, batches)
-        known = "characters" in batches[0]
-        return replace(found, characters=torch.cat([b["characters"] for b in batches]).double()) if known else found
+        joint = self._are_answers(batches)
+        found = Predictions(self.predicts, tokens, sample, joint=joint, nll=nll, characters=characters)
+        return of_choices(found, batches) if "choice" in batches[0] else found
 
-    def _labels(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the label tokens as they are read, (label tokens,) int64."""
-        labels = (batch["labels"].cpu() for batch in batches)
-        return torch.cat([part[:, self.shift :][self.predicting(part)] for part in labels])
-
-    def _pieces(self, batches: Sequence[Batch]) -> Tensor:
-        """Return which piece of a token each label is, (label tokens,) int64, see `PIECE_KEY`."""
-        found = (batch[data.PIECE_KEY][:, self.shift :][self.predicting(batch["labels"])] for batch in batches)
-        return torch.cat([*found]).cpu()
+    def _at_labels(self, batches: Sequence[Batch], key: str) -> Tensor:
+        """Return the values of a key of batches at the label tokens, (label tokens,)."""
+        found = [batch[key][:, self.shift :][self.predicting(batch["labels"])] for batch in batches]
+        return torch.cat(found).cpu()
 
     def _are_answers(self, batches: Sequence[Batch]) -> bool:
         """Return whether the label tokens of a sample are one answer to a prompt, judged as a whole.
 
         In plain text and conversations, and where labels stand at the places of their tokens, each is a prediction of
-        its own. A prompt shows by real tokens after the first that have no label, so one of a single token does not.
+        its own. A prompt is known by real tokens after the first that have no label, so one of a single token is not.
+        Tokens that end or pad a text tell nothing: collators that pad with the end of text take its label away
+        everywhere, and may leave out the mask.
         """
-        # Tokens that end or pad a text tell nothing: collators that pad with the end of text take its label away
-        # everywhere, and may leave out the mask.
         from ..model.tokens import token_ids
 
         config = self.config.get_text_config()
@@ -405,20 +409,20 @@ class TextGeneration(Task):
             question, right = (torch.cat([batch[key] for batch in batches]).cpu() for key in ("question", "right"))
             questions, place = question.unique(return_inverse=True)
             return torch.zeros(len(questions), dtype=torch.int64).scatter(0, place, right)
-        labels = self._labels(batches)
-        return of_pieces(self._pieces(batches), labels, labels) if data.PIECE_KEY in batches[0] else labels
+        labels = self._at_labels(batches, "labels")
+        pieces = self._at_labels(batches, data.PIECE_KEY) if data.PIECE_KEY in batches[0] else None
+        return labels if pieces is None else of_pieces(pieces, labels, labels)
 
     def decide(self, predictions: Predictions) -> Tensor:
         """Return the likeliest tokens, (label tokens,), or the likeliest choice of each question, (questions,)."""
         return first_largest(predictions.values) if predictions.kind == "choices" else predictions.values
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return what metrics of "tokens" or "choices" take.
+        """Return what metrics of "tokens" or "choices" take: two arrays, by samples or by questions.
 
-        These are the sums over each sample of `nll` and of `right` tokens, how many `characters` its labels have, if
-        that is known, and how many label tokens there are; or the
-        choice that is `likeliest` and the one that is so `per_character`, which does not favour short choices, and the
-        right one.
+        Of tokens, these are a sample's sums of `nll` and of `right` tokens, with the `characters` of its labels, 0 if
+        unknown; and how many label tokens it has. Of choices, these are the `likeliest` one and the likeliest
+        `per_character`, which does not favour short choices; and the right one.
         """
         if predictions.kind == "choices":
             assert predictions.characters is not None
@@ -456,9 +460,9 @@ def text_labels(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def of_choices(tokens: Predictions, batches: Sequence[Batch]) -> Predictions:
-    """Return how likely choices are, from the predictions of their tokens: the sum over these, in nats.
+    """Return the log-likelihoods of choices, (questions, choices), from the predictions of their tokens, in nats.
 
-    It is -inf where a question has fewer choices than others.
+    They are -inf where a question has fewer choices than others.
     """
     assert tokens.nll is not None
     columns = {key: torch.cat([batch[key] for batch in batches]).cpu() for key in data.CHOICE_KEYS}
@@ -471,10 +475,10 @@ def of_choices(tokens: Predictions, batches: Sequence[Batch]) -> Predictions:
 
 
 def of_pieces(pieces: Tensor, predicted: Tensor, labels: Tensor) -> Tensor:
-    """Return what is predicted in place of each token, (tokens,), where some are read in pieces, see `PIECE_KEY`.
+    """Return one prediction for each token, (tokens,), where some tokens are read in pieces, see `PIECE_KEY`.
 
-    `pieces`, `predicted` and `labels` are those of all pieces, (pieces,). If all of a token's are right, it is `WHOLE`;
-    else its first piece counts, which is the next token all the same.
+    `pieces`, `predicted` and `labels` are those of all pieces, (pieces,). For a token in pieces it is `WHOLE` if all of
+    them are right, else what is predicted for the first one.
     """
     first = pieces <= 1
     wrong = torch.zeros(int(first.sum())).index_add(0, first.cumsum(0) - 1, (predicted != labels).float())
@@ -482,40 +486,29 @@ def of_pieces(pieces: Tensor, predicted: Tensor, labels: Tensor) -> Tensor:
 
 
 def first_largest(values: Tensor) -> Tensor:
-    """Return the place of the largest value in each row, of equals the first: torch does not say which it returns."""
+    """Return the index of the largest value in each row, the first of equal ones: torch does not say which it takes."""
     return torch.from_numpy(np.argmax(values.numpy(), axis=-1))
 
 
-def check_answer(judged: Sequence[bool], row: str, limit: int | None) -> None:
-    """Check that a sample, of which the answer's tokens are judged, has a prompt, and an answer that fits after it."""
-    answer_tokens = sum(judged)
-    if answer_tokens == 0 or answer_tokens == len(judged):
-        what = "an answer" if answer_tokens == 0 else "a prompt"
-        raise DataError(f"every row must have {what} of at least one token, but {row} has none")
-    if limit is not None and answer_tokens >= limit:
-        raise DataError(
-            f"answers are never cut and need a token before them, but {row} has {answer_tokens} answer tokens and "
-            f"at most {limit} tokens are read; leave such rows out, or raise max_length if it is given and the model "
-            "takes more"
-        )
+def cut_on_the_left(ids: list[int], judged: list[bool], limit: int | None, tokenizer: Any) -> Tokens:
+    """Return the last `limit` tokens of a sample up to its last label, which `judged` marks; all if they fit.
 
-
-def cut_on_the_left(ids: list[int], judged: list[bool], limit: int | None, begin: int | None) -> Tokens:
-    """Return at most `limit` tokens of a sample, up to its last label, and the begin-of-text token if it has one."""
+    A begin-of-text token takes the place of the first one, unless a label follows that directly.
+    """
     if limit is None or len(ids) <= limit:
         return ids, judged
     end = len(judged) - judged[::-1].index(True)
     first = max(end - limit, 0)
     kept = [*range(first, end)]
-    if ids[0] == begin and first and not judged[first + 1]:
+    if ids[0] == tokenizer.bos_token_id and first and not judged[first + 1]:
         kept[0] = 0
     return [ids[place] for place in kept], [judged[place] for place in kept]
 
 
-def with_positions(batch: Batch, config: Any, labels: Tensor) -> Batch:
-    """Return a batch with its labels, and with position ids if the model needs them."""
+def with_positions(batch: Batch, config: Any) -> Batch:
+    """Return a batch, with `position_ids` if the model needs them."""
     positions = data.position_ids(batch["attention_mask"], config)
-    return batch | ({} if positions is None else {"position_ids": positions}) | {"labels": labels}
+    return batch if positions is None else {**batch, "position_ids": positions}
 
 
 def pack_text(
@@ -524,8 +517,8 @@ def pack_text(
     """Tokenise all texts, join them, and cut them into blocks: one row each, of `length` tokens in the column `BLOCK`.
 
     Tokens go to a temporary file, so that memory does not grow with the number of rows, except for a running text,
-    which is tokenised in one piece. The incomplete last block is dropped if all must be `whole`, unless it is the only
-    one.
+    which is tokenised in one piece. If all blocks must be `whole`, an incomplete last one is dropped, unless it is the
+    only one.
 
     Each row is a separate text, and the tokenizer's end-of-text (or else begin-of-text) token separates them. Rows from
     a txt file, or rows of which some are blank (as in WikiText), are instead the lines of one running text, joined by
@@ -561,6 +554,6 @@ def pack_text(
     starts = np.arange(0, count - count % length + 1, length, dtype=np.int64)
     if not whole and starts[-1] < count:
         starts = np.append(starts, count)
-    # Without a copy of the tokens.
+    # Blocks are views of the mapped tokens.
     blocks = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(tokens[: starts[-1]]))
     return datasets.Dataset(datasets.table.InMemoryTable(pa.table({BLOCK: blocks})))

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 # Its type, its first word and the word after its last one; in a text, the characters where it begins and ends.
 Entity = tuple[str, int, int]
-
 # What is no word: a text with spaces, or in a script without any: Thai, Lao, Tibetan, Burmese, Khmer, kana or Han.
 _NO_WORD = re.compile("\\s|[\u0e01-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 
@@ -89,7 +88,7 @@ class TokenClassification(Task):
 
     def is_text(self, feature: Any) -> bool:
         """Return whether a column holds text, or lists of words."""
-        return super().is_text(getattr(feature, "feature", feature))
+        return super().is_text(data.item_feature(feature))
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse rows without words, or without a class that the model knows for each."""
@@ -105,54 +104,53 @@ class TokenClassification(Task):
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of words, or of texts that are divided into words."""
         texts, labels, split = samples[self.columns.text[0]][:], self._labels(samples), self._in_words(samples)
-        spans: Any = [()] * len(samples) if labels is None else labels
         if split and self._space_belongs_to_words():
             texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
+        how: dict[str, Any] = {"max_length": self.columns.max_length, "is_split_into_words": split}
         for part in batched(range(len(samples)), size):
-            found = data.tokenize(
-                self.processor,
-                self.config,
-                [texts[row] for row in part],
-                max_length=self.columns.max_length,
-                is_split_into_words=split,
-            )
-            # Of every row, its words by the number of their first token: their own number, or their characters.
-            words: list[dict[int, Any]] = [
-                _first_tokens(found.word_ids(number)) if split else self._places(found, number, texts[row], spans[row])
-                for number, row in enumerate(part)
-            ]
-            found[data.JUDGED_KEY] = _by_token(found, [dict.fromkeys(of_row, True) for of_row in words], False)
-            if not split:
-                for side, key in enumerate(data.TOKEN_PLACES):
-                    places = [{token: place[side] for token, place in of_row.items()} for of_row in words]
-                    found[key] = _by_token(found, places, -1)
+            found = data.tokenize(self.processor, self.config, [texts[row] for row in part], **how)
+            # Of each row, by the number of a word's first token: its own number, or its characters; and its class.
+            words: list[dict[int, Any]] = []
+            classes: list[dict[int, int]] = []
+            for number, row in enumerate(part):
+                of_row: Any = () if labels is None else labels[row]
+                if split:
+                    words.append(_first_tokens(found.word_ids(number)))
+                else:
+                    words.append(self._places(found, number, texts[row], of_row))
+                if labels is not None and split:
+                    classes.append({token: of_row[word] for token, word in words[-1].items()})
+                elif labels is not None:
+                    classes.append(self._of_spans(words[-1], of_row))
+            found[data.JUDGED_KEY] = _by_token(found, [dict.fromkeys(first, True) for first in words], False)
+            for side, key in enumerate(() if split else data.TOKEN_PLACES):
+                places = [{token: place[side] for token, place in first.items()} for first in words]
+                found[key] = _by_token(found, places, -1)
             if labels is not None:
-                classes = [
-                    {token: labels[row][word] for token, word in of_row.items()}
-                    if split
-                    else self._of_spans(of_row, labels[row])
-                    for row, of_row in zip(part, words, strict=True)
-                ]
                 found["labels"] = _by_token(found, classes, data.IGNORED)
             batch = data.as_batch(found, self.processor, self.config)
             yield batch | {data.JUDGED_KEY: batch[data.JUDGED_KEY].bool()}
 
     def _places(self, found: Any, row: int, text: str, spans: Sequence[_Span]) -> dict[int, tuple[int, int]]:
-        """Return the characters of each word of a tokenised text, by the number of its first token."""
-        marked = getattr(self.processor.backend_tokenizer.model, "continuing_subword_prefix", None)
+        """Return the characters of each word of a tokenised text, by the number of its first token.
+
+        `found` is the `BatchEncoding` of several texts, of which `text` is that in its `row`.
+        """
+        marks_pieces = getattr(self.processor.backend_tokenizer.model, "continuing_subword_prefix", None)
         places, words = {}, found.word_ids(row)
         for word, tokens in itertools.groupby(range(len(words)), words.__getitem__):
             if word is None:
                 continue
             start, end = found.word_to_chars(row, word)
-            one = marked and not _NO_WORD.search(text[start:end].strip())
-            if one and sum(span.start < end and start < span.end for span in spans) < 2:
+            is_word = marks_pieces and not _NO_WORD.search(text[start:end].strip())
+            if is_word and sum(span.start < end and start < span.end for span in spans) < 2:
                 places[next(tokens)] = start, end
             else:
                 places |= {token: tuple(found.token_to_chars(row, token)) for token in tokens}
         return places
 
     def _of_spans(self, places: Mapping[int, tuple[int, int]], spans: Sequence[_Span]) -> dict[int, int]:
+        """Return the class of each word by the number of its first token, given its characters: O outside of spans."""
         classes = dict.fromkeys(places, ClassNames(self.config).find("O")[0])
         for span in spans:
             inside = [word for word, (start, end) in places.items() if start < span.end and end > span.start]
@@ -170,12 +168,13 @@ class TokenClassification(Task):
         return hasattr(rows.features[self.columns.text[0]], "feature")
 
     def _labels(self, rows: datasets.Dataset) -> Sequence[Sequence[Any]] | None:
-        """Return the labels of each row, after checking all: class numbers of words, or spans; None without labels."""
+        """Return the labels of each row, checked: class numbers of words, or spans; None without labels."""
         if self.columns.label is None:
             return None
         return self._class_numbers(rows, self.columns.label) if self._in_words(rows) else self._spans(rows)
 
     def _class_numbers(self, rows: datasets.Dataset, column: str) -> list[list[int]]:
+        """Return the class number of each word; a DataError refuses rows without a label for each."""
         feature = getattr(rows.features[column], "feature", None)
         if feature is None:
             raise DataError(
@@ -193,6 +192,7 @@ class TokenClassification(Task):
         return class_numbers(rows, labels, feature, column=column, classes=ClassNames(self.config))
 
     def _spans(self, rows: datasets.Dataset) -> list[list[_Span]]:
+        """Return the spans of each text in order; a DataError refuses those that overlap or whose class is unknown."""
         column, classes = str(self.columns.label), ClassNames(self.config)
         if not classes.find("O"):
             raise DataError(f"words outside of spans need a class O, but the model has {classes}")
@@ -209,7 +209,7 @@ class TokenClassification(Task):
         return found
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch with the tokens at which classes are read: those with a label, else all of the text."""
+        """Return a batch with the mask of tokens that `_judged` returns."""
         return {**batch, data.JUDGED_KEY: _judged(batch)}
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
@@ -221,10 +221,9 @@ class TokenClassification(Task):
         return (labels != data.IGNORED).sum(-1)
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
-        """Return (batch,): by how much each word's best logit exceeds the second, summed over words with random signs.
+        """Return by how much each word's best logit exceeds the second, summed with random signs over words, (batch,).
 
-        The mean of its square over such signs is the sum of the squared changes, so that words cannot make up for each
-        other; see `random_projection`.
+        So changes at several words cannot cancel out, see `random_projection`.
         """
         best, second = output.float().topk(2, dim=-1).values.unbind(-1)
         return random_projection((best - second) * _judged(batch).to(output.device), number)
@@ -245,12 +244,13 @@ class TokenClassification(Task):
 
     def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
         """Return the classes of all words, of which those of a sample are one prediction."""
-        counts = torch.cat([_judged(batch).sum(-1) for batch in batches]).cpu()
+        judged = [_judged(batch) for batch in batches]
+        counts = torch.cat([mask.sum(-1) for mask in judged]).cpu()
         sample, places = torch.arange(len(counts)).repeat_interleave(counts), None
-        if all(key in batch for key in data.TOKEN_PLACES for batch in batches):
-            places = torch.cat(
-                [torch.stack([batch[key][_judged(batch)] for key in data.TOKEN_PLACES], -1) for batch in batches]
-            ).cpu()
+        if all(batch.keys() >= set(data.TOKEN_PLACES) for batch in batches):
+            # (batch, tokens, 2) of each batch.
+            spans = (torch.stack([batch[key] for key in data.TOKEN_PLACES], -1) for batch in batches)
+            places = torch.cat([of[mask] for of, mask in zip(spans, judged, strict=True)]).cpu()
         classes = torch.cat([classes for classes, _ in kept])
         return Predictions(self.predicts, classes, sample, joint=True, places=places)
 
@@ -297,6 +297,7 @@ class TokenClassification(Task):
 
     @staticmethod
     def _counts(predictions: Predictions) -> list[int]:
+        """Return how many words each sample has."""
         assert predictions.sample is not None
         return predictions.sample.bincount().tolist()
 
@@ -313,10 +314,10 @@ class _Span(NamedTuple):
 
 
 def entities_of(places: Sequence[tuple[str, str]]) -> set[Entity]:
-    """Return the entities of a sequence of words, given the place of each word in its entity and the entity's type.
+    """Return the entities of a sequence of words, given what `places_in_entities` gives for the class of each.
 
-    Both are as `places_in_entities` gives them. An entity ends where the type changes too, and `I` without a word
-    before it begins one. This is the rule of CoNLL's `conlleval`, as in seqeval.
+    An entity ends where the type changes too, and `I` without a word before it begins one. This is the rule of CoNLL's
+    `conlleval`, as in seqeval.
     """
     found, start, kind = set(), 0, ""
     for word, (place, name) in enumerate([*places, ("", "")]):
@@ -342,6 +343,7 @@ def _judged(batch: Batch) -> Tensor:
 
 @cache
 def _warn_of_names(names: tuple[str, ...]) -> None:
+    """Warn, once for these names, that they tell no entities."""
     logger.warning(
         "the model's classes are named %s, which tells no entities: every word counts as one; name them in id2label of "
         "its config as they were trained, such as O, B-PER and I-PER",
@@ -375,7 +377,7 @@ def _span(span: Any, length: int, names: Sequence[str] | None, classes: ClassNam
 def _by_place(name: str, classes: ClassNames) -> list[int | None]:
     """Return the classes of a type for the first of several words, others, the last and an only one; None if unknown.
 
-    Of a class that is named as a whole, all are this class.
+    For the whole name of a class, as O or B-PER, all four are this class.
     """
     numbers = {(place, kind.casefold()): n for n, (place, kind) in enumerate(places_in_entities(classes.names))}
     whole = next(iter(classes.find(name)), None)
@@ -389,12 +391,12 @@ def _by_place(name: str, classes: ClassNames) -> list[int | None]:
 
 
 def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
-    """Return the number of each word by that of its first token, given the word of each token."""
-    return {
-        token: word for token, (last, word) in enumerate(itertools.pairwise([None, *words])) if word not in (None, last)
-    }
+    """Return the number of each word by that of its first token, given the word of each token, None for no word."""
+    pairs = enumerate(itertools.pairwise([None, *words]))
+    return {token: word for token, (last, word) in pairs if word not in (None, last)}
 
 
 def _by_token(found: Mapping[str, Any], of_rows: Sequence[Mapping[int, Any]], others: Any) -> list[list[Any]]:
+    """Return the value for each token of rows, given some by the numbers of tokens; all other tokens have `others`."""
     lengths = map(len, found["input_ids"])
     return [[of_row.get(n, others) for n in range(length)] for of_row, length in zip(of_rows, lengths, strict=True)]
