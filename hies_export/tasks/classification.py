@@ -5,22 +5,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from ..equal import SAME_CODE
 from ..errors import DataError, RequestError, quoted, refusing
 from .labels import ClassNames, read_label_sets, read_labels
-from .late import data, torch
+from .late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
-
-if TYPE_CHECKING:
-    import datasets
-    import numpy as np
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from ..data import Batch
 
 # What is predicted for a sample as a whole, see `problem_of`.
 Classified = Literal["classes", "labels", "numbers"]

@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, quoted, refusing
 from .labels import numbers_column
-from .late import data, datasets, torch
+from .late import Batch, PreTrainedModel, Tensor, data, datasets, torch
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from ..data import Batch
     from ..model.text_encoder import TextReader
 
 logger = logging.getLogger(__name__)

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import DataError, quoted
-from .late import data, np, torch
+from .late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
 from .registry import register_task
 from .task import Use, batched
 from .text_generation import TextGeneration
-
-if TYPE_CHECKING:
-    import datasets
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from ..data import Batch
 
 # The share of the tokens of a text that is masked, as BERT was trained (https://arxiv.org/abs/1810.04805, section 3.1).
 SHARE = 0.15

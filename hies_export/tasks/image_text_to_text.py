@@ -7,17 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, refusing
-from .late import data, torch
+from .late import Batch, Tensor, data, datasets, torch
 from .registry import register_task
 from .task import AT_ONCE, Task, Use, batched
 from .text_generation import TextGeneration, with_positions
 
 if TYPE_CHECKING:
-    import datasets
     import PIL.Image
-    from torch import Tensor
-
-    from ..data import Batch
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,10 @@ import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import DataError, RequestError, listed, quoted
-from .late import data, datasets, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .late import Tensor, data, datasets, torch
 
 logger = logging.getLogger(__name__)
 

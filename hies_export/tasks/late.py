@@ -1,7 +1,7 @@
 """What tasks compute with, imported once something of it is needed.
 
 A recipe is checked against the class attributes of tasks before torch is imported, which takes seconds. So the files of
-tasks import these names from here, as if they were the modules themselves.
+tasks import these names from here, as if they were the modules themselves, and the types, which only annotations name.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["data", "datasets", "np", "torch"]
+__all__ = ["Batch", "PreTrainedModel", "Tensor", "data", "datasets", "np", "torch"]
 
 if TYPE_CHECKING:
     import datasets
     import numpy as np
     import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
     from .. import data
+    from ..data import Batch
 else:
 
     class _Late:
@@ -29,3 +32,4 @@ else:
             return getattr(importlib.import_module(self._module), name)
 
     data, datasets, np, torch = map(_Late, ("hies_export.data", "datasets", "numpy", "torch"))
+    Batch = PreTrainedModel = Tensor = Any

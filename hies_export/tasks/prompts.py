@@ -6,14 +6,10 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import DataError, quoted
-from .late import data, datasets, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from .late import Tensor, data, datasets, torch
 
 # A doubled brace, a column's name between braces, or a brace that stands alone.
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")

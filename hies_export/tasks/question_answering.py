@@ -6,19 +6,12 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import DataError, quoted
-from .late import data, np, torch
+from .late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
-
-if TYPE_CHECKING:
-    import datasets
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from ..data import Batch
 
 # The most tokens of an answer. Models were trained on answers of a few words.
 LONGEST = 30

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..entry_points import Registry
 from ..errors import RequestError
-from .late import data
+from .late import Tensor, data
 from .task import COLUMNS, Task
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # The tasks of this package, in the order of help and messages.
 _OWN = (

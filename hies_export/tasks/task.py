@@ -10,18 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ..errors import DataError, NonFiniteError, did_you_mean, listed, quoted
-from .late import data, torch
+from .late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
 from .prompts import template_fields
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import datasets
-    import numpy as np
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from ..data import Batch
     from ..model.text_encoder import Similarity
     from ..recipe.sections import Columns
 

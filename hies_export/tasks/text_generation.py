@@ -8,31 +8,15 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..errors import DataError, refusing
+from . import prompts
 from .conversations import Conversations, check_conversations, columns_of_chats
-from .late import data, datasets, np, torch
-from .prompts import (
-    Choices,
-    answer_text,
-    check_prompt,
-    end_of_text,
-    filled,
-    one_row_per_choice,
-    one_row_per_question,
-    right_choice,
-    template_fields,
-    tokenize_spans,
-)
+from .late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
+from .prompts import Choices, template_fields
 from .registry import register_task
 from .task import AnyTask, Predictions, Task, Use, batched
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from ..data import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +105,9 @@ class TextGeneration(Task):
             check_conversations(rows, self.columns.messages, self.processor)
         if not self.prompted:
             return
-        check_prompt(rows, **self.template)
+        prompts.check_prompt(rows, **self.template)
         if self.columns.label:
-            right_choice(rows, answer=self.template["answer"], label=self.columns.label)
+            prompts.right_choice(rows, answer=self.template["answer"], label=self.columns.label)
             for name in template_fields(self.template["prompt"]):
                 if data.is_list(rows.features[name]):
                     raise DataError(
@@ -134,7 +118,7 @@ class TextGeneration(Task):
     def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return a row per question, or packed blocks of plain text."""
         if self.prompted:
-            return rows if self.columns.label else one_row_per_question(rows, **self.template)
+            return rows if self.columns.label else prompts.one_row_per_question(rows, **self.template)
         if self.columns.messages or not self.columns.packing:
             return rows
         length = data.token_limit(self.processor, self.config, self.columns.max_length) or BLOCK_LENGTH
@@ -174,8 +158,9 @@ class TextGeneration(Task):
         if not self.columns.label:
             return samples, None
         columns = {"answer": self.template["answer"], "label": self.columns.label}
-        every = self.every_choice and use in ("judge", "time")
-        return one_row_per_choice(samples, **columns) if every else (right_choice(samples, **columns), None)
+        if self.every_choice and use in ("judge", "time"):
+            return prompts.one_row_per_choice(samples, **columns)
+        return prompts.right_choice(samples, **columns), None
 
     def texts(self, samples: datasets.Dataset) -> datasets.Dataset:
         """Return only the columns that prompts and answers need, because reading a row decodes its images."""
@@ -183,7 +168,7 @@ class TextGeneration(Task):
 
     def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
         """Return the prompt of a row, and its answer or the given choice."""
-        return filled(row if choice is None else {**row, self.template["answer"]: choice}, **self.template)
+        return prompts.filled(row if choice is None else {**row, self.template["answer"]: choice}, **self.template)
 
     def prepare_tokenizer(self) -> tuple[Any, int | None]:
         """Return the tokenizer, and how many tokens a sample may have; None for no limit."""
@@ -242,11 +227,11 @@ class TextGeneration(Task):
         prompt or an answer, or with an answer of `limit` tokens or more.
         """
         tokenizer = data.tokenizer_of(self.processor)
-        end = end_of_text(tokenizer) if choices is None else ""
+        end = prompts.end_of_text(tokenizer) if choices is None else ""
         for number, row in texts:
             prompt, answer = self.prompt_and_answer(row, None if choices is None else choices.text[number])
-            text = prompt + answer_text(prompt, answer, end)
-            ids, judged = tokenize_spans(text, [(len(prompt), len(text))], tokenizer)
+            text = prompt + prompts.answer_text(prompt, answer, end)
+            ids, judged = prompts.tokenize_spans(text, [(len(prompt), len(text))], tokenizer)
             name, count = data.row_name(samples, number), sum(judged)
             if count in (0, len(judged)):
                 what = "an answer" if count == 0 else "a prompt"

@@ -7,20 +7,13 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import DataError, listed, quoted
 from .labels import ClassNames, class_numbers, places_in_entities
-from .late import data, np, torch
+from .late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, check_same_samples, random_projection
-
-if TYPE_CHECKING:
-    import datasets
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from ..data import Batch
 
 logger = logging.getLogger(__name__)
 
