@@ -127,7 +127,10 @@ def mapped_rows(
         if numbered:
             rows = number_rows(rows, source=source)
         if split != wanted:
-            part = _slice(split, {wanted: len(rows)})
+            must = f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(split)}"
+            with refusing(must, kind=DataError):
+                (found,) = datasets.ReadInstruction.from_spec(split).to_absolute({wanted: len(rows)})
+            part = range(len(rows))[found.from_ : found.to]
             # An empty range that begins behind the last row is an IndexError in `datasets`.
             rows = rows.select((_drawn(rows, part, together) if shuffled else part) or [])
         if len(rows) == 0:
@@ -262,14 +265,6 @@ def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
     ):
         splits: Mapping[str, datasets.Dataset] = datasets.load_dataset(repository, configuration)
     return splits
-
-
-def _slice(text: str, lengths: dict[str, int]) -> range:
-    """Return the rows that a slice such as "train[:80%]" is of, given how many rows each split has."""
-    must = f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(text)}"
-    with refusing(must, kind=DataError):
-        (part,) = datasets.ReadInstruction.from_spec(text).to_absolute(lengths)
-    return range(lengths[part.splitname])[part.from_ : part.to]
 
 
 def _parts(path: Path) -> list[Path]:

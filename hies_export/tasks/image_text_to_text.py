@@ -87,9 +87,24 @@ class ImageTextToText(TextGeneration):
             yield batch if choices is None else batch | choices.of(rows)
 
     def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
-        """Return the prompt of a row, with the image's token in it, and its answer or the given choice."""
+        """Return the prompt of a row, and its answer or the given choice.
+
+        The image's token is where the prompt has it, where the chat template puts it, or in a line before the prompt.
+        """
         prompt, answer = super().prompt_and_answer(row, choice)
-        return with_image_token(prompt, self.processor), answer
+        token = getattr(self.processor, "image_token", None)
+        if token is not None and token in prompt:
+            return prompt, answer
+        if getattr(self.processor, "chat_template", None):
+            content = [{"type": "image"}, {"type": "text", "text": prompt}]
+            turn = [{"role": "user", "content": content}]
+            return str(self.processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)), answer
+        if token is None:
+            raise DataError(
+                f"an image needs a place in the prompt, but {type(self.processor).__name__} has neither a chat "
+                "template nor an image token; write the model's own placeholder into data.prompt"
+            )
+        return f"{token}\n{prompt}", answer
 
     def _encode_checked(
         self,
@@ -125,23 +140,6 @@ class ImageTextToText(TextGeneration):
         special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         how: dict[str, Any] = {"padding": True, "add_special_tokens": special, "return_tensors": "pt"}
         return dict(self.processor(images=[[image] for image in images], text=list(texts), **how))
-
-
-def with_image_token(prompt: str, processor: Any) -> str:
-    """Return a prompt with the image's token: where the prompt has it, by the chat template, or in a line before it."""
-    token = getattr(processor, "image_token", None)
-    if token is not None and token in prompt:
-        return prompt
-    if getattr(processor, "chat_template", None):
-        content = [{"type": "image"}, {"type": "text", "text": prompt}]
-        turn = [{"role": "user", "content": content}]
-        return str(processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
-    if token is None:
-        raise DataError(
-            f"an image needs a place in the prompt, but {type(processor).__name__} has neither a chat template nor an "
-            "image token; write the model's own placeholder into data.prompt"
-        )
-    return f"{token}\n{prompt}"
 
 
 def _decodable(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.Image.Image]]:

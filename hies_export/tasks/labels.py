@@ -105,14 +105,9 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bo
 def class_numbers(
     rows: datasets.Dataset, lists: Sequence[Sequence[Any]], feature: Any, *, column: str, classes: ClassNames
 ) -> list[list[int]]:
-    """Return the numbers of the classes in the list of labels of each row, matched by name if the data has names.
+    """Return the numbers of the model's `classes` in the list of each row, matched by name if the data has names.
 
-    Args:
-        rows: The rows, which messages name.
-        lists: The labels of each row, none of them missing.
-        feature: What a label is in the data set.
-        column: Their column, for messages.
-        classes: Those of the model.
+    `lists` are the labels of the `rows` in a column, none of them missing, each described by `feature`.
     """
     given, dtype = list(itertools.chain(*lists)), getattr(feature, "dtype", "")
     if given and dtype not in data.STRINGS and not dtype.startswith(("int", "uint", "bool")):

@@ -100,19 +100,16 @@ class QuestionAnswering(Task):
             self._answers(rows)
 
     def _answers(self, rows: datasets.Dataset) -> list[list[tuple[int, int]]]:
-        """Return where the answers to each question begin and end in its context, after checking them."""
+        """Return the characters of its context where each answer to each question begins and ends, without blanks."""
         column = str(self.columns.label)
-        contexts = rows[self.columns.text[1]][:]
+        pairs = zip(rows[self.columns.text[1]][:], rows[column][:], strict=True)
         return [
             self._spans(context, answers, f"{data.row_name(rows, row)} has", column)
-            for row, (context, answers) in enumerate(zip(contexts, rows[column][:], strict=True))
+            for row, (context, answers) in enumerate(pairs)
         ]
 
     def _spans(self, context: str, answers: Any, has: str, column: str) -> list[tuple[int, int]]:
-        """Return the characters where the answers of a row begin and end, without the blanks around them.
-
-        In a DataError, `has` names the row, and `column` the column.
-        """
+        """Return what `_answers` does for a question; messages name its row by `has`, and the `column` of answers."""
         parts: list[Any] = [answers.get(name) for name in _ANSWER] if isinstance(answers, Mapping) else []
         whole = parts and all(isinstance(part, list) for part in parts) and len(parts[0]) == len(parts[1])
         if not whole or not parts[0]:
@@ -152,11 +149,7 @@ class QuestionAnswering(Task):
             yield batch
 
     def _in_windows(self, samples: datasets.Dataset) -> Iterator[tuple[int, dict[str, list[int]]]]:
-        """Yield all windows in order: the number of the question, and lists of one number per token by keys of a batch.
-
-        Raises:
-            DataError: A context has no token.
-        """
+        """Yield all windows in order: the number of their question, and by keys of a batch one number per token."""
         limit = data.token_limit(self.processor, self.config, self.columns.max_length) or WINDOW
         length = min(WINDOW, limit) if self.columns.max_length is None else limit
         context_first = self.processor.padding_side == "left"
@@ -204,8 +197,7 @@ class QuestionAnswering(Task):
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
         """Return a batch with `labels`, (batch, 2), in place of `start_positions` and `end_positions`, (batch,) each.
 
-        Raises:
-            DataError: Only one of both is given, or they are no tokens of their rows, in order.
+        A DataError says that only one of both is given, or that they are no tokens of their rows, in order.
         """
         ends = [batch[name] for name in _POSITIONS if name in batch]
         rest = {key: value for key, value in batch.items() if key not in _POSITIONS}

@@ -14,8 +14,6 @@ from .late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
 from .prompts import template_fields
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ..model.text_encoder import Similarity
     from ..recipe.sections import Columns
 
@@ -162,24 +160,16 @@ class Task(ABC):
         vars(changed).update(attributes)
         return changed
 
-    def load(
-        self,
-        split: str,
-        *,
-        name: str | None = None,
-        files: Mapping[str, str | Path] | None = None,
-        shuffled: bool = False,
-        **drawn: Any,
-    ) -> datasets.Dataset:
+    def load(self, split: str, **options: Any) -> datasets.Dataset:
         """Load a row per sample of a split, after `check_rows`; options are those of `mapped_rows` and `take`."""
-        source: dict[str, Any] = {"name": name, "files": files, "shuffled": shuffled, "split": split, "numbered": True}
         if self.a_row_is_a_sample:
-            rows = data.load_rows(**source, **drawn, together=self.columns.together)
+            rows = data.load_rows(split=split, **options, numbered=True, together=self.columns.together)
             self.check_rows(rows)
             return rows
-        with data.mapped_rows(**source) as rows:
+        source = {name: options.pop(name) for name in ("name", "files", "shuffled") if name in options}
+        with data.mapped_rows(split=split, **source, numbered=True) as rows:
             self.check_rows(rows)
-            return self.draw(rows, **drawn)
+            return self.draw(rows, **options)
 
     @property
     def columns_of_text(self) -> list[str]:

@@ -97,11 +97,15 @@ class TokenClassification(Task):
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of words, or of texts that are divided into words."""
         texts, labels, split = samples[self.columns.text[0]][:], self._labels(samples), self._in_words(samples)
-        if split and self._space_belongs_to_words():
+        if (
+            split
+            and self.processor("a a")["input_ids"] != self.processor(["a", "a"], is_split_into_words=True)["input_ids"]
+        ):
+            # The tokenizer takes the space before a word for a part of it, as those of bytes do.
             texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
-        how: dict[str, Any] = {"max_length": self.columns.max_length, "is_split_into_words": split}
         for part in batched(range(len(samples)), size):
-            found = data.tokenize(self.processor, self.config, [texts[row] for row in part], **how)
+            chosen, limit = [texts[row] for row in part], self.columns.max_length
+            found = data.tokenize(self.processor, self.config, chosen, max_length=limit, is_split_into_words=split)
             # Of each row, by the number of a word's first token: its own number, or its characters; and its class.
             words: list[dict[int, Any]] = []
             classes: list[dict[int, int]] = []
@@ -150,11 +154,6 @@ class TokenClassification(Task):
             several = [span.first, *[span.others] * (len(inside) - 2), span.last]
             classes |= dict(zip(inside, [span.only] if len(inside) == 1 else several, strict=False))
         return classes
-
-    def _space_belongs_to_words(self) -> bool:
-        """Return whether the tokenizer takes the space before a word for a part of it, as those of bytes do."""
-        text, words = self.processor("a a"), self.processor(["a", "a"], is_split_into_words=True)
-        return bool(text["input_ids"] != words["input_ids"])
 
     def _in_words(self, rows: datasets.Dataset) -> bool:
         """Return whether the column of text holds words."""
