@@ -45,6 +45,12 @@ def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[floa
     return [float(value) for value in rows[column][:]]
 
 
+def has_text(value: Any) -> bool:
+    """Return whether a value is a text that is not blank, or a list of such texts and not empty."""
+    texts = [value] if isinstance(value, str) else value
+    return bool(texts) and all((text or "").strip() for text in texts)
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value is a finite number, which True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -47,7 +47,7 @@ def check_conversations(rows: datasets.Dataset, columns: Sequence[str], processo
     features, leave_out = [rows.features[column] for column in columns], "leave such rows out"
     if len(columns) == 2 and all(map(_holds_text, features)):
         for column in columns:
-            data.check_each(rows, column, lambda text: text and text.strip(), "no text may be blank", leave_out)
+            data.check_each(rows, column, data.has_text, "no text may be blank", leave_out)
         return
     if not all(map(_holds_messages, features)):
         given = listed(f"{column!r} holds {data.kind_of(rows.features[column])}" for column in columns)
@@ -57,9 +57,7 @@ def check_conversations(rows: datasets.Dataset, columns: Sequence[str], processo
         )
     must = f"the role of every message must be one of {', '.join(ROLES)}"
     for column in columns:
-        data.check_each(
-            rows, column, lambda talk: {m.get("role") for m in _messages(talk)} <= {*ROLES}, must, "rename it"
-        )
+        data.check_each(rows, column, _has_known_roles, must, "rename it")
     data.check_each(rows, columns[-1], _has_an_answer, "the assistant must say something", leave_out)
     if processor is not None and not data.tokenizer_of(processor).chat_template:
         raise DataError(
@@ -75,6 +73,10 @@ def _holds_text(feature: Any) -> bool:
 def _holds_messages(feature: Any) -> bool:
     fields = data.item_feature(feature) if data.is_list(feature) else None
     return isinstance(fields, dict) and ({"role", "content"} <= fields.keys() or {"from", "value"} <= fields.keys())
+
+
+def _has_known_roles(value: Any) -> bool:
+    return all(message.get("role") in ROLES for message in _messages(value))
 
 
 def _has_an_answer(value: Any) -> bool:

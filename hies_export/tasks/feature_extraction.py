@@ -113,12 +113,8 @@ class FeatureExtraction(Task):
                 f"at least one row must have a query, but all of {query!r} are blank; name texts alone as data.text"
             )
 
-        def are_documents(value: Any) -> bool:
-            given = [value] if isinstance(value, str) else value
-            return bool(given) and all(text and text.strip() for text in given)
-
         must = "every row must have a document with text"
-        data.check_each(rows, document, are_documents, must, "remove such rows")
+        data.check_each(rows, document, data.has_text, must, "remove such rows")
         for row, (_, documents, grades) in enumerate(self._query_rows(rows)):
             if len(grades) != len(documents) or not all(map(data.is_number, grades)):
                 label = str(self.columns.label)

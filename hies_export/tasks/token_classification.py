@@ -85,24 +85,18 @@ class TokenClassification(Task):
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse rows without words, or without a class that the model knows for each."""
-
-        def are_words(words: Any) -> bool:
-            given = [words] if isinstance(words, str) else words
-            return bool(given) and all((word or "").strip() for word in given)
-
         must = "every row must have words, none of them blank"
-        data.check_each(rows, self.columns.text[0], are_words, must, "leave it out")
+        data.check_each(rows, self.columns.text[0], data.has_text, must, "leave it out")
         self._labels(rows)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of words, or of texts that are divided into words."""
         texts, labels, split = samples[self.columns.text[0]][:], self._labels(samples), self._in_words(samples)
-        if (
-            split
-            and self.processor("a a")["input_ids"] != self.processor(["a", "a"], is_split_into_words=True)["input_ids"]
-        ):
-            # The tokenizer takes the space before a word for a part of it, as those of bytes do.
-            texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
+        if split:
+            two_words = self.processor(["a", "a"], is_split_into_words=True)
+            if self.processor("a a")["input_ids"] != two_words["input_ids"]:
+                # The tokenizer takes the space before a word for a part of it, as those of bytes do.
+                texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
         for part in batched(range(len(samples)), size):
             chosen, limit = [texts[row] for row in part], self.columns.max_length
             found = data.tokenize(self.processor, self.config, chosen, max_length=limit, is_split_into_words=split)
