@@ -61,6 +61,11 @@ def kind_of(feature: Any) -> str:
     return str(getattr(feature, "dtype", None) or type(feature).__name__)
 
 
+def holds_text(feature: Any) -> bool:
+    """Return whether a column holds text."""
+    return getattr(feature, "dtype", None) in STRINGS
+
+
 def holds_images(feature: Any) -> bool:
     """Return whether a column may hold images: an Image feature, bytes with a path, or raw bytes."""
     if isinstance(feature, dict):

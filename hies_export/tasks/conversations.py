@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import DataError, listed
 from .late import data, datasets
-from .prompts import end_of_text, tokenize_spans
+from .prompts import tokenize_spans
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # ShareGPT's names of roles -> those of chat templates.
@@ -27,7 +27,7 @@ def columns_of_chats(features: Mapping[str, Any]) -> dict[str, Any] | None:
     A data set may have conversations, TRL's prompt and completion, or Alpaca's instruction, input and output.
     """
     talks = [name for name, feature in features.items() if _holds_messages(feature)]
-    texts = [name for name, feature in features.items() if _holds_text(feature)]
+    texts = [name for name, feature in features.items() if data.holds_text(feature)]
     if {*_PAIR} <= {*talks} or {*_PAIR} <= {*texts}:
         return {"messages": _PAIR}
     if named := [name for name in talks if name in ("messages", "conversations") or len(talks) == 1]:
@@ -45,7 +45,7 @@ def check_conversations(rows: datasets.Dataset, columns: Sequence[str], processo
     `columns` are one of conversations, or two of prompts and completions. Without a `processor`, none is looked at.
     """
     features, leave_out = [rows.features[column] for column in columns], "leave such rows out"
-    if len(columns) == 2 and all(map(_holds_text, features)):
+    if len(columns) == 2 and all(map(data.holds_text, features)):
         for column in columns:
             data.check_each(rows, column, data.has_text, "no text may be blank", leave_out)
         return
@@ -64,10 +64,6 @@ def check_conversations(rows: datasets.Dataset, columns: Sequence[str], processo
             "conversations are rendered by the model's chat template, but its tokenizer has none; set "
             "tokenizer.chat_template and save it with the model, or name columns of text"
         )
-
-
-def _holds_text(feature: Any) -> bool:
-    return getattr(feature, "dtype", None) in data.STRINGS
 
 
 def _holds_messages(feature: Any) -> bool:
@@ -100,41 +96,31 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-class Conversations:
-    """Tokenises conversations, and counts in `unclear` those of which all tokens pass for the assistant's.
+def tokenize_conversation(parts: Sequence[Any], tokenizer: Any, end: str) -> tuple[list[int], list[bool], bool]:
+    """Return the token ids of a conversation, a mask of the assistant's, and whether it is known which these are.
 
-    The assistant's tokens are known if the chat template has `{% generation %}`, or where it renders the beginning of a
-    conversation as in the whole. The end-of-text token after a turn is the assistant's, and what follows it is not.
+    `parts` are a list of messages, or a prompt and a completion, which is the assistant's: two such lists, or two
+    texts, of which the second gets the `end`. The assistant's tokens are known if the chat template has
+    `{% generation %}`, or where it renders the beginning of a conversation as in the whole; else all pass for them. The
+    end-of-text token after a turn is the assistant's, and what follows it is not.
     """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.unclear = tokenizer, 0
-        self.end = end_of_text(tokenizer)
-
-    def tokens(self, parts: Sequence[Any]) -> tuple[list[int], list[bool]]:
-        """Return the token ids of a conversation, and a mask of the assistant's.
-
-        `parts` are a conversation, or a prompt and a completion, all of whose tokens are the assistant's: lists of
-        messages, or two texts.
-        """
-        if isinstance(parts[0], str):
-            prompt, completion = parts
-            text = prompt + completion.removesuffix(self.end) + self.end
-            return tokenize_spans(text, [(len(prompt), len(text))], self.tokenizer)
-        turns = [_messages(part) for part in parts]
-        messages = list(itertools.chain(*turns))
-        render = partial(self.tokenizer.apply_chat_template, tokenize=False)
-        if len(parts) == 1 and _GENERATION.search(self.tokenizer.get_chat_template()):
-            found = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
-        said = [(place, place + 1) for place, message in enumerate(messages) if message["role"] == "assistant"]
-        text, spans, last_token = render(messages), [], self.tokenizer.eos_token
-        for first, last in said if len(parts) == 1 else [(len(turns[0]), len(messages))]:
-            known = messages[:first]
-            begins = [render(known, add_generation_prompt=True), render(known)] if known else [""]
-            begin, until = next(filter(text.startswith, begins), None), render(messages[:last])
-            if begin is not None and text.startswith(until):
-                ended_at = text.rfind(last_token, len(begin), len(until)) if last_token else -1
-                spans.append((len(begin), len(until) if ended_at < 0 else ended_at + len(last_token)))
-        self.unclear += not spans
-        return tokenize_spans(text, spans or [(0, len(text))], self.tokenizer, special=False)
+    if isinstance(parts[0], str):
+        prompt, completion = parts
+        text = prompt + completion.removesuffix(end) + end
+        return *tokenize_spans(text, [(len(prompt), len(text))], tokenizer), True
+    turns = [_messages(part) for part in parts]
+    messages = list(itertools.chain(*turns))
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    if len(parts) == 1 and _GENERATION.search(tokenizer.get_chat_template()):
+        found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return list(found["input_ids"]), list(map(bool, found["assistant_masks"])), True
+    said = [(place, place + 1) for place, message in enumerate(messages) if message["role"] == "assistant"]
+    text, spans, last_token = render(messages), [], tokenizer.eos_token
+    for first, last in said if len(parts) == 1 else [(len(turns[0]), len(messages))]:
+        known = messages[:first]
+        begins = [render(known, add_generation_prompt=True), render(known)] if known else [""]
+        begin, until = next(filter(text.startswith, begins), None), render(messages[:last])
+        if begin is not None and text.startswith(until):
+            ended_at = text.rfind(last_token, len(begin), len(until)) if last_token else -1
+            spans.append((len(begin), len(until) if ended_at < 0 else ended_at + len(last_token)))
+    return *tokenize_spans(text, spans or [(0, len(text))], tokenizer, special=False), bool(spans)

@@ -105,7 +105,7 @@ class FeatureExtraction(Task):
         query, document = str(self.columns.query), str(self.columns.document)
         inner = {query: rows.features[query], document: data.item_feature(rows.features[document])}
         for column, feature in inner.items():
-            if getattr(feature, "dtype", None) not in data.STRINGS:
+            if not data.holds_text(feature):
                 what, given = "a text or a list of texts" if column == document else "text", rows.features[column]
                 raise DataError(f"the column {column!r} must hold {what}, but it holds {data.kind_of(given)}")
         if not any((text or "").strip() for text in rows[query][:]):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
 from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
-from ..data.columns import STRINGS, holds_images
+from ..data.columns import holds_images, holds_text
 from ..data.processors import tokenizer_of
 from ..data.rows import fixed_permutation, is_list, own_columns
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
@@ -141,7 +141,7 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, t
         collate = (DataCollatorForSeq2Seq if of_tokens else DataCollatorWithPadding)(tokenizer)
     for name in set(names) & set(LABELS) if task.predicts in CLASSIFIED else ():
         feature = rows.features[name]
-        if isinstance(feature, datasets.ClassLabel) or feature.dtype in STRINGS:
+        if isinstance(feature, datasets.ClassLabel) or holds_text(feature):
             numbers = read_labels(rows, column=name, config=model.config, numbers=task.predicts == "numbers")
             rows = rows.remove_columns(name).add_column(name, numbers)
     must = f"rows of {listed(names)} must form batches, but do not"
@@ -202,7 +202,7 @@ def usual_columns(
         return found
     typed = features if task.columns_by_type else {}
     named = next((names for names in preferred if len(names) <= task.text_columns and {*names} <= {*features}), None)
-    texts = named or [name for name, feature in typed.items() if getattr(feature, "dtype", None) in STRINGS]
+    texts = named or [name for name, feature in typed.items() if holds_text(feature)]
     images = [name for name, feature in typed.items() if holds_images(feature)]
     label = next((name for name in LABELS if name in features), None)
     texts = [name for name in texts if name != label]
@@ -258,7 +258,7 @@ def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batc
                 "and image processors make some with return_tensors='pt'"
             )
     if len({value.shape[:1] for value in batch.values()}) != 1 or not all(map(Tensor.numel, batch.values())):
-        shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items()) or "nothing"
+        shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
     found = {str(key): value.detach().cpu() for key, value in batch.items()}
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)

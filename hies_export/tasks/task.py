@@ -212,7 +212,7 @@ class Task(ABC):
 
     def is_text(self, feature: Any) -> bool:
         """Return whether a column may be named in `text`."""
-        return getattr(feature, "dtype", None) in data.STRINGS
+        return data.holds_text(feature)
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse, by a DataError, rows without a label or an answer that the model knows; by default, none."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ..errors import DataError, refusing
 from . import prompts
-from .conversations import Conversations, check_conversations, columns_of_chats
+from .conversations import check_conversations, columns_of_chats, tokenize_conversation
 from .late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
 from .prompts import Choices, template_fields
 from .registry import register_task
@@ -246,19 +246,21 @@ class TextGeneration(Task):
 
     def _conversations(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[Tokens]:
         """Return the tokens of each conversation, cut on the left; the assistant's are labels."""
-        read, found = Conversations(tokenizer), []
+        found, unclear, end = [], 0, prompts.end_of_text(tokenizer)
         for number, row in enumerate(samples.select_columns(list(self.columns.messages))):
             name = data.row_name(samples, number)
             with refusing(f"the chat template must render every conversation, but fails on {name}", kind=DataError):
-                ids, judged = read.tokens([row[column] for column in self.columns.messages])
+                parts = [row[column] for column in self.columns.messages]
+                ids, judged, clear = tokenize_conversation(parts, tokenizer, end)
             if not any(judged[1:]):
                 raise DataError(f"every conversation must have a token of the assistant's, but {name} has none")
+            unclear += not clear
             found.append(cut_on_the_left(ids, judged, limit, tokenizer))
-        if read.unclear:
+        if unclear:
             logger.warning(
                 "the chat template does not tell which tokens of %d of %d conversations are the assistant's, so all of "
                 "them count; give it {%% generation %%} around these",
-                read.unclear,
+                unclear,
                 len(samples),
             )
         return found
