@@ -177,8 +177,7 @@ class TextClassification(Classification):
     ort_class = "ORTModelForSequenceClassification"
     reads = ("text", "text label", "text group", "text group label")
     needs = "data.text (one or two columns)"
-    text_columns = 2
-    of_item = 2
+    text_columns = of_item = 2
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse rows without a label that the model knows, or candidates without a query or a grade."""

@@ -44,8 +44,7 @@ class FeatureExtraction(Task):
     reads = ("text", "text label", "query document", "query document label")
     needs = "data.text (one column, or two and the label of their similarity), or data.query and data.document"
     text_columns = 2
-    embeds = True
-    rows_together = True
+    embeds = rows_together = True
     of_item = 1
 
     predicts = "embeddings"

@@ -31,8 +31,7 @@ class FillMask(TextGeneration):
     reads = ("text",)
     needs = "data.text (one column)"
     a_row_is_a_sample = True
-    generative = False
-    decodes_text = False
+    generative = decodes_text = False
 
     metrics = ("perplexity", "token_accuracy")
     word = "masked token"

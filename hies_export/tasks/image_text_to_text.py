@@ -35,8 +35,7 @@ class ImageTextToText(TextGeneration):
     auto_class = "AutoModelForImageTextToText"
     reads = ("image prompt answer", "image prompt answer label")
     needs = "data.image, data.prompt and data.answer"
-    images = True
-    in_parts = True
+    images = in_parts = True
     decodes_text = False
 
     metrics = ("exact_match", "perplexity")

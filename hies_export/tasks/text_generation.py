@@ -53,9 +53,7 @@ class TextGeneration(Task):
     reads: ClassVar[tuple[str, ...]] = ("text", "messages", "prompt answer", "prompt answer label")
     needs = "data.text (one column), data.messages, or data.prompt and data.answer"
     a_row_is_a_sample = False
-    generative = True
-    decodes_text = True
-    places_by_labels = True
+    generative = decodes_text = places_by_labels = True
 
     predicts = "tokens"
     metrics: tuple[str, ...] = ("perplexity",)
