@@ -250,7 +250,7 @@ def own_columns(rows: datasets.Dataset) -> list[str]:
 
 
 def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
-    """Load the splits of a Hub data set; `name` ends in the configuration, as in `load_rows`."""
+    """Load the splits of a Hub data set; `name` ends in the configuration, see `mapped_rows`."""
     parts = name.split("/")
     if len(parts) > 3 or not all(parts) or Path(name).exists():
         raise DataError(
