@@ -359,7 +359,7 @@ class TextGeneration(Task):
             nll = nll.new_zeros(len(tokens)).index_add(0, (pieces <= 1).cumsum(0) - 1, nll)
         joint = self._are_answers(batches)
         found = Predictions(self.predicts, tokens, sample, joint=joint, nll=nll, characters=characters)
-        return of_choices(found, batches) if "choice" in batches[0] else found
+        return choice_likelihoods(found, batches) if "choice" in batches[0] else found
 
     def _at_labels(self, batches: Sequence[Batch], key: str) -> Tensor:
         """Return the values of a key of batches at the label tokens, (label tokens,)."""
@@ -444,7 +444,7 @@ def text_labels(model: PreTrainedModel, batch: Batch) -> Tensor:
     return ids.where(judged_tokens(model, batch, ids), data.IGNORED)
 
 
-def of_choices(tokens: Predictions, batches: Sequence[Batch]) -> Predictions:
+def choice_likelihoods(tokens: Predictions, batches: Sequence[Batch]) -> Predictions:
     """Return the log-likelihoods of choices, (questions, choices), from the predictions of their tokens, in nats.
 
     They are -inf where a question has fewer choices than others.
