@@ -100,7 +100,7 @@ class Classification(Task):
         return torch.tensor(labels, dtype=torch.float32 if numbers else torch.int64)
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch with numbers and label sets as float32; a DataError refuses labels that do not fit the model."""
+        """Return a batch with numbers and label sets as float32; a DataError refuses labels unfit for the model."""
         if "labels" not in batch:
             return dict(batch)
         labels, count = batch["labels"], self.config.num_labels
