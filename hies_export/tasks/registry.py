@@ -19,9 +19,10 @@ TASKS: Registry[type[Task]] = Registry("tasks", dict.fromkeys(_OWN, "tasks"))
 
 
 def register_task(task: type[Task]) -> type[Task]:
-    """Register a subclass of `tasks.Task`, so that recipes may name it and models are found by its Auto class.
+    """Register a class as a task, so that recipes may name it and models are found by its Auto class, and return it.
 
-    One of the same name is replaced. The class itself is returned, so that this decorates it.
+    Args:
+        task: A subclass of `tasks.Task`; it replaces one of the same name.
 
     Raises:
         RequestError: It names columns that a recipe has no field for.
