@@ -19,11 +19,13 @@ TASKS: Registry[type[Task]] = Registry("tasks", dict.fromkeys(_OWN, "tasks"))
 
 
 def register_task(task: type[Task]) -> type[Task]:
-    """Register a class as a task, so that recipes may name it and models are found by its Auto class, and return it.
+    """Register a class as a task, so that recipes may name it and models are found by its Auto class.
 
     Args:
         task: A subclass of `tasks.Task`; it replaces one of the same name.
 
+    Returns:
+        The class itself, so that this decorates it.
     Raises:
         RequestError: It names columns that a recipe has no field for.
 
