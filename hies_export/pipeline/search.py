@@ -235,7 +235,7 @@ class Cuts:
 
     def _none_keeps(self) -> str:
         """Return the error if no cut keeps the promise."""
-        promise, mildest = self.promise, [*self.known.values()][-1]  # it is judged last
+        promise, mildest = self.promise, min(self.known.values(), key=lambda cut: cut.size)
         return (
             f"keep asks for {asked_words(promise)} on {promise.samples:,} held-out rows, and the mildest cut has "
             f"{found_words(replace(promise, found=mildest.found))}; ask for less, compensate, or give more held-out "

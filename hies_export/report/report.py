@@ -108,8 +108,8 @@ class Details(BaseModel):
         heads: Attention module -> "his", "entropy" or "score" -> one number per head.
         uncompensated: Quality of the cut alone; None if nothing was compensated.
         alpha_curve, tried: Candidates of `alpha: auto` and `criterion: auto`.
-        stability_of: Word for one prediction: "choice", "answer", "label set", "next token", "first hit" or
-            "prediction".
+        stability_of: Word for one prediction: "choice", "answer", "first hit", or the `word` of the task, such as
+            "next token", "sentence" or "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
         kept_low, kept_high: Ends of the 95 % interval of what is kept, as in `Judge.kept`: of the stability, or of the
             share of the first metric. None in reports of older versions, and where the interval has no upper end.

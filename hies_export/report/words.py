@@ -340,8 +340,7 @@ def _ranking_text(report: Report, subject: _Subject) -> str:
     metric, dense, quality = report.quality.metric, report.quality.dense, subject.quality
     of = METRICS[metric].of if metric in METRICS else ""
     index = " with your index as it is" if "dense_index" in (report.ranking or {}) and "ranking" in of else ""
-    key = {"ndcg@10": "ndcg", "own_ndcg@10": "own_ndcg"}.get(metric, "")
-    again = (subject.ranking or {}).get("slim_index", {}).get(key)
+    again = (subject.ranking or {}).get("slim_index", {}).get(metric.removesuffix("@10"))
     other = "" if again is None else f", {_number(again)} re-embedded"
     if of == "own ranking":
         return f"{title_of(metric)} {_number(quality)}{index}{other}"

@@ -81,7 +81,9 @@ def test_a_registered_metric_says_what_a_share_of_it_is_and_how_it_is_worded() -
         asked = PruneSection(budget={"keep": {"metric": name}}).goal
         outcome = Outcome(asked)
         assert (asked_words(outcome), stays_words(outcome)) == ("99 % of the ones", "of the ones stay")
-        assert asked_words(Outcome(Budget(keep=KeepBudget(metric=name, by=0.1)))) == "at most 0.1 of same ones"
+        assert (
+            asked_words(Outcome(Budget(keep=KeepBudget(metric=name, by=0.1)))) == "a loss of at most 0.1 of same ones"
+        )
         with pytest.raises(ValidationError, match="keep needs predictions, or metric and by, got metric"):
             PruneSection(budget={"keep": {"metric": "accuracy"}})
 

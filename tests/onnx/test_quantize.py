@@ -243,8 +243,8 @@ def test_a_bias_keeps_the_mean_output_of_every_layer() -> None:
     assert np.abs((x @ rounded - x @ matrix).mean(0)).max() > 1e-3
 
 
-def test_models_of_small_layers_and_of_several_graphs_are_refused(
-    batch: dict[str, torch.Tensor], tmp_path: Path
+def test_models_of_small_layers_of_several_graphs_and_for_gpus_are_refused(
+    exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     small = {"input_ids": batch["input_ids"] % 50, "attention_mask": batch["attention_mask"]}
     too_small = "needs a linear layer of 16,384 weights or more, but all are smaller"
@@ -254,6 +254,10 @@ def test_models_of_small_layers_and_of_several_graphs_are_refused(
         check_quantizable(tiny_bert(vocab_size=2**14), "int8")
     with pytest.raises(RequestError, match="int4 is for models that generate.* got an encoder; use int8"):
         export_in_bits(encoder(), tmp_path / "out", export_options(quantize="int4"), Given(small))
+    for provider, dtype in (("cuda", "float32"), ("cpu", "float16")):
+        elsewhere = replace(exported, how=export_options(provider=provider, dtype=dtype))
+        with pytest.raises(RequestError, match=f"provider: cpu and dtype: float32, got {provider} and {dtype}"):
+            quantize_onnx(elsewhere, tmp_path / "out", batch=batch)
     with pytest.raises(RequestError, match="needs a single graph, got a vision-language model; leave it out"):
         export_in_bits(llava(), tmp_path / "out", export_options(quantize="int8"), Given(small))
     assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from support.models import vit as tiny_vit
 from transformers import BertConfig, BertForSequenceClassification
 
 from hies_export import MissingRuntimeError, OutputExistsError, RequestError, quantize_openvino
-from hies_export.forms.formats import Export, Exporter, Given, read_by
+from hies_export.forms.formats import Export, Exporter, Given, export_options, read_by
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.openvino import export as export_module
 from hies_export.forms.openvino.export import export_openvino, readers, set_apart, single_rows
@@ -186,6 +187,9 @@ def test_what_it_refuses(exported: Export, rows: list[Batch], tmp_path: Path, mo
     decoder = export_onnx(causal_lm(), tmp_path / "decoder", batch={"input_ids": torch.randint(5, 30, (2, 9))})
     with pytest.raises(RequestError, match="int8 on OpenVINO is for encoders, got a model that generates"):
         quantize_openvino(decoder, tmp_path / "int8", rows=rows)
+    half = replace(exported, how=export_options(dtype="float16"))
+    with pytest.raises(RequestError, match="provider: cpu and dtype: float32, got cpu and float16"):
+        quantize_openvino(half, tmp_path / "int8", rows=rows)
     copied = shutil.copytree(exported.folder, tmp_path / "onnx")
     with pytest.raises(OutputExistsError, match="the output folder must not exist"):
         quantize_openvino(exported, copied, rows=rows)

@@ -74,7 +74,7 @@ def test_a_promise_names_the_metric_and_the_index(changed: dict[str, Any], asked
 def test_a_loss_of_a_metric_of_rankings_names_the_index() -> None:
     keep = KeepBudget(metric="ndcg@10", by=0.01, index="slim")
     promise = Outcome(Budget(keep=keep), found=Found(0.002, 0.011), samples=9, confidence=0.95)
-    assert asked_words(promise) == "at most 0.01 of nDCG@10 with everything re-embedded"
+    assert asked_words(promise) == "a loss of at most 0.01 of nDCG@10 with everything re-embedded"
     assert judging(promise) == {"metrics": ("ndcg@10",), "index": "slim", "confidence": 0.95, "as_of": 9}
     assert not promise.met
     assert Outcome(Budget(keep=KeepBudget(predictions=0.99, metric="ndcg@10")), found=Found(1.002, 0.9901)).met

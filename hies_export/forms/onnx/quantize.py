@@ -20,7 +20,7 @@ from ...checkpoint.folders import Contents, new_folder, refuse_existing
 from ...equal import FEWER_BITS
 from ...errors import ExportError, ParityError, RequestError
 from ...recipe.sections import ExportSection
-from ..formats import FORMATS, Export, Format, Given
+from ..formats import FORMATS, Export, Format, Given, export_options
 from ..rounding import Opens, spreads
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
 from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime
@@ -94,6 +94,7 @@ def quantize_onnx(
     import onnx_ir
 
     _check_request(quantize, decodes=exported.decodes, parts=len(exported.files))
+    how = export_options(exported.how.format, exported.how.provider, exported.how.dtype, quantize)
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     program = onnx_ir.load(exported.file)
@@ -115,7 +116,7 @@ def quantize_onnx(
         file=folder / QUANTIZED_FILE,
         files=(QUANTIZED_FILE,),
         bytes=size,
-        how=exported.how.model_copy(update={"quantize": quantize}),
+        how=how,
         max_abs=max_abs,
         facts={**exported.facts, "layers": layers},
     )

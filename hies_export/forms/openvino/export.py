@@ -159,6 +159,7 @@ def quantize_openvino(
     """
     require_nncf()
     _check_request(decodes=exported.decodes or len(exported.files) > 1, rows=rows)
+    how = export_options("openvino", exported.how.provider, exported.how.dtype, "int8")
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     import openvino
@@ -179,7 +180,7 @@ def quantize_openvino(
         file=folder / OPENVINO_FILE,
         files=(OPENVINO_FILE, OPENVINO_FILE.replace(".xml", ".bin")),
         bytes=size,
-        how=export_options("openvino", quantize="int8"),
+        how=how,
         max_abs=max_abs,
         checked_on=OpenVinoRuntime.name,
         facts={"layers": settings["layers"], "float_neurons": settings["quantization"]["float_neurons"]},

@@ -58,7 +58,7 @@ class CudaOnnxRuntime(OnnxRuntime):
         if (reason := _refusal(cls.requested)) is not None:
             raise MissingRuntimeError(
                 f"runtime {cls.name!r} must run on {cls.requested}, which this ONNX Runtime knows, but cannot start: "
-                f"{reason}; install the libraries of the CUDA that it is built for, as guides/onnxruntime-gpu says"
+                f"{reason}; install the libraries of the CUDA that it is built for, as docs/guides/gpu.md says"
             )
 
     def __init__(self, source: str | Path, *, threads: int):
