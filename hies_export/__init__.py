@@ -17,6 +17,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .errors import (
+    CutMismatchError,
+    DataError,
+    DropError,
+    ExportError,
+    HiesError,
+    MissingRuntimeError,
+    NonFiniteError,
+    OutputExistsError,
+    ParityError,
+    PlanError,
+    PushError,
+    RecipeError,
+    ReloadMismatchError,
+    RequestError,
+    StepError,
+    UnsupportedModelError,
+)
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -24,24 +42,6 @@ if TYPE_CHECKING:
     from .checkpoint.apply import apply_plan
     from .checkpoint.load import HIESModel, load
     from .checkpoint.save import save_slim
-    from .errors import (
-        CutMismatchError,
-        DataError,
-        DropError,
-        ExportError,
-        HiesError,
-        MissingRuntimeError,
-        NonFiniteError,
-        OutputExistsError,
-        ParityError,
-        PlanError,
-        PushError,
-        RecipeError,
-        ReloadMismatchError,
-        RequestError,
-        StepError,
-        UnsupportedModelError,
-    )
     from .forms.cascade.cascade import Cascade
     from .forms.gguf.export import export_gguf
     from .forms.onnx.export import export_onnx
@@ -73,74 +73,45 @@ if TYPE_CHECKING:
     from .vocabulary.trim import trim_vocabulary
 
 
-# Where each public name lives. Names are resolved on first use: importing this package imports no torch.
-_HOMES = {
-    "CRITERIA": "score.criteria",
-    "Cascade": "forms.cascade.cascade",
-    "Compensation": "slim.refit",
-    "Constraints": "select.constraints",
-    "CutMismatchError": "errors",
-    "DataError": "errors",
-    "DropError": "errors",
-    "ExportError": "errors",
-    "HIESModel": "checkpoint.load",
-    "HiesError": "errors",
-    "Kept": "units.units",
-    "MissingRuntimeError": "errors",
-    "NonFiniteError": "errors",
-    "OnnxGenerator": "forms.onnx.generator",
-    "OutputExistsError": "errors",
-    "ParityError": "errors",
-    "PlanError": "errors",
-    "PrunableModule": "units.units",
-    "PruneResult": "pipeline.prune",
-    "PruningPlan": "select.plan",
-    "PruningRecipe": "pipeline.recipe",
-    "PushError": "errors",
-    "RecipeError": "errors",
-    "ReloadMismatchError": "errors",
-    "Report": "report.report",
-    "RequestError": "errors",
-    "Scores": "score.criteria",
-    "Selection": "units.units",
-    "Statistics": "calibrate.statistics",
-    "StepError": "errors",
-    "UnsupportedModelError": "errors",
-    "apply_plan": "checkpoint.apply",
-    "bench": "pipeline.bench",
-    "collect_statistics": "calibrate.statistics",
-    "compare_cut": "slim.check",
-    "compare_latency": "forms.time",
-    "compensate": "slim.refit",
-    "count_flops": "units.counts",
-    "count_parameters": "units.counts",
-    "criterion": "score.criteria",
-    "deploy": "pipeline.run",
-    "export_gguf": "forms.gguf.export",
-    "export_onnx": "forms.onnx.export",
-    "find_attention": "units.heads",
-    "find_modules": "units.find",
-    "flops_table": "slim.bundles",
-    "generate_text": "forms.onnx.generator",
-    "load": "checkpoint.load",
-    "load_runtime": "forms.runtimes.base",
-    "masked_units": "slim.check",
-    "parameters_table": "slim.bundles",
-    "prune": "pipeline.prune",
-    "prune_units": "slim.cut",
-    "push_to_hub": "pipeline.push",
-    "register_task": "tasks.registry",
-    "quantize_onnx": "forms.onnx.quantize",
-    "quantize_openvino": "forms.openvino.export",
-    "run": "pipeline.run",
-    "save_slim": "checkpoint.save",
-    "score_compensated": "score.compensated",
-    "score_units": "score.criteria",
-    "select_units": "select.select",
-    "trim_vocabulary": "vocabulary.trim",
+# Names that are imported on first use, by module, so that importing this package imports no torch.
+_MODULES = {
+    "calibrate.statistics": ("Statistics", "collect_statistics"),
+    "checkpoint.apply": ("apply_plan",),
+    "checkpoint.load": ("HIESModel", "load"),
+    "checkpoint.save": ("save_slim",),
+    "forms.cascade.cascade": ("Cascade",),
+    "forms.gguf.export": ("export_gguf",),
+    "forms.onnx.export": ("export_onnx",),
+    "forms.onnx.generator": ("OnnxGenerator", "generate_text"),
+    "forms.onnx.quantize": ("quantize_onnx",),
+    "forms.openvino.export": ("quantize_openvino",),
+    "forms.runtimes.base": ("load_runtime",),
+    "forms.time": ("compare_latency",),
+    "pipeline.bench": ("bench",),
+    "pipeline.prune": ("PruneResult", "prune"),
+    "pipeline.push": ("push_to_hub",),
+    "pipeline.recipe": ("PruningRecipe",),
+    "pipeline.run": ("deploy", "run"),
+    "report.report": ("Report",),
+    "score.compensated": ("score_compensated",),
+    "score.criteria": ("CRITERIA", "Scores", "criterion", "score_units"),
+    "select.constraints": ("Constraints",),
+    "select.plan": ("PruningPlan",),
+    "select.select": ("select_units",),
+    "slim.bundles": ("flops_table", "parameters_table"),
+    "slim.check": ("compare_cut", "masked_units"),
+    "slim.cut": ("prune_units",),
+    "slim.refit": ("Compensation", "compensate"),
+    "tasks.registry": ("register_task",),
+    "units.counts": ("count_flops", "count_parameters"),
+    "units.find": ("find_modules",),
+    "units.heads": ("find_attention",),
+    "units.units": ("Kept", "PrunableModule", "Selection"),
+    "vocabulary.trim": ("trim_vocabulary",),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted([*_HOMES, *(name for name in globals() if name.endswith("Error"))])
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """Registries by name, to which other packages add by entry points.
 
 A recipe is checked against these names before torch is imported, which takes seconds. So four registries are made
-here. The files that define what they hold (`forms.runtimes.base`, `forms.formats`, `forms.form`, `score.criteria`)
-give them their types, and all other code takes them from there.
+here, and the files that define their values (`forms.runtimes.base`, `forms.formats`, `forms.form`, `score.criteria`)
+give them their types.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Registry(UserDict[str, T]):
     """
 
     def __init__(self, group: str, modules: Mapping[str, str] = MappingProxyType({})):
-        """Make a table for the entry points `hies_export.GROUP`; `modules` are those of this package, by name."""
+        """Make a registry for the entry points `hies_export.GROUP`; `modules` maps this package's names to modules."""
         super().__init__()
         self._group, self._modules = group, modules
 
@@ -47,16 +47,15 @@ class Registry(UserDict[str, T]):
     def __missing__(self, name: str) -> T:
         if name in self._modules:
             import_module(f"hies_export.{self._modules[name]}")
-        elif name not in self._points:
-            raise KeyError(name)
-        else:
-            load_point(self._points[name])
-            if name not in self.data:
-                raise _refusal(self._points[name], f"registers {', '.join(self.data) or 'nothing'}")
+            return self.data[name]
+        point = self._points[name]  # a KeyError for an unknown name
+        load_point(point)
+        if name not in self.data:
+            raise _refusal(point, f"registers {', '.join(self.data) or 'nothing'}")
         return self.data[name]
 
     def check(self, name: str, *, what: str) -> None:
-        """Refuse, by a RequestError and without an import, a name that is not in the registry."""
+        """Raise a RequestError for a name that is not in the registry; nothing is imported."""
         if name not in self:
             raise RequestError(one_of(what, self, name))
 
@@ -67,7 +66,7 @@ def entry_points_of(group: str) -> dict[str, EntryPoint]:
 
 
 def load_point(point: EntryPoint) -> Any:
-    """Import what an entry point names; a RequestError says whose fault it is if that fails."""
+    """Import and return what an entry point names; raise a RequestError that names its package if that fails."""
     try:
         return point.load()
     except Exception as error:
@@ -75,6 +74,7 @@ def load_point(point: EntryPoint) -> Any:
 
 
 def _refusal(point: EntryPoint, what: str) -> RequestError:
+    """Return the error about an entry point whose module does `what`, such as "fails: ..."."""
     return RequestError(
         f"the entry point {point.name} of {point.group} must import what registers that name, but {point.value} "
         f"{what}; correct or uninstall its package"

@@ -1,10 +1,9 @@
-"""Decide when two computations of the same thing gave equal numbers.
+"""Decide whether two computations of the same tensor agree up to rounding.
 
-Sums are taken in another order by another kernel, batch, thread or place in memory, and each step rounds by a share of
-the numbers in it. So what rounding allows grows with the numbers themselves, and no fixed difference suits all models:
-logits of a LLaMA of 30 layers reach 40 and move by 1e-4 where nothing is wrong. Every comparison of the package is
-relative to the largest number of what was expected. Numbers below one count as one, so that outputs near zero are not
-held to digits that nobody reads.
+Another kernel, batch, thread or memory layout takes sums in another order, and each step rounds in proportion to its
+numbers. So no fixed difference suits all models: logits of a LLaMA of 30 layers reach 40 and move by 1e-4 where nothing
+is wrong. Every comparison of the package is relative to the largest absolute value of the expected tensor, or to one if
+that is smaller, so that outputs near zero are not held to digits that nobody reads.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Largest differences as a share of the largest expected number.
+# Largest allowed differences, as shares of the largest expected number.
 # The same operations on the same weights, up to the order of sums: a cut model and the masked one, a reloaded model.
 SAME_CODE = 1e-4
 # Two runs of few operations, such as a block of a model without its weights.
@@ -39,8 +38,8 @@ REGROUPED_IN_FEWER_BITS = 5e-2
 class Difference:
     """How far a computation is from what was expected of it."""
 
-    max_abs: float  # largest difference of an element; infinite if shapes differ, or if either has a NaN
-    largest: float  # largest element of what was expected, without its sign
+    max_abs: float  # largest absolute difference of an element; infinite if shapes differ, or if either has a NaN
+    largest: float  # largest absolute value of what was expected
 
     @classmethod
     def of(cls, found: Tensor, expected: Tensor) -> Difference:
@@ -58,7 +57,7 @@ class Difference:
 
     @property
     def scale(self) -> float:
-        """The number that shares refer to: the largest expected one, or one if that is more."""
+        """The number that shares refer to: the largest expected one, but at least one."""
         return max(1.0, self.largest)
 
     @property
@@ -67,7 +66,7 @@ class Difference:
         return self.max_abs / self.scale
 
     def within(self, share: float) -> bool:
-        """Return whether the difference is at most a share of the scale."""
+        """Return whether the largest difference is at most a share of the scale."""
         return self.max_abs <= share * self.scale
 
     def __str__(self) -> str:

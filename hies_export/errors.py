@@ -1,21 +1,4 @@
-"""Every error this package raises on purpose, and whose fault it is.
-
-    HiesError
-    ├── RequestError                exit code 2: the request is wrong, and nothing was done
-    │   ├── RecipeError             the recipe has unknown, missing or impossible fields
-    │   ├── DataError               the data has no such file, split, column or label
-    │   ├── UnsupportedModelError   the model computes its attention or feed-forward blocks in a way that cannot be cut
-    │   ├── PlanError               the plan does not fit the model, or no plan meets the budget
-    │   ├── OutputExistsError       the output exists already
-    │   └── MissingRuntimeError     the installation lacks a package
-    └── StepError                   exit code 1: a step failed, and nothing half-written was left behind
-        ├── NonFiniteError          the model's numbers: NaN or infinity in a loss, a gradient or a score
-        ├── CutMismatchError        our cut: the slim model differs from the dense one with the same heads masked
-        ├── ReloadMismatchError     our files, or the disk: the saved checkpoint comes back different
-        ├── ExportError             the ONNX exporter
-        ├── ParityError             the exported graph: it differs from torch
-        ├── PushError               the Hub, or the network: the upload did not finish
-        └── DropError               the refit: it lost more quality than the recipe allows
+"""Every error that this package raises on purpose: either a `RequestError` or a `StepError`.
 
 A message says what must hold, what was given, and what to do.
 """
@@ -58,7 +41,7 @@ class HiesError(Exception):
 
 
 class RequestError(HiesError):
-    """The caller asked for something impossible; nothing was done."""
+    """The request is wrong, and nothing was done; exit code 2."""
 
     exit_code = 2
 
@@ -80,7 +63,7 @@ class RecipeError(RequestError):
         super().__init__(message)
 
     def __reduce__(self) -> tuple[type[RecipeError], tuple[Sequence[str]]]:
-        """Say how to copy it to another process: of the problems, not of the message."""
+        """Return how to rebuild the error in another process: from its problems, not from its message."""
         return type(self), (self.problems,)
 
 
@@ -105,7 +88,7 @@ class MissingRuntimeError(RequestError):
 
 
 class StepError(HiesError):
-    """A step failed; nothing half-written was left behind."""
+    """A step failed, and nothing half-written was left behind; exit code 1."""
 
 
 class NonFiniteError(StepError):
@@ -153,15 +136,14 @@ def one_of(what: str, names: Iterable[str], got: str) -> str:
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the end of a message, "; did you mean 'known'?", or "" where no known word is close; case is ignored.
 
-    Two words are named if both are close: 'heis' may be 'his' or 'hies'. Words that begin with it are closest.
-    `cutoff` is that of `get_close_matches`.
+    Known words that begin with `word` come first; otherwise the closest is named if its similarity reaches `cutoff`
+    (see `difflib.get_close_matches`). A second one is named too if it is very close: 'heis' may be 'his' or 'hies'.
     """
-    written = {name.lower(): name for name in known}
-    begun = [name for name in written if len(word) > 2 and name.startswith(word.lower())]
-    nearest = difflib.get_close_matches(word.lower(), begun or list(written), n=1, cutoff=0.0 if begun else cutoff)
-    nearest += difflib.get_close_matches(
-        word.lower(), [name for name in written if name not in nearest], n=1, cutoff=0.75
-    )
+    word, written = word.lower(), {name.lower(): name for name in known}
+    begun = [name for name in written if len(word) > 2 and name.startswith(word)]
+    nearest = difflib.get_close_matches(word, begun or list(written), n=1, cutoff=0.0 if begun else cutoff)
+    others = [name for name in written if name not in nearest]
+    nearest += difflib.get_close_matches(word, others, n=1, cutoff=0.75)
     return f"; did you mean {' or '.join(repr(written[name]) for name in nearest)}?" if nearest else ""
 
 
@@ -182,7 +164,7 @@ def shortened(text: str) -> str:
 
 
 def system_failure(error: BaseException) -> str | None:
-    """Return what the operating system refused; None if neither the error nor its cause is its own.
+    """Return the message of an error, or of one of its causes, that the operating system raised; None if none is.
 
     Libraries in Rust, such as safetensors and tokenizers, raise errors of their own that end in "(os error 28)".
     """
@@ -192,11 +174,12 @@ def system_failure(error: BaseException) -> str | None:
 
 
 def foreign_failure(error: BaseException) -> str | None:
-    """Return a sentence for an error that an installed library raised; None for a mistake of our own."""
+    """Return a sentence for an error that was raised in an installed library; None if it was raised in our own code."""
     frames = traceback.extract_tb(error.__traceback__)
-    place, own, standard = Path(frames[-1].filename if frames else "."), Path(__file__).parent, Path(os.__file__).parent
-    installed = place.is_relative_to(standard) or any(part.endswith("-packages") for part in place.parts)
-    if place.is_relative_to(own) or not installed:
+    raised_in = Path(frames[-1].filename if frames else ".")
+    own, standard_library = Path(__file__).parent, Path(os.__file__).parent
+    installed = raised_in.is_relative_to(standard_library) or any(p.endswith("-packages") for p in raised_in.parts)
+    if raised_in.is_relative_to(own) or not installed:
         return None
     return f"{root_cause(error, limit=LONGEST_QUOTE)} (--verbose shows where)"
 
@@ -205,28 +188,27 @@ def foreign_failure(error: BaseException) -> str | None:
 def refusing(
     what: str, remedy: str = "", kind: type[HiesError] = RequestError, *, report: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Turn any error of another library in the block into one sentence, with the root cause.
+    """Turn any error that another library raises in the block into a `kind`, a sentence with the root cause.
 
     Errors of this package pass, and so does a lack of memory, which no other input would mend.
 
     Args:
         what: Beginning of the sentence: what must hold, and what was given.
         remedy: End of the sentence: what to do.
-        kind: Class of the error.
-        report: What else the library said by then.
+        kind: Class of the error that is raised.
+        report: What else the library reported; read only when the error occurs.
     """
     try:
         yield
-    except BaseException as error:  # each library raises its own kinds
-        panic = type(error).__name__ == "PanicException"  # of a library in Rust, which is no Exception
-        ours = isinstance(error, HiesError) or memory_failure(error) is not None
-        if ours or not (panic or isinstance(error, Exception)):
+    except BaseException as error:  # a panic in a Rust library is no Exception
+        foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not foreign or isinstance(error, HiesError) or memory_failure(error) is not None:
             raise
         raise kind("; ".join([f"{what}: {' '.join([root_cause(error), *report])}", *filter(None, [remedy])])) from error
 
 
 def quoted(value: Any) -> str:
-    """Return Python's text of a value, cut in the middle if it is long: it may come from a damaged file."""
+    """Return the `repr` of a value, cut in the middle if it is long: it may come from a damaged file."""
     shortening = reprlib.Repr()
     shortening.maxstring = shortening.maxother = shortening.maxlong = LONGEST_VALUE
     text = shortening.repr(value)
@@ -234,9 +216,10 @@ def quoted(value: Any) -> str:
 
 
 def check_path(path: AnyPath) -> AnyPath:
-    """Return a path, or a Hub id, that can be looked up, written to and printed; whether it exists is not looked at.
+    """Return a path or Hub id unchanged; it need not exist.
 
-    A ValueError says that it has control characters, characters that UTF-8 cannot hold, or too many of them.
+    Raises:
+        ValueError: It has control characters, characters that UTF-8 cannot hold, or too many of them.
     """
     text = str(path)
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
@@ -250,12 +233,12 @@ def check_path(path: AnyPath) -> AnyPath:
 
 
 def root_cause(error: BaseException, *, limit: int = 300) -> str:
-    """Quote on one line the error of another library that all the others were raised from, `limit` characters of it."""
+    """Return class and text, on one line and up to `limit` characters, of the first error in a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())
     text = text if len(text) <= limit else text[:limit] + "..."
-    return ": ".join([type(error).__name__, *filter(None, [text])])
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def first_line(error: BaseException) -> str:
@@ -265,9 +248,9 @@ def first_line(error: BaseException) -> str:
 
 def memory_failure(error: BaseException) -> str | None:
     """Return a message for an error by which Python or torch reports that memory ran out; None for any other error."""
-    # Of torch, the CPU allocator and some GPU libraries raise a plain RuntimeError.
+    # torch's CPU allocator and some GPU libraries raise a plain RuntimeError.
     phrases = ("out of memory", "not enough memory", "can't allocate memory")
-    said = isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
-    if not (said or isinstance(error, MemoryError)):
-        return None
-    return f"there is not enough memory for this, try smaller batches: {root_cause(error)}"
+    of_torch = isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
+    if of_torch or isinstance(error, MemoryError):
+        return f"there is not enough memory for this, try smaller batches: {root_cause(error)}"
+    return None

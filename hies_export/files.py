@@ -41,12 +41,16 @@ class Rule:
     shown: bool = False  # whether its text is printed in terminals, where control characters act as commands
 
     def refused(self, problem: str) -> RequestError:
-        """Return the error that says what is wrong."""
+        """Return, without raising it, the error that says what is wrong."""
         return self.error(f"{self.must}, but {problem}; {self.remedy}")
 
 
 def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
-    """Return the unchanged content of a JSON file, after checking it against a schema."""
+    """Return the parsed content of a JSON file, not converted, after checking it against a schema.
+
+    Raises:
+        RequestError: Of the rule's class: the file cannot be read, is too large, or breaks the schema.
+    """
     must = f"{rule.must}, but {quoted(str(path))} cannot be read"
     with refusing(must, rule.remedy, rule.error), Path(path).open("rb") as stream:
         data = stream.read(rule.megabytes * MEGABYTE + 1)
@@ -56,11 +60,11 @@ def read_json(path: str | Path, schema: Any, rule: Rule) -> Any:
 
 
 def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any:
-    """Return the content of a JSON text, or of its bytes in UTF-8; see `read_json`. A refusal calls it `where`."""
+    """Return the content of a JSON text, or of its UTF-8 bytes, as `read_json` does; errors call it `where`."""
     with refusing(f"{rule.must}, but {where} is no JSON", rule.remedy, rule.error):
         value = from_json(data)
-    control = _CONTROL.search(data if isinstance(data, bytes) else data.encode()) if rule.shown else None
-    if control is not None:
+    data = data.encode() if isinstance(data, str) else data
+    if rule.shown and (control := _CONTROL.search(data)):
         raise rule.refused(f"{where} has a control character at byte {control.start()}")
     check(value, schema, rule, where=where)
     return value
@@ -72,7 +76,7 @@ def check(value: Any, schema: Any, rule: Rule, *, where: str) -> Any:
         return _adapter(schema).validate_python(value)
     except ValidationError as error:
         first, *more = error.errors(include_url=False)
-        # A validator of ours has quoted what it got.
+        # The message of a "value_error", raised by a validator of ours, quotes the input already.
         got = "" if first["type"] in ("missing", "value_error") else f", got {quoted(first['input'])}"
         says = "is not known" if first["type"] == "extra_forbidden" else first["msg"]
         problem = shortened(": ".join([".".join(map(str, first["loc"])), says + got]).removeprefix(": "))

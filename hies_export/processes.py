@@ -1,10 +1,9 @@
 """Share the work of a run among the processes that torchrun, accelerate or Slurm started, by torch.distributed.
 
 Every process runs the same program on its own copy of the model. `mapped` shares out the items of a loop, `added_up`
-adds up what the processes have summed, and `on_main` runs work that only one process may do. Handling a failed or lost
-process is left to the launcher: the others fail at their next exchange.
-
-Outside of `together`, and inside of `on_main`, there is one process, and all of these are plain function calls.
+adds up what the processes have summed, and `on_main` runs work that only one process may do. Outside of `together`, and
+inside of `on_main`, these are plain function calls in one process. If a process fails or is lost, the others fail at
+their next exchange; the rest is left to the launcher.
 """
 
 from __future__ import annotations
@@ -35,32 +34,33 @@ logger = logging.getLogger(__name__)
 LONGEST_WAIT = timedelta(days=7)
 # Seconds in which the first process prints the common error, and the launcher ends the others.
 HEAD_START = 5.0
-# Variables that a process needs in its environment.
+# Environment variables that a process needs.
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
 class _Group:
-    """The processes, the device that they exchange tensors on, and whether this one works while the others wait."""
+    """The joined processes."""
 
-    group: Any
-    rank: int
-    world: int
-    device: torch.device
-    alone: bool = False
+    group: Any  # of torch.distributed
+    rank: int  # of this process
+    world: int  # how many processes there are
+    device: torch.device  # that tensors are exchanged on
+    alone: bool = False  # whether this process works while the others wait
 
 
-# The processes, inside of `together`.
+# None outside of `together`.
 _group: _Group | None = None
 
 
 def _number(variable: str) -> int:
+    """Return the whole number that an environment variable holds; 1 if it is unset or holds something else."""
     given = os.environ.get(variable, "1")
     return int(given) if given.isdecimal() else 1
 
 
 def refuse_several(what: str) -> None:
-    """Refuse to run as one of several processes of a launcher."""
+    """Raise a RequestError if a launcher started several processes; `what` names the command."""
     if (count := _number("WORLD_SIZE")) > 1:
         raise RequestError(f"{what} runs in one process, and the launcher started {count}; start it without one")
 
@@ -78,40 +78,40 @@ def world() -> int:
 def mapped(
     items: Iterable[T], work: Callable[[int, T], Found], name: str = "", progress: Progress = SILENT
 ) -> list[Found]:
-    """Return `work(number, item)` of all items, in order.
+    """Return `work(number, item)` for all items, in order.
 
-    Several processes share the items, and each gets all results, with tensors on the CPU. A single process gets its
+    Several processes share the work, and each gets all results, with tensors on the CPU; a single process gets its
     results as they are. Every process iterates over all of `items`, so the iteration may itself be shared work. With a
-    `name`, the loop is shown under it, and all items are taken before it starts.
+    `name`, progress is shown under it, and all items are taken before the first is worked on.
     """
     own = ((number, item) for number, item in enumerate(items) if is_own(number))
     done = [work(number, item) for number, item in (progress.track([*own], name) if name else own)]
     if world() == 1:
         return done
-    parts = [_sent(done, source) for source in range(world())]
+    parts = [_broadcast(done, source) for source in range(world())]
     following = [iter(part) for part in parts]
-    return [next(following[_turn(number)]) for number in range(sum(map(len, parts)))]
+    return [next(following[_worker(number)]) for number in range(sum(map(len, parts)))]
 
 
 def is_own(number: int) -> bool:
-    """Return whether this process works on the item of a number in `mapped`."""
-    return _turn(number) == _rank()
+    """Return whether this process works on item `number` of `mapped`."""
+    return _worker(number) == _rank()
 
 
-def _turn(number: int) -> int:
-    """Return which process an item is for: in turn, to and fro, because large items often follow small ones."""
+def _worker(number: int) -> int:
+    """Return the rank of the process that works on an item: 0, 1, 1, 0, 0, 1, ..., to share items of growing size."""
     place = number % (2 * world())
     return min(place, 2 * world() - 1 - place)
 
 
 def added_up(tensors: Iterable[Tensor]) -> None:
-    """Add up the tensors of all processes, in place, to the same bits in each."""
+    """Replace each tensor, in place, by its sum over all processes, with the same bits in each process."""
     if world() == 1:
         return
     with _exchange() as (dist, ours):
         for tensor in tensors:
             moved = tensor.to(ours.device).contiguous()
-            # `all_reduce` may round differently in each process, but all processes choose by these numbers.
+            # Not by `all_reduce`, which may round differently in each process: all must choose by the same numbers.
             dist.reduce(moved, dst=0, group=ours.group)
             dist.broadcast(moved, src=0, group=ours.group)
             tensor.copy_(moved)
@@ -123,13 +123,13 @@ def on_main(function: Callable[[], T]) -> T:
         return function()
     assert _group is not None
     value: Any = None
-    if _rank() == 0:
+    if _group.rank == 0:
         _group.alone = True
         try:
             value = function()
         finally:
             _group.alone = False
-    return _sent(value, 0)
+    return _broadcast(value, 0)
 
 
 def _rank() -> int:
@@ -147,7 +147,11 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _sent(value: T, source: int) -> T:
+def _broadcast(value: T, source: int) -> T:
+    """Return the value of the process of rank `source`, in all processes, pickled; `value` of the others is not read.
+
+    Not by `broadcast_object_list`, which copies it several times: the effects of a pass are large.
+    """
     import torch
 
     buffer = io.BytesIO()
@@ -156,7 +160,6 @@ def _sent(value: T, source: int) -> T:
     with _exchange() as (dist, ours):
         size = torch.tensor(buffer.tell())
         dist.broadcast(size, src=source, group=ours.group)
-        # Not by `broadcast_object_list`, which copies it several times: the effects of a pass are large.
         if mine:
             sent = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         else:
@@ -168,7 +171,7 @@ def _sent(value: T, source: int) -> T:
 
 @contextmanager
 def _exchange() -> Iterator[tuple[Any, _Group]]:
-    """Yield torch.distributed and the group; a lost connection becomes a one-sentence error."""
+    """Yield torch.distributed and the group; raise a StepError where the connection to a process is lost."""
     import torch.distributed as dist
 
     assert _group is not None
@@ -185,7 +188,7 @@ def _exchange() -> Iterator[tuple[Any, _Group]]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Join the processes that the environment names, if it names several and this is the outermost such block."""
+    """Share work with the processes that the environment names while the block runs; a nested block changes nothing."""
     global _group
     if _group is not None or _number("WORLD_SIZE") == 1:
         if _group is None:
@@ -194,7 +197,7 @@ def together() -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    # The calling program may have joined the processes before, as with an Accelerator, and leave them later.
+    # The calling program, such as one with an Accelerator, may have joined the processes, and then leaves them itself.
     met = dist.is_available() and dist.is_initialized()
     _group = _join()
     try:
@@ -208,7 +211,7 @@ def together() -> Iterator[None]:
 
 
 def _warn_of_one() -> None:
-    """Warn if a launcher was asked for several processes, but this one does all of the work."""
+    """Warn if a launcher was asked for several processes, but each would do all of the work."""
     if _number("SLURM_STEP_NUM_TASKS") > 1:
         logger.warning("srun started several processes, but without WORLD_SIZE each of them does all of the work")
     # accelerate sets the port only if several processes are wanted, and the world size only if it starts them.
@@ -220,6 +223,7 @@ def _warn_of_one() -> None:
 
 
 def _join() -> _Group:
+    """Meet the other processes, on a GPU for each if there are GPUs; a RequestError says what is missing for that."""
     import torch
     import torch.distributed as dist
 

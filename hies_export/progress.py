@@ -14,10 +14,7 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """The receiver of a long function's progress: its stages and loops.
-
-    A function takes `progress: Progress = SILENT` and writes `for batch in progress.track(batches, "score")`.
-    """
+    """What a long function reports its stages and loops to, as in `for batch in progress.track(batches, "score")`."""
 
     def stage(self, name: str) -> None:
         """Report that a stage begins."""
@@ -45,51 +42,47 @@ class OutOfTime(Exception):
 
 
 class Until:
-    """Progress that raises OutOfTime where a stage or an item of a loop would begin after a moment.
+    """Progress that raises OutOfTime where a stage or an item of a loop would begin after a deadline.
 
     Args:
         shown: The progress that shows the stages and loops.
-        moment: By `time.monotonic`.
+        deadline: By `time.monotonic`.
     """
 
-    def __init__(self, shown: Progress, moment: float):
-        self._shown, self._moment = shown, moment
+    def __init__(self, shown: Progress, deadline: float):
+        self._shown, self._deadline = shown, deadline
 
     def stage(self, name: str) -> None:
-        """Report that a stage begins; raises OutOfTime."""
+        """Report that a stage begins, or raise OutOfTime."""
         self._check(name)
         self._shown.stage(name)
 
     def track(self, items: Sequence[T], name: str) -> Iterator[T]:
-        """Yield the items of a loop in order, and report each; raises OutOfTime."""
+        """Yield the items of a loop in order, and report each, or raise OutOfTime."""
         for item in self._shown.track(items, name):
             self._check(name)
             yield item
 
     def _check(self, name: str) -> None:
-        if time.monotonic() > self._moment:
+        if time.monotonic() > self._deadline:
             raise OutOfTime(f"the time is over before: {name}")
 
 
 class Clock:
-    """Stopwatch by kind of work. Time in a nested block counts for the nested block only.
-
-    Attributes:
-        seconds: Seconds by name of the work.
-    """
+    """Stopwatch by kind of work. Time in a nested block counts for the nested block only."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # by name of the work
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `seconds[name]`."""
-        started, within = time.perf_counter(), sum(self.seconds.values())
+        """Add the time of the block, without that of nested blocks, to `seconds[name]`."""
+        started, before = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
         finally:
-            inner = sum(self.seconds.values()) - within
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - inner
+            nested = sum(self.seconds.values()) - before
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - nested
 
 
 @contextlib.contextmanager

@@ -34,9 +34,10 @@ class Graph(nn.Module):
         super().__init__()
         self.folder, self.config, self.settings = folder, config, read_served(folder)
         self._loaded: Runtime | None = None
-        self._runtime()  # refused now, not at the first text
+        self._runtime()  # so that a runtime that cannot load it is refused now, not at the first text
 
     def _runtime(self) -> Runtime:
+        """Return the open session; open it where there is none, as in another process."""
         if self._loaded is None:
             asked = self.settings
             file = self.folder / asked.file
@@ -48,7 +49,7 @@ class Graph(nn.Module):
         return {**self.__dict__, "_loaded": None}
 
     def forward(self, **tokens: Tensor) -> dict[str, Tensor]:
-        """Return the outputs of the graph for tokens."""
+        """Return the outputs of the graph by name, on the device of the tokens."""
         device = tokens["input_ids"].device
         return {name: torch.from_numpy(found).to(device) for name, found in self._runtime().compute(tokens).items()}
 
@@ -68,7 +69,7 @@ class OnnxEncoder(Transformer):  # type: ignore[misc, unused-ignore]
         return Graph(Path(path), config)
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Add the embeddings of texts, (texts, dimension), and of tokens, (texts, tokens, width), where there are."""
+        """Add to the features, in place, embeddings of texts (texts, dimension) and tokens (texts, tokens, width)."""
         outputs = self.model(**{name: v for name, v in features.items() if isinstance(v, Tensor)})
         for name, output in (("sentence_embedding", "sentence_embedding"), ("token_embeddings", "last_hidden_state")):
             if output in outputs:

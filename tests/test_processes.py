@@ -146,7 +146,7 @@ def test_a_failure_of_one_ends_all(tmp_path: Path) -> None:
 def test_large_and_small_modules_in_turn_are_shared_out_evenly(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "world", lambda: count)
     modules = ["attention", "mlp"] * count
-    shared = [[of for number, of in enumerate(modules) if processes._turn(number) == rank] for rank in range(count)]
+    shared = [[of for number, of in enumerate(modules) if processes._worker(number) == rank] for rank in range(count)]
     assert [sorted(part) for part in shared] == [["attention", "mlp"]] * count
 
 
