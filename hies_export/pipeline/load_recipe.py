@@ -50,97 +50,88 @@ logger = logging.getLogger(__name__)
 
 
 def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[Pruning, Delivery]:
-    """Load model and rows, and check that the recipe can be run."""
+    """Load model and rows, and check that the recipe can be run.
+
+    Raises:
+        RequestError: The recipe, the data or the model does not allow the run.
+    """
     began = time.monotonic()
     progress.stage("read the data")
-    asked = _Asked.of(recipe)
-    model, reading = _trimmed(asked, progress) if recipe.vocabulary else (None, asked.reading())
-    splits, drawn, judged = _draw(asked, reading)
-    model = model or _load(asked, reading, progress)
+    checkpoint = _Checkpoint.of(recipe)
+    task = checkpoint.task()
+    metrics, runtimes = _metrics(recipe, task), _checked_runtimes(recipe, runtimes_of(recipe))
+    resolved = _Resolved(recipe, checkpoint, task, metrics, runtimes)
+    model, reading = _trimmed(resolved, progress) if recipe.vocabulary else (None, resolved.reading())
+    # By the untrimmed task, so that trimming changes nothing about where blocks of text are cut.
+    load = rows_of(recipe, reading.dense)
+    draws = Draws.of(recipe.options, recipe.calibration, recipe.compound)
+    splits = hold_out(splits_of(recipe), _promise(recipe, draws, reading.task, resolved.metrics), load)
+    drawn, judged = draw(splits, load, recipe.options, draws), evaluated(splits, load)
+    model = model or _load(resolved, reading, progress)
     reading.task.config = model.config
-    rows = _batches(recipe, reading, drawn, judged)
+    rows = read_drawn(recipe, reading, drawn)
+    evaluation, untrimmed = reading.to_judge(judged, recipe.evaluation.batch_size)
+    rows = replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
     progress.stage("find the units that may go")
-    delivery = replace(_delivery(asked, model, rows, reading, splits, judged), began=began)
-    pruning = _pruning(asked, model, rows, reading, delivery, progress)
-    _check(asked, pruning, delivery)
+    delivery = replace(_delivery(resolved, model, rows, reading, splits, judged), began=began)
+    pruning = _pruning(resolved, model, rows, reading, delivery, progress)
+    _check(recipe, pruning, delivery)
     return pruning, delivery
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a recipe names, found and checked before anything is loaded: checkpoint, task, metrics and runtimes."""
+class _Resolved:
+    """What a recipe names, found and checked before the model is loaded."""
 
     recipe: PruningRecipe
-    found: _Checkpoint
+    checkpoint: _Checkpoint
     task: Task
     metrics: tuple[str, ...]  # the report's first
     runtimes: tuple[str, ...]  # to measure on
 
-    @classmethod
-    def of(cls, recipe: PruningRecipe) -> _Asked:
-        """Find what a recipe names."""
-        found = _Checkpoint.of(recipe)
-        task = _task(recipe, found)
-        return cls(recipe, found, task, _metrics(recipe, task), _checked_runtimes(recipe, runtimes_of(recipe)))
-
     def reading(self) -> Reading:
-        """Return how the model reads rows whose vocabulary stays."""
-        processor = self.found.processor(TASKS[self.recipe.task])
-        task = _to_read(self.task, self.recipe, self.found, processor, self.metrics)
+        """Return how rows are read with the whole vocabulary."""
+        processor = self.checkpoint.processor()
+        task = self.checkpoint.reader(self.task, processor, self.metrics)
         return Reading(task, processor, task, None)
 
 
-def _trimmed(asked: _Asked, progress: Progress) -> tuple[PreTrainedModel, Reading]:
-    """Load the model, trim its vocabulary, and return how both models read rows."""
-    recipe, dense = asked.recipe, asked.reading()
-    assert recipe.vocabulary is not None
-    texts = _texts(recipe, recipe.vocabulary, dense.task)
-    whole = _load(asked, dense, progress)
+def _trimmed(resolved: _Resolved, progress: Progress) -> tuple[PreTrainedModel, Reading]:
+    """Load the model, trim its vocabulary, and return it with how rows are read for it and for the model as it was."""
+    checkpoint, dense, vocabulary = resolved.checkpoint, resolved.reading(), resolved.recipe.vocabulary
+    assert vocabulary is not None
+    texts = _texts(resolved.recipe, vocabulary, dense.task)
+    whole = _load(resolved, dense, progress)
     progress.stage("trim the vocabulary")
-    model, processor, trimming = trim(whole, dense.processor, texts, recipe.vocabulary)
+    model, processor, trimming = trim(whole, dense.processor, texts, vocabulary)
     dense.task.config = trimming.dense.config
-    task = _to_read(_task(recipe, asked.found, model), recipe, asked.found, processor, asked.metrics)
+    task = checkpoint.reader(checkpoint.task(model), processor, resolved.metrics)
     task.config = model.config
     return model, Reading(task, processor, dense.task, trimming)
 
 
-def _draw(asked: _Asked, reading: Reading) -> tuple[Splits, Drawn, datasets.Dataset]:
-    """Return the splits, with what is held out, the rows that decide, and those that judge."""
-    recipe = asked.recipe
-    # Blocks of text are cut where the model as it was reads so many tokens.
-    load = rows_of(recipe, reading.dense)
-    draws = Draws.of(recipe.options, recipe.calibration, recipe.compound)
-    splits = hold_out(splits_of(recipe), _promise(recipe, draws, reading.task, asked.metrics), load)
-    return splits, draw(splits, load, recipe.options, draws), evaluated(splits, load)
-
-
-def _load(asked: _Asked, reading: Reading, progress: Progress) -> PreTrainedModel:
+def _load(resolved: _Resolved, reading: Reading, progress: Progress) -> PreTrainedModel:
+    """Return the dense model; one of text knows its padding token then."""
     progress.stage("load the model")
-    model = asked.found.load(asked.recipe)
+    model = resolved.checkpoint.load()
     if reading.task.text:
         settle_padding(model, tokenizer_of(reading.processor))
     return model
 
 
-def _batches(recipe: PruningRecipe, reading: Reading, drawn: Drawn, judged: datasets.Dataset) -> Rows:
-    rows = read_drawn(recipe, reading, drawn)
-    evaluation, dense = reading.to_judge(judged, recipe.evaluation.batch_size)
-    return replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": dense})
-
-
 def _delivery(
-    asked: _Asked, model: PreTrainedModel, rows: Rows, reading: Reading, splits: Splits, judged: datasets.Dataset
+    resolved: _Resolved, model: PreTrainedModel, rows: Rows, reading: Reading, splits: Splits, judged: datasets.Dataset
 ) -> Delivery:
-    recipe, found = asked.recipe, asked.found
-    how = {"asked": recipe.save_dtype or recipe.dtype, **found.hub}
+    recipe, checkpoint = resolved.recipe, resolved.checkpoint
+    dtype = recipe.save_dtype or recipe.dtype
     return Delivery(
         exporter=exporter_of(recipe.export, rows, reading.processor),
-        given=found.given or Unwrapped(model),
-        measure=MeasureOptions(_ways(recipe, asked.runtimes), recipe.measure.repeats, recipe.measure.min_seconds),
+        given=checkpoint.given or Unwrapped(model),
+        measure=MeasureOptions(_ways(recipe, resolved.runtimes), recipe.measure.repeats, recipe.measure.min_seconds),
         compound=_compound(recipe, model, rows),
         deploy=recipe.deploy,
-        source=source_of(model, found.encoder, found.config, **how),
-        asked=requested(recipe, splits),
+        source=source_of(model, checkpoint.folder, checkpoint.config, asked=dtype, **checkpoint.hub),
+        asked=_requested(recipe, splits),
         reading=reading,
         splits=splits,
         in_order=_in_order(reading, judged),
@@ -149,9 +140,9 @@ def _delivery(
 
 
 def _pruning(
-    asked: _Asked, model: PreTrainedModel, rows: Rows, reading: Reading, delivery: Delivery, progress: Progress
+    resolved: _Resolved, model: PreTrainedModel, rows: Rows, reading: Reading, delivery: Delivery, progress: Progress
 ) -> Pruning:
-    recipe, trimming = asked.recipe, reading.trimming
+    recipe, trimming = resolved.recipe, reading.trimming
     pruning = make_pruning(
         model,
         rows,
@@ -160,7 +151,7 @@ def _pruning(
         shapes=recipe.measure.shapes,
         fast=recipe.deploy is not None,
         processor=reading.processor,
-        metrics=asked.metrics,
+        metrics=resolved.metrics,
         serve=delivery.serve,
         time_cuts=delivery.time_cuts,
         dtype=None if delivery.source is None else delivery.source.dtype,
@@ -172,7 +163,7 @@ def _pruning(
     return _aligned(pruning, recipe.export)
 
 
-def _check(asked: _Asked, pruning: Pruning, delivery: Delivery) -> None:
+def _check(recipe: PruningRecipe, pruning: Pruning, delivery: Delivery) -> None:
     """Check that the loaded model and rows allow what the recipe asks for, and warn of rows that serve two uses."""
     task, rows = pruning.task, pruning.rows
     fewest = all_looks(type(task), delivery.deploy, classifies=False)[-1]  # what a deployment must look at, at least
@@ -182,26 +173,25 @@ def _check(asked: _Asked, pruning: Pruning, delivery: Delivery) -> None:
         check_one_size([*rows.score, *rows.held_out, *rows.refit, *rows.evaluation])
     warned = check_apart(pruning)
     if not warned and delivery.splits is not None:
-        _warn_of_overlap(asked.recipe, delivery.splits)
+        _warn_of_overlap(recipe, delivery.splits)
 
 
 def _texts(recipe: PruningRecipe, asked: VocabularySection, task: Task) -> Texts:
-    """Return the texts that the recipe names, and how often a task reads each token, after checks without a model."""
+    """Return the texts that decide which tokens stay, and how often the task reads each token, after checking them."""
     if asked.files:
         texts = texts_in(asked.files, task)
     else:
         split = recipe.calibration.split
         rows = load_rows(**recipe.data.source, split=split, numbered=True)
         task.check_rows(rows)
-        prompt = [] if recipe.data.prompt is None else [recipe.data.prompt]
-        used = [*texts_of(rows, task.columns_of_text), *prompt]
+        used = [*texts_of(rows, task.columns_of_text), *filter(None, [recipe.data.prompt])]
         texts = Texts(used, read_tokens(task, rows), f"the split {split}")
     check_request(tokenizer_of(task.processor), texts.used, keep=asked.keep)
     return texts
 
 
 def _aligned(pruning: Pruning, export: ExportSection) -> Pruning:
-    """Return a pruning that keeps the widths that a GPU multiplies fast in half precision, unless it says which."""
+    """Return a pruning with the default of `multiple_of.neurons`, see `MultipleOf`: 8 in half precision on a GPU."""
     model, half = pruning.model, (torch.float16, torch.bfloat16)
     on_gpu = device_of_blocks(model).type == "cuda" and model.dtype in half
     for_gpu = export.provider != "cpu" and export.dtype == "float16"
@@ -214,12 +204,12 @@ def _aligned(pruning: Pruning, export: ExportSection) -> Pruning:
 
 
 def rows_of(recipe: PruningRecipe, task: Task) -> Callable[..., datasets.Dataset]:
-    """Return a function that loads rows of a split of the recipe's data."""
+    """Return a function that loads a split of the recipe's data as samples of a task; see `Task.load`."""
     return partial(task.load, **recipe.data.source)
 
 
 def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
-    """Return the batches that decide which units a model loses."""
+    """Return the batches by use; of the samples to evaluate on, there are none yet."""
     size = recipe.calibration.batch_size
     held_out, dense = reading.to_judge(drawn.held_out, size)
     return Rows(
@@ -248,6 +238,7 @@ def _warn_of_overlap(recipe: PruningRecipe, splits: Splits) -> None:
 
 
 def _same_file(one: Path, other: Path) -> bool:
+    """Return whether two paths name one file, or files of the same bytes."""
     one, other = one.expanduser(), other.expanduser()
     return one == other or (one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False))
 
@@ -258,17 +249,17 @@ def splits_of(recipe: PruningRecipe) -> Splits:
 
 
 def _promise(recipe: PruningRecipe, draws: Draws, task: Task, metrics: Sequence[str]) -> Promise | None:
-    """Return the promise of a recipe, and how many rows it takes; None if it makes none."""
+    """Return what a recipe promises about held-out rows, and how many it takes; None if it promises nothing."""
     keep, classifies = recipe.goal.keep, task.classifies and task.predicts == "classes"
     metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
     promise = Promise.of(recipe, type(task), draws, metric=metric, classifies=classifies)
     return promise and replace(promise, blocks=task.generative and recipe.data.prompt is None)
 
 
-def requested(recipe: PruningRecipe, splits: Splits | None = None) -> Request:
-    """Return what a recipe asks for, with the rows that were held out: from these fields, a run does the same."""
+def _requested(recipe: PruningRecipe, splits: Splits) -> Request:
+    """Return what a recipe asks for, for the report, with the held-out and evaluated rows that `hold_out` chose."""
     fields = recipe.model_dump(mode="json", exclude_unset=True, exclude={"output"})
-    if splits is not None and splits.held_out is not None and splits.held_out is not recipe.held_out:
+    if splits.held_out is not None and splits.held_out is not recipe.held_out:
         fields["held_out"] = splits.held_out.model_dump(mode="json", exclude_unset=True)
         fields["evaluation"] = splits.evaluation.model_dump(mode="json", exclude_unset=True)
     return Request(fields, recipe.inputs, Path(recipe.output))
@@ -278,55 +269,42 @@ def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Comp
     """Return the compound that a recipe asks for, after checking that the model and the rows allow its promise."""
     if (asked := recipe.compound) is None:
         return None
-    found = COMPOUNDS[asked.name](
+    compound = COMPOUNDS[asked.name](
         disagreement=asked.disagreement,
         confidence=confidence_of_each(len(recipe.shares)),
         shares=recipe.shares,
         runtime=asked.runtime,
         bits="int8" if recipe.export.quantize else asked.dtype,
     )
-    found.check(model, rows.promise)
-    return found
+    compound.check(model, rows.promise)
+    return compound
 
 
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
-    task = _reader(recipe)
+    task = _Checkpoint.of(recipe).reader()
     return _in_order(task, evaluated(splits_of(recipe), rows_of(recipe, task)))
 
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
-    task = _reader(recipe)
+    task = _Checkpoint.of(recipe).reader()
     draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
     drawn = draw(splits_of(recipe), rows_of(recipe, task), recipe.options, draws)
     return task.read(drawn.compensation, size=recipe.calibration.batch_size, use="refit")
 
 
-def _reader(recipe: PruningRecipe) -> Task:
-    found = _Checkpoint.of(recipe)
-    return _to_read(_task(recipe, found), recipe, found, found.processor(TASKS[recipe.task]))
-
-
 def _in_order(reading: Task | Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
+    """Return a function of a batch size that gives batches of the first 512 rows, in their order, without documents."""
     first = rows.select(range(min(len(rows), ROWS)))
     # Documents are embedded once, and queries while somebody waits.
     return lambda size: [batch for batch in reading.read(first, size=size, use="time") if not is_of_documents(batch)]
 
 
-def _task(recipe: PruningRecipe, found: _Checkpoint, model: PreTrainedModel | None = None) -> Task:
-    """Return the task of a model, or the dense one, which knows which predictions a recipe takes for the same."""
-    embedder: Any = model or (found.given and found.given.model)
-    if isinstance(embedder, TextEncoder):
-        return FeatureExtraction(found.config, reader=embedder.reader)
-    asked = recipe.evaluation
-    return TASKS[recipe.task](found.config, tolerance=asked.stability_tolerance, threshold=asked.threshold)
-
-
 def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
-    """Return the names of the metrics, the report's first, after checking that the metrics fit the task."""
-    extra = () if recipe.goal.metric is None else (recipe.goal.metric,)
-    named = (*recipe.evaluation.metrics, *extra)
+    """Return the names of the metrics to report, after checking that they and that of the budget fit the task."""
+    budgeted = () if recipe.goal.metric is None else (recipe.goal.metric,)
+    named = (*recipe.evaluation.metrics, *budgeted)
     rows = _kind_of_rows(recipe)
     # For questions with choices, token metrics judge only the right choices.
     of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
@@ -335,13 +313,13 @@ def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
     usual = task.usual_metrics(rows=rows, answers=recipe.data.answer is not None, choices=choices)
     metrics = recipe.evaluation.metrics or (Trimming.metrics(usual) if trimmed else usual)
     predicts = "choices" if choices else task.predicts
-    names, labels = tuple(dict.fromkeys((*metrics, *extra))), getattr(task.config, "num_labels", None)
+    names, labels = tuple(dict.fromkeys((*metrics, *budgeted))), getattr(task.config, "num_labels", None)
     check_metrics(names, predicts=predicts, rows=rows, labels=labels, trimmed=trimmed)
     return tuple(metrics)
 
 
 def _kind_of_rows(recipe: PruningRecipe) -> RowsKind | None:
-    """Return what the rows of texts to embed, or of candidates to rank, are to each other."""
+    """Return how rows of texts to embed, or of candidates to rank, belong together; None for other tasks."""
     data = recipe.data
     if data.group is not None:
         return "groups" if data.label is None else "graded"
@@ -351,15 +329,15 @@ def _kind_of_rows(recipe: PruningRecipe) -> RowsKind | None:
 
 
 def runtimes_of(recipe: PruningRecipe) -> tuple[str, ...]:
-    """Return the names of the runtimes to measure on, and the runtime of a latency budget."""
-    names, timed = recipe.measure.runtimes, recipe.goal.timed
+    """Return the runtimes to measure on, with that of a budget of time; none for `deploy`, which measures all forms."""
     if recipe.deploy is not None:
-        return ()  # it measures in all forms
+        return ()
+    names, timed = recipe.measure.runtimes, recipe.goal.timed
     return names if timed is None else tuple(dict.fromkeys((*names, timed.runtime)))
 
 
 def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the runtimes that can be measured on, after checking that all are installed.
+    """Return the runtimes that can be measured on, after checking that all are installed and suit the task and dtypes.
 
     ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
     """
@@ -375,7 +353,7 @@ def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[st
 
 
 def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
-    """Return each runtime to measure on with each dtype that it can compute in, and those of a latency budget."""
+    """Return pairs to measure: each runtime with each dtype that it computes in, and those of a budget of time."""
     ways = [
         (name, dtype)
         for dtype in recipe.measure.dtypes or (None,)
@@ -388,11 +366,12 @@ def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str |
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """The checkpoint of a recipe: where its files are, its config and class, and what sentence-transformers loads."""
+    """The checkpoint of a recipe: where its files are, its config and class, or what sentence-transformers loaded."""
 
-    encoder: str | Path
+    recipe: PruningRecipe
+    folder: str | Path  # or Hub id
     config: Any
-    hub: Mapping[str, Any]
+    hub: Mapping[str, Any]  # the revision, if one is named
     model_class: type[PreTrainedModel] | None = None
     given: Unwrapped | None = None
 
@@ -400,14 +379,14 @@ class _Checkpoint:
     def of(cls, recipe: PruningRecipe) -> _Checkpoint:
         """Find the checkpoint, and check that its class fits the task; one of sentence-transformers is loaded."""
         hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
-        ranks = recipe.task == "text-classification"
-        kind = kind_in(recipe.model, **hub) if ranks or TASKS[recipe.task].embeds else None
-        if not TASKS[recipe.task].embeds:
+        embeds = TASKS[recipe.task].embeds
+        kind = kind_in(recipe.model, **hub) if embeds or recipe.task == "text-classification" else None
+        if not embeds:
             config = load_config(recipe.model, **hub)
             refuse_quantised(config, recipe.model)
             model_class = task_class(recipe.model, config, task=recipe.task, **hub)
             if kind != RERANKER:
-                return cls(recipe.model, config, hub, model_class)
+                return cls(recipe, recipe.model, config, hub, model_class)
         elif kind == RERANKER:
             raise RequestError(
                 f"{recipe.task} needs a {EMBEDDER}, but {recipe.model} is a {kind}; its task is text-classification"
@@ -420,26 +399,37 @@ class _Checkpoint:
         how = {"pooling": recipe.pooling, "normalize": recipe.normalize, **hub}
         given = load_sentence(recipe.model, device=device_to_prune_on(), load=load, **how)
         assert given.folder is not None
-        return cls(given.folder, given.model.config, {}, given=given)
+        return cls(recipe, given.folder, given.model.config, {}, given=given)
 
-    def processor(self, task: type[Task]) -> Any:
+    def processor(self) -> Any:
         """Return the tokenizer or processor."""
-        return self.given.processor if self.given else load_processor(self.encoder, task=task, **self.hub)
+        if self.given is not None:
+            return self.given.processor
+        return load_processor(self.folder, task=TASKS[self.recipe.task], **self.hub)
 
-    def load(self, recipe: PruningRecipe) -> PreTrainedModel:
+    def load(self) -> PreTrainedModel:
         """Return the dense model."""
         if self.given is not None:
             model: PreTrainedModel = self.given.model
             return model
-        return load_dense(self.encoder, self.model_class, dtype=recipe.dtype, **self.hub)
+        return load_dense(self.folder, self.model_class, dtype=self.recipe.dtype, **self.hub)
 
+    def task(self, model: PreTrainedModel | None = None) -> Task:
+        """Return the task of the dense model, or of a trimmed one, by which predictions count as the same."""
+        embedder: Any = model or (self.given and self.given.model)
+        if isinstance(embedder, TextEncoder):
+            return FeatureExtraction(self.config, reader=embedder.reader)
+        asked = self.recipe.evaluation
+        return TASKS[self.recipe.task](self.config, tolerance=asked.stability_tolerance, threshold=asked.threshold)
 
-def _to_read(
-    task: Task, recipe: PruningRecipe, found: _Checkpoint, processor: Any, metrics: Sequence[str] = ()
-) -> Task:
-    columns = recipe.data
-    if columns.max_length is None and found.given is not None:
-        columns = columns.model_copy(update={"max_length": found.given.max_length})
-    if metrics and METRICS[metrics[0]].of == "choices" and isinstance(task, TextGeneration):
-        task = task.of_choices()
-    return task.to_read(columns, processor)
+    def reader(self, task: Task | None = None, processor: Any = None, metrics: Sequence[str] = ()) -> Task:
+        """Return a task that reads the columns of the recipe, by default the checkpoint's with its own processor.
+
+        If the first metric judges choices, so does the task.
+        """
+        task, processor, columns = task or self.task(), processor or self.processor(), self.recipe.data
+        if columns.max_length is None and self.given is not None:
+            columns = columns.model_copy(update={"max_length": self.given.max_length})
+        if metrics and METRICS[metrics[0]].of == "choices" and isinstance(task, TextGeneration):
+            task = task.of_choices()
+        return task.to_read(columns, processor)

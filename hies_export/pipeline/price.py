@@ -1,7 +1,7 @@
-"""How many minutes and how much memory a run takes, from shapes alone, and how long it still takes, from its own pace.
+"""Estimate the minutes and the memory that a run takes from shapes alone, and the time left from its own pace.
 
-Work is counted in multiplications of the pace at which a block's forward pass runs; what is slower than that weighs
-more. The pace is measured on the first block of the first walk.
+Work is counted in multiplications at the pace of a block's forward pass; slower operations weigh more. The pace is
+measured on the first block of the first walk.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .pruning import Pruning
 
 T = TypeVar("T")
 
-# What a multiplication weighs, relative to one of a block's forward pass. Measured with one thread of AVX2 on blocks of
-# SmolLM2-135M's shape, whose forward passes made 28 billion multiplications a second in batches of 4 x 256 tokens.
-DOUBLE = 1.75  # in float64: factorisations, solutions and products of matrices of 1,500 to 4,900 columns
-HEAD = 0.75  # in a language model's head
-HEADS = 6.0  # a token and two inputs of a projection of heads, in the order of removal, which is many small systems
-PASSED = 220.0  # a token and a neuron at each step of an order: 8 ns, of which few are multiplications
+# Cost of an operation, relative to a multiplication of a block's forward pass. Measured with one thread of AVX2 on
+# blocks of SmolLM2-135M's shape, with 28 billion multiplications a second in batches of 4 x 256 tokens.
+DOUBLE = 1.75  # a multiplication in float64: factorisations and products of matrices of 1,500 to 4,900 columns
+HEAD = 0.75  # a multiplication in a language model's head
+HEADS = 6.0  # a token and two inputs of a projection of heads, in the order of removal, which solves many small systems
+PASSED = 220.0  # a token and a neuron at each step of an order: 8 ns, mostly of memory traffic
 RIDGES = 5.0  # a refit solves for three or four ridges in float32, and for one in float64
 # Seconds below which nothing is said.
 WORTH_SAYING = 60.0
@@ -39,57 +39,44 @@ STAGES = {"score units": "score", "rank units": "rank", "refit the output": "ref
 
 @dataclass(frozen=True)
 class Module:
-    """A consumer and its units."""
+    """The shape of a projection that reads units."""
 
     inputs: int
     outputs: int
-    heads: bool  # else neurons
+    heads: bool  # whether the units are heads, else neurons
 
 
 @dataclass(frozen=True)
 class Size:
-    """What work and memory follow from.
+    """The numbers that work and memory follow from."""
 
-    Attributes:
-        scored, refitted, judged: Tokens of the rows by use.
-        batch, length: Tokens of a batch to score on, and of one of its rows.
-        hidden, vocabulary: Width of the hidden states, and outputs of the head; 0 for a head that costs nothing.
-        blocks: The modules of each block.
-        parameters: Of all blocks.
-        weights: Bytes of the model's weights.
-        itemsize: Bytes of one of them.
-        sequential: Whether layers are refitted one after the other.
-        left: Share of the units that stay.
-        ranked, done: Shares of the modules that were ranked and refitted before, by a run that was killed.
-    """
-
-    scored: int
-    refitted: int
-    judged: int
-    batch: int
-    length: int
-    hidden: int
-    vocabulary: int
+    scored: int  # tokens to score on
+    refitted: int  # tokens to refit on
+    judged: int  # tokens to evaluate on
+    batch: int  # tokens of a batch to score on
+    length: int  # tokens of one of its rows
+    hidden: int  # width of the hidden states
+    vocabulary: int  # outputs of the head; 0 for a head that costs nothing
     blocks: tuple[tuple[Module, ...], ...]
-    parameters: int
-    weights: int
-    itemsize: int
-    sequential: bool = True
-    left: float = 1.0
-    ranked: float = 0.0
-    done: float = 0.0
+    parameters: int  # of all blocks
+    weights: int  # bytes of the model's weights
+    itemsize: int  # bytes of a weight
+    sequential: bool = True  # whether layers are refitted one after the other
+    left: float = 1.0  # share of the units that stay
+    ranked: float = 0.0  # share of the modules that a run that was killed has ranked before
+    done: float = 0.0  # share of the modules that it has refitted
 
     @property
     def forward(self) -> float:
-        """Multiplications of all blocks for a token."""
+        """Multiplications of one token's forward pass through all blocks, without the head."""
         return self.parameters + 2 * self.length * self.hidden * len(self.blocks)
 
     def work(self, double: float = DOUBLE, passed: float = PASSED) -> dict[str, float]:
-        """Return stage -> its work in multiplications: score, rank, refit and judge."""
+        """Return the work of the stages score, rank, refit and judge in multiplications of a forward pass."""
         modules, head = [module for block in self.blocks for module in block], HEAD * self.hidden * self.vocabulary
-        # Forward, again, and backward through frozen weights, which costs as much as forward.
+        # Forward twice, and backward through frozen weights, which costs as much as forward.
         score = 3 * self.scored * (self.forward + head)
-        # Again and backward for the effects; half of the products of wide inputs, in float32.
+        # Forward and backward for the effects; half of the products of wide inputs, in float32.
         rank = sum(self.refitted * m.inputs**2 / 2 + self._order(m, double, passed) for m in modules)
         rank = (1 - self.ranked) * (rank + 2 * self.scored * self.forward) + self.refitted * self.forward
         kept = [replace(m, inputs=round(self.left * m.inputs)) for m in modules]
@@ -106,12 +93,12 @@ class Size:
         inverse = 4 / 3 * double * inputs**3
         if module.heads:
             return inverse + HEADS * tokens * inputs**2
-        # Each step passes over the numbers of those that are left, half of all on average.
+        # Each step passes over the inputs that are left, half of all on average.
         steps = 1 / SHARE_PER_STEP
         return inverse + tokens * inputs * (inputs + steps / 2 * (passed + 2 * inputs / steps))
 
     def memory(self) -> dict[str, float]:
-        """Return what is held at the peak -> bytes: of the process, weights, hidden states, a block and a batch."""
+        """Return the bytes at the peak of memory by what holds them, such as "weights", "states" and "block"."""
         inputs = max(sum(module.inputs for module in block) for block in self.blocks)
         widest = max(module.inputs for block in self.blocks for module in block)
         of_block = self.parameters / len(self.blocks)
@@ -130,10 +117,7 @@ class Size:
 
 
 def size_of_pruning(pruning: Pruning) -> Size | None:
-    """Return what time and memory follow from, of a language model ranked by `compensated`, refitted and cut once.
-
-    None for others.
-    """
+    """Return the size of a language model's pruning that ranks by `compensated`, refits and cuts once; else None."""
     budget, rows, how = pruning.budget, pruning.rows, pruning.options.compensation
     if not pruning.cuts_once or pruning.options.criterion != COMPENSATED or how is None or not pruning.task.generative:
         return None
@@ -172,7 +156,7 @@ def size_of_pruning(pruning: Pruning) -> Size | None:
 
 
 class Priced:
-    """Progress that says what a run takes after the first block, and with each later stage what is left.
+    """Progress that shows an estimate of the whole run after the first block, and of what is left with each stage.
 
     Args:
         shown: The progress that shows the stages and loops.
@@ -182,18 +166,19 @@ class Priced:
     def __init__(self, shown: Progress, clock: Callable[[], float] = time.monotonic):
         self._shown, self._clock = shown, clock
         self._size: Size | None = None
-        self._work: dict[str, float] = {}  # of the stages to come
+        self._work: dict[str, float] = {}  # by stages that have not ended
+        # Of the stage that runs: its name in `_work`, the name that is shown, and when it began.
         self._now, self._name, self._began = "", "", 0.0
         self._spent, self._worked, self.pace = 0.0, 0.0, 0.0
 
     def expect(self, size: Size | None) -> None:
-        """Say from now on what a run of this size takes; nothing of None."""
+        """Show estimates of a run of this size from now on; none of None."""
         self._size, self._work = size, {} if size is None else size.work()
 
     def stage(self, name: str) -> None:
         """Report that a stage begins, and how long it and those after it take."""
         if self._now and self.pace:
-            # By all stages so far: what is wrong of one is mostly wrong of the others.
+            # The pace of all stages so far, because an estimate that is wrong for one is mostly wrong for the others.
             self._spent += self._clock() - self._began
             self._worked += self._work.pop(self._now)
             self.pace = self._worked / self._spent
@@ -212,7 +197,7 @@ class Priced:
             yield item
 
     def _say(self, size: Size, seconds: float) -> None:
-        """Take the pace of the first block."""
+        """Measure the pace by the seconds of the first block, and show what the run takes."""
         self.pace = size.scored * size.forward / len(size.blocks) / max(seconds, 1e-6)
         takes, memory = sum(self._work.values()) / self.pace, sum(size.memory().values())
         if takes >= WORTH_SAYING:
@@ -220,6 +205,6 @@ class Priced:
 
 
 def in_words(seconds: float) -> str:
-    """Return a time in minutes, from 90 minutes on in hours."""
+    """Return a time such as "1 minute" or "12 minutes", from 90 minutes on as "1.5 hours"."""
     minutes = max(1, round(seconds / 60))
     return f"{minutes} minute{'s' * (minutes > 1)}" if minutes < 90 else f"{seconds / 3600:.1f} hours"

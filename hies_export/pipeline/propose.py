@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,13 @@ logger = logging.getLogger(__name__)
 
 # Splits to evaluate on, the best first; without "train", the first split is scored on and the others are evaluated.
 _EVALUATED = ("validation", "validation_matched", "dev", "test")
-# Rows to score on; a row of a decoder is a block of text, of which a corpus may have few, and each has many tokens.
-_SCORED, _SCORED_BLOCKS = 256, 64
+# Rows to score on, to evaluate, and to refit on.
+_SCORED, _JUDGED, _REFITTED = 256, 2000, 1024
+# The same for a decoder, whose rows are blocks of text: each has many tokens, and a corpus may have few. A pass over
+# 160 of them takes a small language model minutes.
+_SCORED_BLOCKS, _JUDGED_BLOCKS, _REFITTED_BLOCKS = 64, 64, 160
 # Blocks of text at once: the logits and gradients of 32 blocks of a small language model take 15 GB.
 _BLOCKS_AT_ONCE = 4
-# Rows to evaluate, and blocks of text.
-_JUDGED, _JUDGED_BLOCKS = 2000, 64
-# Rows to refit on, and blocks of text, of which each pass over all takes a small language model minutes.
-_REFITTED, _REFITTED_BLOCKS = 1024, 160
 # Timed runs of blocks of text: 30, as of other rows, take a small language model nine minutes on two cores.
 _REPEATS_OF_BLOCKS = 10
 # Rows that show whether labels are those of the model.
@@ -75,7 +74,7 @@ def propose_recipe(
         name: Hub data set, its configuration last; or
         files: Split -> file.
         budget: How much is removed; see `Budget`.
-        sections: Sections of the recipe that say so in place of a budget, or beside it, such as `vocabulary`.
+        sections: Sections of the recipe that decide this in place of a budget, or beside it, such as `vocabulary`.
         output: Folder of the result.
         named: Columns, by the fields of `Columns`; by default those of the data set, if there is only one choice.
 
@@ -88,16 +87,49 @@ def propose_recipe(
     task = TASKS["feature-extraction"] if embeds else _task_of(model, config)
     splits = [*(hub_splits(str(name)) if files is None else files)]
     first = "train" if "train" in splits else splits[0]
-    evaluated = next((split for split in _EVALUATED if split in splits and split != first), None)
-    calibration, evaluation = (f"{first}{_FIRST}", f"{first}{_LAST}") if evaluated is None else (first, evaluated)
+    last = next((split for split in _EVALUATED if split in splits and split != first), None)
+    calibration, evaluation = (f"{first}{_FIRST}", f"{first}{_LAST}") if last is None else (first, last)
     source: dict[str, Any] = {"name": name} if files is None else {"files": dict(files)}
-    if evaluated is None and task.a_row_is_a_sample:
+    if last is None and task.a_row_is_a_sample:
         source["shuffled"] = True
-    both = [load_rows(**source, split=split, samples=_LOOKED_AT) for split in (calibration, evaluation)]
-    rows, evaluated = both
+    rows, evaluated = (load_rows(**source, split=split, samples=_LOOKED_AT) for split in (calibration, evaluation))
+    columns = _columns(named, task, config, rows, evaluated)
+    if task.generative:
+        scored, judged, refitted = _SCORED_BLOCKS, _JUDGED_BLOCKS, _REFITTED_BLOCKS
+        at_once: dict[str, Any] = {"batch_size": _BLOCKS_AT_ONCE}
+        measure: dict[str, Any] = {"measure": {"repeats": _REPEATS_OF_BLOCKS}}
+    else:
+        # At most as many as there are: no run should warn of a count that nobody chose. Two thirds of few rows are left
+        # for the promise, which may have to be made on them.
+        scored = max(1, min(_SCORED, taken_from(rows) // 3))
+        judged, refitted = min(_JUDGED, taken_from(evaluated)), max(5, min(_REFITTED, taken_from(rows)))
+        at_once, measure = {}, {}
+    of_queries = columns.get("query") or columns.get("group")
+    # Of a slice of whole queries, the number of rows is not known in advance.
+    all_of_them = source.get("shuffled") and of_queries and taken_from(evaluated) < _JUDGED
+    prune: dict[str, Any] = {} if budget is None else {"budget": budget}
+    if not (isinstance(budget, Mapping) and "heads" in budget):
+        prune["compensation"] = {"method": "least_squares", "samples": refitted}
+    return PruningRecipe(
+        model=model,
+        task=task.name,
+        data={**source, **columns},
+        calibration={"split": calibration, "samples": scored, **at_once},
+        evaluation={"split": evaluation, "samples": None if all_of_them else judged, **at_once},
+        prune=prune,
+        **measure,
+        **(sections or ({"deploy": {}} if budget is None else {})),
+        output=output,
+    )
+
+
+def _columns(
+    named: Mapping[str, Any], task: type[Task], config: Any, rows: datasets.Dataset, evaluated: datasets.Dataset
+) -> dict[str, Any]:
+    """Return the columns to read by fields of `Columns`: those named, else the only ones of the rows that fit."""
     given = check({key: value for key, value in named.items() if value}, Columns, _NAMED, where="the columns")
     columns: dict[str, Any] = given.model_dump(exclude_unset=True)
-    label, group = columns.get("label"), columns.get("group")
+    label_named = columns.get("label") is not None
     if columns.keys() <= {"label", "document", "group"}:
         usual = usual_columns(rows, task, preferred=_PAIRS)
         if usual is None:
@@ -107,48 +139,20 @@ def propose_recipe(
                 """as in --set 'data.prompt="Question: {question}"' --set data.answer=COLUMN"""
             )
         columns = {key: value for key, value in usual.items() if value} | columns
-    if task(config).predicts == "numbers" and len(columns.get("text", ())) == 2 and group is None:
-        found = next((name for name in _GROUPS if name in rows.column_names), None)
-        columns |= {} if found is None else {"group": found}
-
-    if label is None and task(config).predicts in CLASSIFIED and columns.get("label"):
-        columns = _labels_that_are_known(columns, both, task, config)
-
-    def at_most(count: int, rows: datasets.Dataset) -> int:
-        """Return `count`, or the number of rows if that is smaller: no run should warn of a count nobody chose."""
-        # What a decoder reads are blocks of text, whose number is known only when all of it is read.
-        return count if task.generative else min(count, taken_from(rows))
-
-    at_once = {"batch_size": _BLOCKS_AT_ONCE} if task.generative else {}
-    # Two thirds of few rows are left for the promise, which may have to be made on them.
-    scored = _SCORED_BLOCKS if task.generative else max(1, min(_SCORED, taken_from(rows) // 3))
-    judged: int | None = _JUDGED_BLOCKS if task.generative else at_most(_JUDGED, evaluated)
-    if source.get("shuffled") and (columns.get("query") or columns.get("group")) and taken_from(evaluated) < _JUDGED:
-        judged = None  # all, of which whole queries leave fewer
-    refitted = _REFITTED_BLOCKS if task.generative else max(5, at_most(_REFITTED, rows))
-    prune: dict[str, Any] = {} if budget is None else {"budget": budget}
-    if not (isinstance(budget, Mapping) and "heads" in budget):
-        prune["compensation"] = {"method": "least_squares", "samples": refitted}
-    return PruningRecipe(
-        model=model,
-        task=task.name,
-        data={**source, **columns},
-        calibration={"split": calibration, "samples": scored, **at_once},
-        evaluation={"split": evaluation, "samples": judged, **at_once},
-        prune=prune,
-        **({"measure": {"repeats": _REPEATS_OF_BLOCKS}} if task.generative else {}),
-        **(sections or ({"deploy": {}} if budget is None else {})),
-        output=output,
-    )
+    predicts = task(config).predicts
+    if predicts == "numbers" and len(columns.get("text", ())) == 2 and "group" not in columns:
+        group = next((name for name in _GROUPS if name in rows.column_names), None)
+        columns |= {} if group is None else {"group": group}
+    if predicts in CLASSIFIED and columns.get("label") and not label_named:
+        return _without_foreign_labels(columns, task(config), rows, evaluated)
+    return columns
 
 
-def _labels_that_are_known(
-    columns: dict[str, Any], both: Sequence[datasets.Dataset], task: type[Task], config: Any
-) -> dict[str, Any]:
-    """Return the columns without that of the labels, which nobody named, if they are no labels of the model."""
+def _without_foreign_labels(columns: dict[str, Any], task: Task, *parts: datasets.Dataset) -> dict[str, Any]:
+    """Return the columns, without that of the labels if some rows have labels that the model does not know."""
     try:
-        for rows in both:
-            task(config).to_read(Columns(**columns)).check_rows(rows)
+        for rows in parts:
+            task.to_read(Columns(**columns)).check_rows(rows)
     except DataError as error:
         why = str(error).partition(";")[0]
         logger.warning("the column %r is not read, as answers are kept without labels: %s", columns["label"], why)
@@ -157,12 +161,13 @@ def _labels_that_are_known(
 
 
 def _task_of(model: str, config: Any) -> type[Task]:
+    """Return the task that the model class in a config is for; refuse encoder-decoders and classes of no task."""
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     refuse_encoder_decoder(config, name)
     task = task_by_class(name, config, embeds=True)
     if task is None:
-        of_code = getattr(config, "auto_map", None)
-        remedy = CODE if of_code else "give a checkpoint with the head that it was fine-tuned with"
+        has_code = getattr(config, "auto_map", None)
+        remedy = CODE if has_code else "give a checkpoint with the head that it was fine-tuned with"
         raise RequestError(
             f"the model must be of a class that {', '.join(task.auto_class for task in TASKS.values())} loads, but the "
             f"config of {model} names {name or 'none'}; {remedy}"

@@ -56,12 +56,12 @@ WIDTH = 100
 class PruneResult:
     """A slim model, the scores it was chosen by, and how it compares with its dense model.
 
-    Its text is a table of what was cut, of both models' sizes, and of the agreement on the held-out batches.
+    `str(result)` is a table of what was cut, of both models' sizes, and of the agreement on the held-out batches.
 
     Attributes:
         pruning: The dense model, its modules, and the batches.
         given: What the model was taken from, such as a SentenceTransformer.
-        choice: The plan, and what it was chosen from; of a given plan, only the plan.
+        choice: The plan, and what it was chosen from; if a plan was given, the plan alone.
         slim: The slim model, its plan and its checks.
         parameters: Number of parameters of both models.
         flops: Floating-point operations of one forward pass of both models at `flops.shape`.
@@ -222,13 +222,13 @@ class PruneResult:
     def __str__(self) -> str:
         from ..report.tables import PlainTable, map_text, plan_maps
 
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        file = io.StringIO()
+        console = Console(file=file, width=WIDTH, color_system=None)
         for units in plan_maps(self.plan):
             console.print(map_text(units, console.width))
             console.print()
         console.print(PlainTable(*self._table()))
-        text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
+        return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
 
     def _table(self) -> Table:
         from ..report.report import plan_counts
@@ -357,42 +357,35 @@ def prune(
         >>> result.plan.removed, type(result.model).__name__
         (9, 'BertForSequenceClassification')
     """
-    options = {
-        **{"budget": budget, "modules": modules, "criterion": criterion, "alpha": alpha, "normalize": normalize},
-        **{"allocation": allocation, "unit": unit, "towers": towers, "min_heads": min_heads},
-        "min_neurons": min_neurons,
-        **{"keep_layers": keep_layers, "multiple_of": multiple_of, "compensation": compensation},
-    }
-    asked = _asked(options, plan, vocabulary)
+    options = {name: value for name, value in locals().items() if name in PruneSection.model_fields}
+    section = _prune_section(options, plan, vocabulary)
     comparison = _section(ComparisonSection, evaluation or {}, "evaluation.")
-    given = _unwrapped(without_compiler(model), embedding, processor)
-    rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
-    rows["vocabulary"] = vocabulary
+    model = without_compiler(model)
+    if embedding is None and isinstance(model, PreTrainedModel):
+        given = Unwrapped(model)
+    else:
+        from ..checkpoint.sentence import unwrap
+
+        given = unwrap(model, embedding, processor)
     priced = Priced(progress)
-    how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed, "progress": priced}
+    rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
+    how = {"processor": processor, "vocabulary": vocabulary, "evaluation": comparison, "shape": shape, "seed": seed}
     with evaluating(given.model), uncompiled(given.model):
-        pruning = take(given, asked, batches, **rows, **how)
+        pruning = take(given, section, batches, **rows, **how, progress=priced)
         try_metrics(pruning)
         if plan is None:
             priced.expect(size_of_pruning(pruning))
         choice = choose(pruning, calibrate(pruning)) if plan is None else Choice(plan)
         slim = cut(pruning, choice)
-        sizes = _sizes(pruning, slim.model)
+        counted, batch = next(iter(pruning.shapes.items()))
+        flops = count_both_flops(pruning.dense, slim.model, {counted: batch})[counted]
+        parameters = count_both_parameters(pruning.dense, slim.model)
         held_out = compare(pruning, slim.model) if pruning.rows.held_out else None
-        return PruneResult(pruning, given, choice.done(slim), slim, *sizes, held_out)
+        return PruneResult(pruning, given, choice.done(slim), slim, parameters, flops, held_out)
 
 
-def _unwrapped(model: Any, embedding: Mapping[str, Any] | None, processor: Any) -> Unwrapped:
-    """Return the model of transformers in what was given."""
-    if embedding is None and isinstance(model, PreTrainedModel):
-        return Unwrapped(model)
-    from ..checkpoint.sentence import unwrap
-
-    return unwrap(model, embedding, processor)
-
-
-def _asked(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any) -> PruneSection:
-    """Return the options as a section, after the checks of a recipe; with a plan, they have no budget."""
+def _prune_section(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any) -> PruneSection:
+    """Return the options as a section, after the checks of a recipe; with a plan, it has no budget."""
     if plan is not None and (plan.vocabulary or vocabulary is not None):
         raise RequestError("plan= cuts heads and neurons, and tokens are to go too; use apply_plan, which cuts all")
     changed = {name: value for name, value in options.items() if value != signature(prune).parameters[name].default}
@@ -413,17 +406,12 @@ def _asked(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any
 
 
 def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySection:
+    """Return the fields as a section; a RecipeError names them with the prefix `where`."""
     try:
         return section.model_validate(fields)
     except ValidationError as error:
         problems = sentences(error, section, within=where or "prune.")
         raise RecipeError([f"{where}{problem}" for problem in problems]) from None
-
-
-def _sizes(pruning: Pruning, slim: PreTrainedModel) -> tuple[Counted, FlopCount]:
-    shape, batch = next(iter(pruning.shapes.items()))
-    flops = count_both_flops(pruning.dense, slim, {shape: batch})[shape]
-    return count_both_parameters(pruning.dense, slim), flops
 
 
 def _two_rows(batch: Batch) -> Batch:
