@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +88,7 @@ class Pruning:
         metrics: How predictions are compared, the most important metric first.
         shapes: A batch to count or time on by (batch, sequence); FLOPs are counted on the first.
         length: Length of the rows; None unless it stands for a sequence that was not given.
-        serve: Takes where a model is served, and returns what predicts there.
+        serve: Returns what predicts where a `TimedSection` says that a model is served.
         time_cuts: Times cuts where the budget says, and returns what every bundle of units saves.
         dtype: What the slim model is rounded to; None for the dtype of the dense one.
         trimming: The model as it was, if its vocabulary was trimmed: `model` is without the tokens that went.
@@ -150,6 +151,7 @@ class Pruning:
         return replace(table, dense=self._trimmed_to(lambda model: count_flops(model, batch)))
 
     def _trimmed_to(self, count: Callable[[PreTrainedModel], int]) -> float:
+        """Return the share of the untrimmed model's count that trimming the vocabulary left."""
         return 1.0 if self.trimming is None else count(self.model) / count(self.trimming.dense)
 
     @cached_property
@@ -165,7 +167,7 @@ class Pruning:
         return self.flops_table.left(selection, self.scored, unit=self.options.unit)
 
     def shape_of(self, timed: TimedSection) -> Shape:
-        """Return which of `shapes` a budget times: one of its batch and, if there is one, of its sequence."""
+        """Return which of `shapes` a budget times: one with its batch and, if there is one, its sequence."""
         rows = None if self.length is None else self.length.tokens
         of_batch = [shape for shape in self.shapes if shape[0] == timed.batch]
         return next((shape for shape in of_batch if shape[1] == (timed.sequence or rows)), of_batch[0])
@@ -194,7 +196,7 @@ class Pruning:
         return found
 
     def kind(self, batches: Sequence[Batch]) -> RowsKind | None:
-        """Return what rows of texts to embed, or of candidates to rank, are to each other."""
+        """Return how rows of texts to embed, or of candidates to rank, belong together; None for other tasks."""
         return kind_of_rows(batches, embeds=self.task.embeds)
 
     @property
@@ -208,7 +210,7 @@ class Pruning:
 def promised_metric(metrics: Sequence[str], asked: str | None, kind: RowsKind | None) -> str | None:
     """Return the metric of which a promise keeps a share; None if it keeps a share of the predictions.
 
-    `asked` is the metric that it names, if it does, and `kind` what the held-out rows are to each other.
+    `asked` is the metric that the promise names, if any, and `kind` how the held-out rows belong together.
     """
     of_first = not keeps_predictions(kind) or METRICS[metrics[0]].terms is not None
     return metrics[0] if asked is None and of_first else asked
@@ -226,15 +228,14 @@ def make_pruning(
 ) -> Pruning:
     """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
 
-    These are the `shapes` given, and that of a budget that is timed. If that has no sequence, or if no shapes are given
-    for a search of the fastest form, the length is that of the rows.
+    These are the `shapes` given, or the usual ones, and that of a budget of time. Where a budget of time has no
+    sequence, or a search of the fastest form no shapes, their length is that of the rows.
     """
     timed = None if options.budget is None else options.budget.timed
     length, first = None, rows.score[0]
     if not task.in_parts and ((fast and not shapes) or (timed is not None and timed.sequence is None)):
         length = row_length(model, rows.held_out or rows.score)
-    wanted = _shapes(model, shapes, task, timed, length, image_shape(first))
-    batches = _shaped(model, wanted, first, task)
+    batches = _batches_to_time(model, shapes, task, timed, length, first)
     if task.predicts == "classes":
         warn_of_one_class(rows.score, "calibration", "heads are scored")
         warn_of_one_class(rows.held_out, "held-out", "cuts are judged")
@@ -271,7 +272,7 @@ def _with_enough_to_refit(options: PruneSection, rows: Rows) -> PruneSection:
 def _with_order(
     options: PruneSection, model: PreTrainedModel, modules: Sequence[PrunableModule], sample: Batch, task: Task
 ) -> PruneSection:
-    """Return the options with whether layers are refitted one after the other, if that was left open."""
+    """Return the options with `compensation.sequential` decided, if it was left open."""
     how = options.compensation
     if how is None or how.sequential is not None:
         return options
@@ -312,42 +313,35 @@ def _find_modules(
     return modules, scored, options
 
 
-def _shapes(
+def _batches_to_time(
     model: PreTrainedModel,
     shapes: Sequence[tuple[int, ...]],
     task: Task,
     timed: TimedSection | None,
     length: RowLength | None,
-    image: Sequence[int] | None,
-) -> list[tuple[int, ...]]:
-    """Return the shapes for which a request needs batches: those given, or the usual ones, and its budget's."""
-    if task.in_parts:
-        check_sizes(shapes)
-        return [*(shapes or ((1,), (8,))), *([] if timed is None else [timed.shape])]
-    tokens = None if length is None else length.tokens
-    found = model_shapes(model, shapes, sequence=tokens, image=image)
-    if timed is None:
-        return [*found]
-    shape = timed.shape if timed.sequence or tokens is None else (timed.batch, tokens)
-    return [*found, *model_shapes(model, [shape], image=image)]
+    first: Batch,
+) -> dict[Shape, Batch]:
+    """Return a batch for each shape that is given, or for the usual ones, and for the shape of a budget of time.
 
-
-def _shaped(
-    model: PreTrainedModel, shapes: Sequence[tuple[int, ...]], read: Batch, task: Task
-) -> dict[tuple[int, int], Batch]:
-    """Return a batch for each shape: random tokens or pixels in the rows' size, or copies of their longest sample."""
+    They have random tokens, or random pixels in the size of the images of `first`, or copies of its longest sample.
+    """
     if not task.in_parts:
-        random = partial(synthetic_batch, model, image=image_shape(read))
-        return {(size, tokens): random(batch=size, sequence=tokens) for size, tokens in shapes}
+        image, tokens = image_shape(first), None if length is None else length.tokens
+        wanted = model_shapes(model, shapes, sequence=tokens, image=image)
+        if timed is not None:
+            shape = timed.shape if timed.sequence or tokens is None else (timed.batch, tokens)
+            wanted = [*wanted, *model_shapes(model, [shape], image=image)]
+        random = partial(synthetic_batch, model, image=image)
+        return {(size, sequence): random(batch=size, sequence=sequence) for size, sequence in wanted}
+    check_sizes(shapes)
     # Random tokens would contain no image tokens.
-    longest = int(read["attention_mask"].sum(-1).argmax()) if "attention_mask" in read else 0
-    sequence = read["input_ids"].shape[-1]
+    longest = int(first["attention_mask"].sum(-1).argmax()) if "attention_mask" in first else 0
     return {
-        (shape[0], sequence): {
+        (shape[0], first["input_ids"].shape[-1]): {
             key: value[longest : longest + 1].repeat(shape[0], *[1] * (value.dim() - 1))
-            for key, value in inputs_of(read).items()
+            for key, value in inputs_of(first).items()
         }
-        for shape in shapes
+        for shape in (*(shapes or ((1,), (8,))), *([] if timed is None else [timed.shape]))
     }
 
 
@@ -367,20 +361,25 @@ def _in_towers(
 
 
 def check_pruning(pruning: Pruning, fewest: Looks = Looks()) -> None:  # noqa: B008 (it is frozen)
-    """Refuse, before anything is computed, options that do not suit the model.
+    """Refuse, before anything is computed, options that do not suit the model or its rows, by a RequestError.
 
-    `fewest` says how often a false promise of the budget may be looked at, where the rows are only just enough.
+    `fewest` are the looks that a promise takes at least, and so how many held-out rows.
     """
     options, budget = pruning.options, pruning.budget
-    _warn_without_compensation(options)
+    if options.criterion in (COMPENSATED, AUTO) and options.compensation is None:
+        logger.warning(
+            "%s ranks units by the errors that least squares leaves, but prune.compensation is not set, so "
+            "nothing makes up for them; add compensation: {method: least_squares}",
+            options.criterion,
+        )
     check_criteria(pruning, options.criterion)
     if options.compensation is not None:
         check_biases(pruning.model, pruning.scored, options.compensation.method)
     _check_enough_rows(pruning, fewest)
-    if not budget.heads:
-        check_constraints(pruning.scored, options.constraints)
-    else:
+    if budget.heads:
         check_budget(pruning.scored, heads=budget.heads, constraints=options.constraints)
+    else:
+        check_constraints(pruning.scored, options.constraints)
     if (table := pruning.counted_table) is not None and budget.ratio is not None:
         if table.dense <= budget.ratio:
             raise RequestError(
@@ -391,7 +390,7 @@ def check_pruning(pruning: Pruning, fewest: Looks = Looks()) -> None:  # noqa: B
 
 
 def _check_enough_rows(pruning: Pruning, fewest: Looks) -> None:
-    """Refuse a promise that the held-out rows are too few for: of a share, even if all predictions stayed."""
+    """Refuse a promise for which there are too few held-out rows, even if all predictions stayed."""
     keep, count = pruning.budget.keep, samples_of(pruning.rows.held_out)
     if keep is None:
         return
@@ -414,18 +413,17 @@ def check_apart(pruning: Pruning) -> bool:
     short texts do, are not counted, because new rows may equal them too. Returns whether a warning was logged.
     """
     rows = pruning.rows
-    drawn = (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)
-    parts = [sample_contents(part) for part in drawn]
-    _warn_of_repeats(parts[2:])
-    times = [Counter(content for sample in part for content in sample) for part in parts]
-    recurring = {content for part in times for content, count in part.items() if count > 1}
-    fitted, chosen = (set().union(*part) - recurring for part in (times[:2], times[:4]))
-    for judged, name, known, of in (
-        (parts[2], "held-out", fitted, "scored or refitted on"),
-        (parts[3], "held-out", fitted, "scored or refitted on"),
-        (parts[4], "evaluated", chosen, "scored, refitted or chosen on"),
-    ):
-        count, shared = len(judged), sum(known.issuperset(sample) for sample in judged)
+    uses = [sample_contents(use) for use in (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)]
+    judged = [*zip(("held-out", "held-out", "evaluated"), uses[2:], strict=True)]
+    _warn_of_repeats(judged)
+    times = [Counter(chain.from_iterable(samples)) for samples in uses]
+    recurring = {content for use in times for content, count in use.items() if count > 1}
+    fitted, chosen = (set().union(*use) - recurring for use in (times[:2], times[:4]))
+    for name, samples in judged:
+        known, of = (
+            (chosen, "scored, refitted or chosen on") if name == "evaluated" else (fitted, "scored or refitted on")
+        )
+        count, shared = len(samples), sum(known.issuperset(sample) for sample in samples)
         if shared <= MOST_SHARED * count:
             continue
         what = f"{shared:,} of the {count:,} {name} rows are among those that units are {of}"
@@ -437,9 +435,9 @@ def check_apart(pruning: Pruning) -> bool:
     return False
 
 
-def _warn_of_repeats(parts: Sequence[Sequence[tuple[bytes, ...]]]) -> None:
+def _warn_of_repeats(judged: Iterable[tuple[str, Sequence[tuple[bytes, ...]]]]) -> None:
     """Warn if many judged rows repeat others, as intervals count each row for itself."""
-    for name, samples in zip(("held-out", "held-out", "evaluated"), parts, strict=True):
+    for name, samples in judged:
         if (repeats := len(samples) - len(set(samples))) > MOST_REPEATED * len(samples):
             logger.warning(
                 "%s of the %s %s rows repeat others, so what stays is only known for new rows that repeat as often; "
@@ -449,33 +447,18 @@ def _warn_of_repeats(parts: Sequence[Sequence[tuple[bytes, ...]]]) -> None:
             return
 
 
-def _warn_without_compensation(options: PruneSection) -> None:
-    """Warn if the criterion assumes a refit that is not asked for."""
-    if options.criterion in (COMPENSATED, AUTO) and options.compensation is None:
-        logger.warning(
-            "%s ranks units by the errors that least squares leaves, but prune.compensation is not set, so "
-            "nothing makes up for them; add compensation: {method: least_squares}",
-            options.criterion,
-        )
-
-
 def check_criteria(pruning: Pruning, *criteria: str) -> None:
-    """Refuse criteria that cannot score the modules: of heads if only neurons go, or of whole key/value groups."""
+    """Refuse criteria that score no units of the kinds to prune, and warn of `unit: query` where it changes nothing."""
     options = pruning.options
-    by_query = options.constraints.unit == "query"
-    grouped = any(module.group_size > 1 for module in pruning.scored)
-    if by_query and not grouped:
+    if options.unit == "query" and not any(module.group_size > 1 for module in pruning.scored):
         logger.warning(
             "unit: query is the same as unit: group here, because every head of this model has its own keys and "
             "values: a removed head takes its part of the cache along"
         )
     for name in criteria:
-        criterion = CRITERIA.get(name)
-        if criterion and not set(criterion.kinds) & set(options.modules):
+        if name in CRITERIA and not set(CRITERIA[name].kinds) & set(options.modules):
             able = [known.name for known in CRITERIA.values() if set(known.kinds) & set(options.modules)]
             raise RecipeError(
-                [
-                    f"criterion {name} scores heads, but prune.modules is [{', '.join(options.modules)}]; choose one "
-                    f"of {', '.join((*able, COMPENSATED, AUTO))}"
-                ]
+                f"criterion {name} scores heads, but prune.modules is [{', '.join(options.modules)}]; choose one "
+                f"of {', '.join((*able, COMPENSATED, AUTO))}"
             )

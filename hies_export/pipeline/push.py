@@ -1,8 +1,4 @@
-"""Publish a finished run, or a slim folder, on the Hugging Face Hub, in one commit.
-
-The repository of a run gets the slim checkpoint at the top, its exports, the report, its figures, and a card with the
-metadata that the Hub requires.
-"""
+"""Publish a finished run, or a slim folder, on the Hugging Face Hub, in one commit."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ from ..report.words import model_name, title
 MAIN = "main"
 # Folders of the slim model's exports.
 _EXPORTS = ("onnx", "onnx-int8", "onnx-int4", *(f"onnx-{name}" for name in COMPOUNDS), "gguf")
-# What of an earlier push is deleted if this one does not write it: these folders, and weights at the top.
+# Deleted from an earlier push if this one does not write it: these folders, and files at the top with these endings.
 _REPLACED_FOLDERS, _REPLACED = (*_EXPORTS, "openvino", "images"), (".safetensors", ".safetensors.index.json", ".py")
 
 
@@ -56,10 +52,10 @@ def push_to_hub(
     overwrite: bool = False,
     progress: Progress = SILENT,
 ) -> Pushed:
-    """Push a run: the slim checkpoint, its exports, the report, pictures, and a card with metadata.
+    """Push a run: the slim checkpoint at the top, its exports, the report, pictures, and a card with metadata.
 
-    All files appear in one commit. The client sends what is large before it, each file once, and tries again by itself.
-    The token is read from `hf auth login` or `HF_TOKEN`.
+    All files appear in one commit. The client sends large files before it, each once, and retries by itself. The token
+    is read from `hf auth login` or `HF_TOKEN`.
 
     Licence ids: https://huggingface.co/docs/hub/repositories-licenses
 
@@ -93,14 +89,14 @@ def push_to_hub(
     public = replace(report, model=dense or model_name(report), details=details)
     contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
     progress.stage("push")
-    how: dict[str, Any] = {"private": private, "revision": revision, "overwrite": overwrite}
-    made = _commit(repository, contents, message or title(report), **how)
+    message = message or title(report)
+    made = _commit(repository, contents, message, private=private, revision=revision, overwrite=overwrite)
     size = sum(len(c) if isinstance(c, bytes) else Path(c).stat().st_size for c in contents.values())
     return Pushed(repository, made.commit_url, made.oid, tuple(contents), size)
 
 
 def push_folder(folder: str | Path, repository: str, *, private: bool = False) -> str:
-    """Push the files of a checkpoint's folder in one commit, and return the commit's address."""
+    """Push the files of a checkpoint's folder in one commit, and return the commit's URL."""
     message = f"Add {Path(folder).name}, pruned"
     return str(_commit(repository, _visible(Path(folder)), message, private=private, checked=False).commit_url)
 
@@ -115,7 +111,11 @@ def _commit(
     overwrite: bool = False,
     checked: bool = True,
 ) -> CommitInfo:
-    """Commit files, by name a path or bytes; if `checked`, only to a repository that is new or of an earlier push."""
+    """Commit files, name -> path or bytes, creating the repository and the branch if they do not exist.
+
+    If `checked`, a repository that is neither new nor of an earlier push is refused unless `overwrite`, and what is
+    left of an earlier push is deleted.
+    """
     api = HfApi(library_name="hies-export")
     with _explained(repository):
         repository = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
@@ -149,16 +149,16 @@ def _read_run(folder: Path) -> Report:
 
 
 def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[str, Any]:
-    """Return the base model and the licence as metadata, of the dense model's card or of what the user gave."""
+    """Return the base model and the licence as metadata of a card: those of the dense model's card, or those given."""
     card = read_card(report.model) if Path(report.model).is_dir() else {}
     base = dense or card.get("base_model")
     if not card.get("license") and isinstance(base, str):
         card = read_card(base)
-    own, name = card.get("license"), model_name(report)
-    if (own or license) != (license or own) or not (own or license):
+    own = card.get("license")
+    if not (own or license) or (own and license and own != license):
         raise RequestError(
-            f"a slim model keeps the licence of its dense model, {name}, whose card names {own or 'none'}, got license "
-            f"{license}; leave it out if the card names one, else give an id of "
+            f"a slim model keeps the licence of its dense model, {model_name(report)}, whose card names "
+            f"{own or 'none'}, got license {license}; leave it out if the card names one, else give an id of "
             "https://huggingface.co/docs/hub/repositories-licenses"
         )
     return {"base_model": base, **({key: card[key] for key in LICENSE_KEYS if key in card} or {"license": license})}
@@ -186,7 +186,7 @@ def _contents(
 
 
 def _visible(folder: Path) -> dict[str, str]:
-    """Return the files below a folder by their names in it, without hidden ones and those in hidden folders."""
+    """Return relative -> full path of the files in a folder and below it, unless a file or its folder is hidden."""
     files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {
         name.as_posix(): str(path) for name, path in files.items() if not any(part[0] == "." for part in name.parts)
@@ -194,6 +194,7 @@ def _visible(folder: Path) -> dict[str, str]:
 
 
 def _is_replaced(name: str) -> bool:
+    """Return whether a file of an earlier push is deleted if this push does not write it."""
     first, slash, _ = name.partition("/")
     return first in _REPLACED_FOLDERS if slash else name.endswith(_REPLACED)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ..calibrate.statistics import DEFAULT_NEEDS
 from ..checkpoint.beside import read_card
 from ..data.batches import has_references, samples_of
 from ..data.rows import DataFacts
 from ..evaluate.metrics import METRICS
-from ..forms.formats import Export
 from ..forms.machine import machine_facts
 from ..kinds import ATTENTION
 from ..report.card import render_card
@@ -41,6 +39,7 @@ def build_report(
     """Return the report of a run: the only place that knows what all its stages returned."""
     plan, metric, sizes = choice.plan, pruning.metrics[0], measured.sizes
     heads, neurons = plan_counts(plan)
+    differences: dict[str, Any] = {"onnx": None, measured.exported.format: measured.exported.max_abs}
     assert delivery.asked is not None
     return Report(
         model=delivery.asked.model,
@@ -59,7 +58,7 @@ def build_report(
         stability=evaluation.stability,
         cut_max_abs=slim.cut_max_abs,
         reload_max_abs=saved.reload_max_abs,
-        **_export_differences(measured.exported),
+        **{f"{name}_max_abs": value for name, value in differences.items() if name in ("onnx", "gguf")},
         seconds=pruning.clock.seconds,
         latency=sizes.latency,
         environment={**machine_facts(), "processes": processes},
@@ -79,16 +78,31 @@ def _details(
     measured: Measured,
     command: str | None,
 ) -> Details:
-    plan, asked, neurons = choice.plan, delivery.asked, neuron_counts(choice.plan)
+    plan, asked, exported = choice.plan, delivery.asked, measured.exported
     low, high = evaluation.kept_ends or (None, None)
     assert asked is not None
     assert delivery.source is not None
+    assert choice.statistics is not None
+    assert choice.scores is not None
+    by_module = {**choice.statistics.values, "score": choice.scores.scores}
+    by_module = {what: by_module[what] for what in ("his", "entropy", "score") if what in by_module}
+    # Fields of some runs alone, which are left out of the report where they say nothing.
+    optional = {
+        "neurons": neuron_counts(plan),
+        "forms": measured.forms,
+        "deployment": measured.deployment,
+        "row_length": pruning.length,
+    }
+    names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
     return Details(
         base_model=None if Path(asked.model).exists() else asked.model,
         head_map=head_map(plan),
-        # The statistics of all neurons would fill megabytes.
-        heads={name: of for name, of in head_numbers(choice).items() if plan.kept[name].kind == ATTENTION},
-        **({"neurons": neurons} if neurons else {}),
+        # Of heads alone: the statistics of all neurons would fill megabytes.
+        heads={
+            name: {what: numbers[name].tolist() for what, numbers in by_module.items() if name in numbers}
+            for name in choice.scores.scores
+            if plan.kept[name].kind == ATTENTION
+        },
         outcome=measured.outcome,
         metrics=evaluation.metrics,
         uncompensated=evaluation.uncompensated,
@@ -103,11 +117,9 @@ def _details(
         family=families(pruning.model.config, slim.model.config),
         flops_per_layer=measured.sizes.flops_per_layer,
         auto_class=pruning.task.auto_class,
-        **_export_details(measured.exported),
-        **({"forms": measured.forms} if measured.forms else {}),
-        **({"deployment": measured.deployment} if measured.deployment else {}),
+        **{exported.format: {**names, **exported.facts}},
+        **{name: value for name, value in optional.items() if value},
         **measured.compound[1],
-        **({"row_length": pruning.length} if pruning.length else {}),
         data=_data_facts(pruning, delivery, choice),
         run=asdict(RunRecord.of(asked, command=command, commit=delivery.source.commit)),
     )
@@ -136,17 +148,6 @@ def _data_facts(pruning: Pruning, delivery: Delivery, choice: Choice) -> DataFac
     )
 
 
-def _export_differences(exported: Export) -> dict[str, Any]:
-    """Return how far the exported model's outputs are from torch's, as fields of a report."""
-    found = {"onnx": None, exported.format: exported.max_abs}
-    return {f"{format}_max_abs": found[format] for format in ("onnx", "gguf") if format in found}
-
-
-def _export_details(exported: Export) -> dict[str, Any]:
-    names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
-    return {exported.format: {**names, **exported.facts}}
-
-
 def write_choice(choice: Choice, folder: Path) -> None:
     """Write scores.json (statistics and scores per unit) and plan.json."""
     assert choice.statistics is not None
@@ -167,27 +168,19 @@ def write_choice(choice: Choice, folder: Path) -> None:
     (folder / "plan.json").write_text(choice.plan.to_json(), encoding="utf-8")
 
 
-def head_numbers(choice: Choice) -> dict[str, dict[str, list[float]]]:
-    """Return lists of HIS, entropy and score over the heads: module name -> "his", "entropy" or "score" -> list."""
-    assert choice.statistics is not None
-    assert choice.scores is not None
-    values = {**choice.statistics.values, "score": choice.scores.scores}
-    values = {what: values[what] for what in ("his", "entropy", "score") if what in values}
-    return {
-        name: {what: numbers[name].tolist() for what, numbers in values.items() if name in numbers}
-        for name in choice.scores.scores
-    }
-
-
 def write_report(folder: Path, report: Report) -> None:
     """Write report.json, report.html and report.md, and the model card of slim/."""
     origin = read_card(report.model)
     if not Path(report.model).exists():
         origin["base_model"] = report.model
-    (folder / "slim" / "README.md").write_text(render_card(report, origin=origin), encoding="utf-8")
-    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
-    (folder / "report.html").write_text(render_html(report), encoding="utf-8")
-    (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
+    written = {
+        "slim/README.md": render_card(report, origin=origin),
+        "report.json": report.to_json(),
+        "report.html": render_html(report),
+        "report.md": render_markdown(report),
+    }
+    for name, text in written.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _prediction_name(pruning: Pruning, delivery: Delivery) -> str:

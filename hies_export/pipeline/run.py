@@ -92,10 +92,10 @@ def run(
 
             def finish() -> Report:
                 (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-                choice, said = decision.choice, (command, count)
+                choice = decision.choice
                 write_choice(choice, folder)
                 measured = measure(pruning, delivery, forms, decision, slim, saved, folder)
-                report = build_report(pruning, delivery, choice, slim, saved, evaluation, measured, *said)
+                report = build_report(pruning, delivery, choice, slim, saved, evaluation, measured, command, count)
                 write_report(folder, report)
                 return report
 
@@ -114,12 +114,12 @@ def deploy(
 ) -> Report:
     """Find the fastest form of a model that keeps its answers, and write it with its report to `recipe.output`.
 
-    The dense model is tried on every runtime of this machine, in all bits that the runtime computes in: it is judged on
-    the held-out rows, and timed. In the fastest forms, the search finds the largest cut whose file keeps the promise,
-    by the lower end of a 95 % interval. For a classifier, deeper cuts are tried too, joined with the dense model, which
+    The dense model is judged on the held-out rows and timed on every runtime of this machine, in all bits that the
+    runtime computes in. In the fastest forms, the search finds the largest cut whose file keeps the promise, by the
+    lower end of a 95 % interval. For a classifier, deeper cuts are tried too, joined with the dense model, which
     answers the rows that the slim one is unsure of. The fastest of all these is then judged and timed in all forms
-    beside the dense model; joined ones are timed on the evaluation rows. Statistics, moments and orders are computed
-    once. If no cut keeps the promise, nothing is cut, and the answer is the fastest dense form that keeps it.
+    beside the dense model; joined ones are timed on the evaluation rows. If no cut keeps the promise, nothing is cut,
+    and the answer is the fastest dense form that keeps it.
 
     Args:
         recipe: Model, data, and how units are scored and refitted; its budget is ignored. If it holds out no rows, the
@@ -146,6 +146,7 @@ def deploy(
 
 
 def _formats(recipe: PruningRecipe) -> list[str]:
+    """Return the formats that a recipe exports to, and those that its runtimes read."""
     if recipe.deploy is not None:
         return export_formats(recipe.export, ())
     timed = recipe.goal.timed
@@ -154,32 +155,23 @@ def _formats(recipe: PruningRecipe) -> list[str]:
 
 
 def note_on_device(recipe: PruningRecipe, device: str) -> str:
-    """Return what tells a user of a GPU that exports are for the CPU; empty if the recipe says what they are for."""
+    """Return a note for users of a GPU that the ONNX export is for the CPU; empty if the recipe says what it is for."""
     export = recipe.export
-    if (
-        device != "cuda"
-        or recipe.deploy
-        or export.format != "onnx"
-        or {"provider", "quantize"} & export.model_fields_set
-    ):
+    chosen = recipe.deploy or export.format != "onnx" or {"provider", "quantize"} & export.model_fields_set
+    if device != "cuda" or chosen:
         return ""
     return "the export is for a CPU in float32; for this GPU, set export.provider: cuda and export.dtype: float16"
 
 
 def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str]) -> None:
-    """Refuse a model that has no form in some formats, by the layers that a cut may leave; see `check_exports`."""
+    """Refuse a model that cannot be exported to the formats, also with the uneven layers that a cut may leave."""
     constraints = pruning.options.constraints
-    parts = constraints.parts(pruning.scored)
-    check_exports(
-        formats,
-        pruning.model,
-        delivery.exporter,
-        uneven=bool(constraints.keep_layers) or not all(constraints.uniform(part) for part in parts),
-    )
+    uneven = constraints.keep_layers or not all(map(constraints.uniform, constraints.parts(pruning.scored)))
+    check_exports(formats, pruning.model, delivery.exporter, uneven=bool(uneven))
 
 
 def _decide(pruning: Pruning, delivery: Delivery, statistics: Statistics, forms: Forms) -> Decision:
-    """Choose the cut: by the fastest form, by the time of its compound, or by the budget."""
+    """Choose the cut: the one of the fastest form, of the fastest compound, or by the budget."""
     if delivery.deploy is not None:
         return find_fastest(pruning, delivery, statistics, forms)
     if delivery.compound is not None and delivery.compound.shares:
@@ -188,27 +180,19 @@ def _decide(pruning: Pruning, delivery: Delivery, statistics: Statistics, forms:
 
 
 def _journal(pruning: Pruning, delivery: Delivery, output: Path) -> AbstractContextManager[Journal]:
-    """Keep what is ranked and refitted, beside the output, where only what is written there decides what comes next."""
-    if (
-        not pruning.cuts_once
-        or pruning.options.criterion != COMPENSATED
-        or (delivery.compound is not None and delivery.compound.shares)
-    ):
+    """Return a journal beside the output from which a killed run goes on; an empty one for runs that search a cut."""
+    sizes = delivery.compound is not None and delivery.compound.shares
+    if sizes or not pruning.cuts_once or pruning.options.criterion != COMPENSATED:
         return nullcontext(Journal())
     return journal(output, processes.on_main(lambda: _fingerprint(pruning)), pruning.progress)
 
 
 def _fingerprint(pruning: Pruning) -> str:
-    """Return a digest of all that orders of removal and refits follow from."""
-    weights = {name: tensor for name, tensor in pruning.model.state_dict().items() if not tensor.is_meta}
-    rows = [batches_fingerprint(of) for of in (pruning.rows.score, pruning.rows.refit)]
-    asked = [
-        pruning.options.model_dump_json(),
-        pruning.seed,
-        [*pruning.shapes],
-        pruning.model.device.type,
-        library_versions(),
-    ]
+    """Return a digest of everything that determines the orders of removal and the refits."""
+    model, options = pruning.model, pruning.options.model_dump_json()
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    rows = [batches_fingerprint(batches) for batches in (pruning.rows.score, pruning.rows.refit)]
+    asked = [options, pruning.seed, [*pruning.shapes], model.device.type, library_versions()]
     return hashlib.sha256(json.dumps([digest_tensors(weights), rows, asked]).encode()).hexdigest()
 
 
@@ -219,6 +203,6 @@ def output_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Pa
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """Yield a folder for exports that a run does not keep: in its own, so that all are read from the same disk."""
+    """Yield a temporary folder for exports that a run does not keep: in its output, so that all use the same disk."""
     with tempfile.TemporaryDirectory(prefix=".forms-", dir=folder if processes.is_first() else None) as made:
         yield Path(made)
