@@ -1,8 +1,8 @@
 """The whole recipe: how to prune, the rules between sections, and how a recipe is read from YAML.
 
-The input is the fields of a YAML file, or the same as keyword arguments. The output is a `PruningRecipe`, frozen and
-consistent, or one `RecipeError` that names all problems at once. Nothing is loaded: `pipeline.load_recipe` finds out
-whether model, data and recipe fit together.
+Fields of a YAML file, or keyword arguments, become a `PruningRecipe`, frozen and consistent, or one `RecipeError` that
+names all problems at once. Nothing is loaded: `pipeline.load_recipe` finds out whether model, data and recipe fit
+together.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 
@@ -51,25 +51,19 @@ Allocation = Literal["global", "uniform"]
 
 # Shares of the FLOPs that a compound tries if there is no budget.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
-
-
 # The budget of a recipe that removes neither heads nor neurons.
 NOTHING = Budget.model_construct(heads=0.0)
 
 
 def _known(name: str, known: Iterable[str], *, what: str) -> str:
-    known = tuple(known)
-    if name not in known:
-        raise ValueError(one_of(what, known, name))
+    """Return a name that is among the known ones; a ValueError refuses others."""
+    if name not in (names := tuple(known)):
+        raise ValueError(one_of(what, names, name))
     return name
 
 
-def _known_runtime(name: str) -> str:
-    return _known(name, RUNTIMES, what="a runtime")
-
-
 def _with_known_metric(budget: Budget) -> Budget:
-    """Return a budget whose metric is known; a share of a metric that may be shared is 0.99 by default."""
+    """Return a budget whose metric is known; where a share of the metric may be kept, it is 0.99 by default."""
     from ..evaluate.metrics import METRICS
 
     keep, metric = budget.keep, METRICS[_known(str(budget.metric), METRICS, what="metric")]
@@ -118,7 +112,7 @@ class PruneSection(Section):
     """
 
     modules: tuple[Literal["attention", "mlp"], ...] = (ATTENTION,)
-    criterion: str = "hies"
+    criterion: Annotated[str, AfterValidator(lambda name: _known(name, criterion_names(), what="criterion"))] = "hies"
     alpha: float | Literal["auto"] = 0.9
     normalize: Literal["model", "layer"] = "model"
     budget: Budget | None = None
@@ -133,7 +127,7 @@ class PruneSection(Section):
 
     @property
     def goal(self) -> Budget:
-        """The budget, where it is given; `PruningRecipe.options` always has one."""
+        """The budget, which must be given; the section `PruningRecipe.options` always has one."""
         assert self.budget is not None
         return self.budget
 
@@ -190,11 +184,6 @@ class PruneSection(Section):
     def _of_heads(cls, value: Any) -> Any:
         return {"heads": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
-    @field_validator("criterion")
-    @classmethod
-    def _is_known(cls, value: str) -> str:
-        return _known(value, criterion_names(), what="criterion")
-
     @field_validator("alpha", mode="before")
     @classmethod
     def _is_a_weight(cls, value: Any) -> Any:
@@ -212,14 +201,14 @@ class PruneSection(Section):
         if value is None:
             return value
         if value.timed is not None:
-            _known_runtime(value.timed.runtime)
+            _known(value.timed.runtime, RUNTIMES, what="a runtime")
         return value if value.metric is None else _with_known_metric(value)
 
     @model_validator(mode="after")
     def _defaults_follow_the_budget(self) -> PruneSection:
         if self.budget is None or self.budget.heads is None:
             usual = {"modules": KINDS, "criterion": "compensated", "compensation": CompensationSection()}
-            # Not as fields that are set: another budget in their place has its own.
+            # Not added to `model_fields_set`, because a copy with another budget has other defaults.
             vars(self).update({name: value for name, value in usual.items() if name not in self.model_fields_set})
         return self
 
@@ -280,7 +269,7 @@ class PruningRecipe(Section):
     revision: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     save_dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
-    task: str
+    task: Annotated[str, AfterValidator(lambda name: _known(name, TASKS, what="task"))]
     pooling: Literal["mean", "cls", "last", "max"] | None = None
     normalize: bool | None = None
     data: DataSection
@@ -301,16 +290,11 @@ class PruningRecipe(Section):
         except ValidationError as error:
             raise RecipeError(list(sentences(error, type(self)))) from None
 
-    @field_validator("task")
-    @classmethod
-    def _is_a_task(cls, value: str) -> str:
-        return _known(value, TASKS, what="task")
-
     @field_validator("measure", "deploy")
     @classmethod
     def _names_what_there_is(cls, value: MeasureSection | DeploySection | None) -> Any:
         for name in () if value is None else value.runtimes:
-            _known_runtime(name)
+            _known(name, RUNTIMES, what="a runtime")
         return value
 
     @model_validator(mode="after")
@@ -329,8 +313,6 @@ class PruningRecipe(Section):
                 self.vocabulary and not task.text,
                 f"vocabulary is for models that read text, got task: {name}; leave it out",
             ),
-        )
-        first_broken(
             *(() if compound is None else compound.rules(self, classifies=task.classifies)),
             (
                 deploy and task.in_parts,
@@ -442,9 +424,8 @@ class PruningRecipe(Section):
     @property
     def options(self) -> PruneSection:
         """How to prune: the section `prune`, whose budget is the goal."""
-        return (
-            losing_nothing(self.prune) if self.goal is NOTHING else self.prune.model_copy(update={"budget": self.goal})
-        )
+        goal = self.goal
+        return losing_nothing(self.prune) if goal is NOTHING else self.prune.model_copy(update={"budget": goal})
 
     @property
     def inputs(self) -> dict[str, str | Path]:
@@ -458,15 +439,13 @@ class PruningRecipe(Section):
 
     def run(self, *, progress: Progress = SILENT) -> Report:
         """Run the whole line and write `output`; see `hies_export.run`."""
-        # By its name: a run reads the recipe, and the recipe nothing of a run.
-        run = import_module("hies_export").run
-        report: Report = run(self, progress=progress)
+        # By its name, because `pipeline.run` imports this file.
+        report: Report = import_module("hies_export").run(self, progress=progress)
         return report
 
 
-# Far above any real recipe: pydantic goes through values by recursion.
+# Levels of nesting, far above any real recipe: pydantic goes through values by recursion.
 DEEPEST = 20
-
 # pydantic's kinds of errors that name Python's types -> what a recipe calls them.
 _KINDS = {"model_type": "a mapping of fields", "dict_type": "a mapping", "tuple_type": "a list", "path_type": "a path"}
 
@@ -475,10 +454,10 @@ def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any
     """Return the fields of a recipe file, its relative paths made relative to the file, with dotted overrides."""
     path = Path(path)
     if not os.path.isfile(path):
-        raise RecipeError([f"a recipe must be a YAML file, but there is no file {path}"])
+        raise RecipeError(f"a recipe must be a YAML file, but there is no file {path}")
     fields = read_yaml(path)
     if not isinstance(fields, dict):
-        raise RecipeError([f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}"])
+        raise RecipeError(f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}")
     fields = {str(name): value for name, value in fields.items()}
     _resolve_paths(fields, path.parent)
     return overridden(fields, overrides)
@@ -492,7 +471,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
-    """Return the value of a text in YAML 1.2, which errors call `source`: text, numbers, lists and mappings."""
+    """Return the value of a text in YAML 1.2: text, numbers, lists and mappings. A RecipeError names its `source`."""
     reader = YAML(typ="safe", pure=True)
     reader.Constructor = _Constructor
     reader.max_depth = DEEPEST
@@ -501,7 +480,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
 
 class _Constructor(SafeConstructor):
-    """Builds plain values, with dates as text; a few lines of aliases, which can stand for gigabytes, are refused."""
+    """Builds plain values, with dates as text; refuses aliases, of which a few lines can stand for gigabytes."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         if node.anchor is not None:
@@ -515,14 +494,20 @@ _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.cons
 
 
 def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Set dotted fields, in place, and return all."""
-    for key, value in overrides.items():
-        _override(fields, key, value)
+    """Set dotted fields, such as "prune.budget.flops", in place, and return all fields."""
+    for dotted, value in overrides.items():
+        *sections, last = dotted.split(".")
+        inner = fields
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise RecipeError(f"{dotted} cannot be set: {section} is a plain value in this recipe")
+        inner[last] = value
     return fields
 
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
-    """Make relative paths relative to the recipe's folder; a model that is no folder there is a Hub id."""
+    """Make relative paths, in place, relative to the recipe's folder; a model that is no folder there is a Hub id."""
 
     def at(path: Any) -> Path:
         return folder / os.path.expanduser(str(path))
@@ -543,16 +528,6 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     data = fields.get("data")
     if isinstance(data, dict) and isinstance(data.get("files"), dict):
         data["files"] = {k: at(v) if isinstance(v, str) else v for k, v in data["files"].items()}
-
-
-def _override(fields: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, last = dotted.split(".")
-    for section in sections:
-        child = fields.setdefault(section, {})
-        if not isinstance(child, dict):
-            raise RecipeError([f"{dotted} cannot be set: {section} is a plain value in this recipe"])
-        fields = child
-    fields[last] = value
 
 
 def sentences(error: ValidationError, recipe: type[BaseModel], *, within: str = "") -> Iterator[str]:
@@ -576,6 +551,7 @@ def sentences(error: ValidationError, recipe: type[BaseModel], *, within: str = 
 
 
 def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    """Return the class of the section at a path of fields, through unions with None."""
     for part in location:
         annotation = section.model_fields[str(part)].annotation
         candidates = get_args(annotation) if get_origin(annotation) else (annotation,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ..calibrate.statistics import DEFAULT_NEEDS
 from ..checkpoint.beside import read_card

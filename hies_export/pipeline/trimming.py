@@ -1,4 +1,4 @@
-"""Trim the vocabulary of a model before anything else is done with it, and remember the model as it was."""
+"""Trim the vocabulary of a model before it is pruned, and keep the untrimmed model to compare with."""
 
 from __future__ import annotations
 
@@ -34,62 +34,56 @@ PER_SAMPLE = ("classes", "labels", "numbers", "embeddings", "spans")
 
 @dataclass(frozen=True)
 class Trimming:
-    """What was trimmed: the model as it was and what reads its inputs, the tokens that stay, and what is said of it."""
+    """A trimmed vocabulary, and the model before it."""
 
-    dense: PreTrainedModel
-    processor: Any
+    dense: PreTrainedModel  # with all its tokens
+    processor: Any  # that reads its inputs
     kept: KeptTokens
-    facts: VocabularyFacts
+    facts: VocabularyFacts  # for the report
 
     def on(self, dense: Sequence[Batch], slim: Sequence[Batch]) -> Trimming:
-        """Return the same with what it does to the rows that both models are judged on, as each reads them."""
+        """Return a trimming whose facts compare the judged rows as the dense and the slim model read them."""
         judged = compare_cuts(dense, slim, self.kept) if dense else self.facts.judged
         return replace(self, facts=replace(self.facts, judged=judged))
 
     def renumbered(self, found: Predictions, labels: Tensor) -> Predictions:
-        """Return tokens that the model as it was predicts in the numbers of those that stay; see `in_new_numbers`."""
+        """Return the dense model's predicted tokens by their ids in the trimmed vocabulary; see `in_new_numbers`."""
         return in_new_numbers(found, labels, self.kept)
 
     @staticmethod
     def metrics(usual: Sequence[str]) -> tuple[str, ...]:
-        """Return metrics by which models of other tokens compare: a language model's loss is then of the same text."""
+        """Return metrics that do not depend on the vocabulary: nats per character in place of perplexity per token."""
         return tuple("nats_per_character" if name == "perplexity" else name for name in usual)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What says which tokens stay.
-
-    Attributes:
-        used: Texts whose tokens stay.
-        read: How often each token occurs as a task reads them.
-        source: Where they are from, for the report.
-    """
+    """Texts whose tokens stay."""
 
     used: Sequence[str]
-    read: Mapping[int, int]
-    source: str
+    read: Mapping[int, int]  # token id -> how often it occurs as a task reads the texts
+    source: str  # where they are from, for the report
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are read: by a task, and by that of the model as it was if the vocabulary was trimmed."""
+    """How rows are read by the model that is pruned, and by the dense one with all its tokens."""
 
     task: Task
     processor: Any
-    dense: Task
+    dense: Task  # the same as `task` without trimming
     trimming: Trimming | None
 
     def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
-        """Return batches of samples as the model reads them that is pruned."""
+        """Return batches of samples, with up to `size` samples each, as the model that is pruned reads them."""
         if self._recut is None:
             return self.task.read(samples, size=size, use=use)
         return self._recut.batches(self.dense.read(samples, size=size, use=use))[1]
 
     def to_judge(self, samples: datasets.Dataset, size: int) -> tuple[list[Batch], list[Batch]]:
-        """Return batches to judge predictions on, shortest samples first, and the same for the model as it was, if any.
+        """Return batches to judge predictions on, shortest samples first, and those of the untrimmed model.
 
-        Both have the samples in the same order.
+        Both have the samples in the same order. The second list is empty if nothing was trimmed.
         """
         if self._recut is not None:
             dense = by_length(self.dense.read(samples, size=size, use="judge"), config=self.dense.config)
@@ -97,10 +91,10 @@ class Reading:
         slim = by_length(self.task.read(samples, size=size, use="judge"), config=self.task.config)
         if self.trimming is None or not len(samples):
             return slim, []
-        own, smaller = (one.read(samples, size=size, use="time") for one in (self.dense, self.task))
-        # The windows of a question have its number, and may be more in other tokens.
-        like = None if self.task.predicts == "spans" else smaller
-        return slim, by_length(own, config=self.dense.config, like=like)
+        dense, trimmed = (task.read(samples, size=size, use="time") for task in (self.dense, self.task))
+        # A question may have more windows in other tokens; they carry the number of the question.
+        like = None if self.task.predicts == "spans" else trimmed
+        return slim, by_length(dense, config=self.dense.config, like=like)
 
     @cached_property
     def _recut(self) -> Recut | None:
@@ -110,7 +104,7 @@ class Reading:
 
 
 def recut_of(trimming: Trimming, whole: Task, processor: Any, config: Any) -> Recut:
-    """Return what turns the batches of the model as it was, and of the task that reads them, into the smaller one's."""
+    """Return what converts batches of the untrimmed model, read by the task `whole`, into those of the trimmed one."""
     tokenizers = tokenizer_of(trimming.processor), tokenizer_of(processor)
     return Recut.of(whole, trimming.kept, tokenizers, padding_token(tokenizers[1], config))
 
@@ -118,8 +112,8 @@ def recut_of(trimming: Trimming, whole: Task, processor: Any, config: Any) -> Re
 def trim(
     model: PreTrainedModel, processor: Any, texts: Texts, asked: VocabularySection
 ) -> tuple[PreTrainedModel, Any, Trimming]:
-    """Return a model and its processor without the tokens that texts do not use."""
-    options: dict[str, Any] = {"keep": asked.keep, "multiple_of": asked.multiple_of, "min_count": asked.min_count}
+    """Return copies of a model and its processor without the tokens that texts do not use, and what was trimmed."""
+    options = asked.model_dump(exclude={"files"})
     trimmed = trim_vocabulary(model, processor, texts.used, read=texts.read, **options)
     facts = VocabularyFacts(
         total=trimmed.kept.total,
@@ -141,11 +135,11 @@ def trim_in_memory(
     vocabulary: Mapping[str, Any] | Sequence[str],
     task: Task,
 ) -> tuple[PreTrainedModel, Any, Trimming]:
-    """Trim the vocabulary of a model in memory; the `rows` are those of `prune`, by its arguments."""
+    """Trim the vocabulary of a model in memory, see `trim`; `rows`, `columns` and `vocabulary` are as for `prune`."""
     if processor is None:
         raise RequestError("vocabulary= needs processor=, the model's tokenizer, got none")
-    for name, some in rows.items():
-        if some is not None and holds_inputs(model, some, columns):
+    for name, given in rows.items():
+        if given is not None and holds_inputs(model, given, columns):
             raise RequestError(
                 f"with vocabulary=, {name}= must be read anew, as tokens get other numbers, but it has the model's "
                 "inputs already; give a data set of texts, and columns= if it also has inputs, or a list of texts"
@@ -159,23 +153,23 @@ def trim_in_memory(
             'vocabulary={"texts": [...]}'
         )
     check_request(tokenizer_of(processor), used, keep=asked.keep)
-    given, reader = rows_to_read(batches, what="batches", task=task, processor=processor, columns=columns)
-    read = read_tokens(reader, given) if texts is None else tokens_in_place(reader, used)
+    data, reader = rows_to_read(batches, what="batches", task=task, processor=processor, columns=columns)
+    read = read_tokens(reader, data) if texts is None else tokens_in_place(reader, used)
     return trim(model, processor, Texts(used, read, "texts given"), asked)
 
 
 def read_tokens(task: Task, rows: datasets.Dataset) -> Counter[int]:
-    """Return how often each token occurs in all that a task reads of rows."""
+    """Return how often each token id occurs in the rows as a task reads them, without cutting long ones."""
     reader = task.in_full()
-    counts: Counter[int] = Counter()
-    for ids in reader.tokens(reader.samples(rows)):
-        counts.update(ids.tolist())
-    return counts
+    return Counter(token for ids in reader.tokens(reader.samples(rows)) for token in ids.tolist())
 
 
 def tokens_in_place(task: Task, texts: Sequence[str]) -> Counter[int]:
-    """Return how often each token occurs in texts that stand wherever a task reads one: in prompts, pairs, answers."""
-    if task.generative and not task.columns.prompt:  # as they stand
+    """Return how often each token id occurs if a task reads the texts in every place: in prompts, pairs, answers.
+
+    Empty for texts to generate, which are read without anything around them.
+    """
+    if task.generative and not task.columns.prompt:
         return Counter()
     texts = [text for text in texts if text.strip()]
     rows = datasets.Dataset.from_dict(dict.fromkeys(task.columns_of_text, texts))
@@ -184,7 +178,7 @@ def tokens_in_place(task: Task, texts: Sequence[str]) -> Counter[int]:
 
 
 def _texts_given(rows: Any) -> list[str]:
-    """Return the texts of a data set, or of a list of texts; of anything else, none."""
+    """Return the texts of a data set or of a list of texts; an empty list for anything else."""
     if isinstance(rows, datasets.Dataset):
         return texts_of(rows)
     return [*_texts(rows)] if isinstance(rows, (list, tuple)) and not any(isinstance(r, dict) for r in rows) else []
@@ -197,7 +191,7 @@ def texts_of(rows: datasets.Dataset, columns: Sequence[str] | None = None) -> li
 
 
 def _texts(values: Iterable[Any]) -> Iterator[str]:
-    """Yield the texts among values; a list of words is one text, and each of its words is one too."""
+    """Yield the texts among nested values; a list of words gives the joined text, and each word."""
     for value in values:
         if isinstance(value, str):
             yield value
@@ -209,11 +203,7 @@ def _texts(values: Iterable[Any]) -> Iterator[str]:
 
 
 def texts_in(files: Sequence[Path], task: Task) -> Texts:
-    """Return the texts in all columns of some files, as they stand, and as a task reads them.
-
-    Raises:
-        DataError: A file has no text.
-    """
+    """Return the texts in all columns of files, and how often a task reads each token; a DataError refuses no text."""
     used: list[str] = []
     read: Counter[int] = Counter()
     for file in files:
