@@ -1,4 +1,21 @@
-"""Every error that this package raises on purpose: either a `RequestError` or a `StepError`.
+"""Every error this package raises on purpose, and whose fault it is.
+
+    HiesError
+    ├── RequestError                exit code 2: the request is wrong, and nothing was done
+    │   ├── RecipeError             the recipe has unknown, missing or impossible fields
+    │   ├── DataError               the data has no such file, split, column or label
+    │   ├── UnsupportedModelError   the model computes its attention or feed-forward blocks in a way that cannot be cut
+    │   ├── PlanError               the plan does not fit the model, or no plan meets the budget
+    │   ├── OutputExistsError       the output exists already
+    │   └── MissingRuntimeError     the installation lacks a package
+    └── StepError                   exit code 1: a step failed, and nothing half-written was left behind
+        ├── NonFiniteError          the model's numbers: NaN or infinity in a loss, a gradient or a score
+        ├── CutMismatchError        our cut: the slim model differs from the dense one with the same heads masked
+        ├── ReloadMismatchError     our files, or the disk: the saved checkpoint comes back different
+        ├── ExportError             the ONNX exporter
+        ├── ParityError             the exported graph: it differs from torch
+        ├── PushError               the Hub, or the network: the upload did not finish
+        └── DropError               the refit: it lost more quality than the recipe allows
 
 A message says what must hold, what was given, and what to do.
 """

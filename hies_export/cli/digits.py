@@ -55,8 +55,7 @@ def _digits() -> dict[str, datasets.Dataset]:
     order = np.random.default_rng(0).permutation(len(images))
     return {
         split: datasets.Dataset.from_dict(
-            {"image": [images[i] for i in part], "label": [int(bunch.target[i]) for i in part]},
-            features=features,
+            {"image": [images[i] for i in part], "label": [int(bunch.target[i]) for i in part]}, features=features
         )
         for split, part in (("train", order[360:]), ("validation", order[:360]))
     }

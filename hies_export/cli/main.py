@@ -24,21 +24,7 @@ from ..errors import HiesError, RequestError, foreign_failure, memory_failure, s
 from ..progress import SILENT
 from ..recipe.gone import gone_command
 from ..version import __version__
-from . import (
-    apply,
-    bench,
-    deploy,
-    export,
-    generate,
-    inspect,
-    prune,
-    push,
-    quickstart,
-    report,
-    run,
-    score,
-    upgrade,
-)
+from . import apply, bench, deploy, export, generate, inspect, prune, push, quickstart, report, run, score, upgrade
 from .arguments import Options
 from .terminal import TerminalProgress, in_flags, print_json, show_messages
 

@@ -143,9 +143,8 @@ def export_options(
     """
     fields: dict[str, Any] = {"format": format, "provider": provider, "dtype": dtype, "quantize": quantize}
     options = ExportSection.model_construct(**fields)
-    refused, reason = options.bits_elsewhere
-    if refused:
-        raise RequestError(reason)
+    if refusal := options.bits_refusal:
+        raise RequestError(refusal)
     return options
 
 

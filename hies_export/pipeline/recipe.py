@@ -39,7 +39,6 @@ from ..recipe.sections import (
     MultipleOf,
     Section,
     VocabularySection,
-    first_broken,
 )
 from ..tasks import TASKS
 
@@ -301,51 +300,39 @@ class PruningRecipe(Section):
     def _fits_together(self) -> PruningRecipe:
         task, deploy, compound, given = TASKS[self.task], self.deploy, self.compound, self.prune.budget
         export, held_out, evaluation, name = self.export, self.held_out, self.evaluation, self.task
-        refusal = task.refusal(self.data)
-        first_broken(
-            (refusal, refusal or ""),
-            (
-                deploy and given,
-                "deploy chooses how much to remove, and prune.budget sets it too; leave out one of them",
-            ),
-            (not (deploy or compound or given or self.vocabulary), "prune.budget must be given"),
-            (
-                self.vocabulary and not task.text,
-                f"vocabulary is for models that read text, got task: {name}; leave it out",
-            ),
-            *(() if compound is None else compound.rules(self, classifies=task.classifies)),
-            (
-                deploy and task.in_parts,
+        if refusal := task.refusal(self.data):
+            raise ValueError(refusal)
+        if deploy and given:
+            raise ValueError("deploy chooses how much to remove, and prune.budget sets it too; leave out one of them")
+        if not (deploy or compound or given or self.vocabulary):
+            raise ValueError("prune.budget must be given")
+        if self.vocabulary and not task.text:
+            raise ValueError(f"vocabulary is for models that read text, got task: {name}; leave it out")
+        if compound is not None:
+            compound.check(self, classifies=task.classifies)
+        if deploy and task.in_parts:
+            raise ValueError(
                 f"deploy compares models that are one graph, got task: {name}, which is exported as several; prune it "
-                "with hies-export run, and a budget of keep",
-            ),
-            (
-                deploy and export.shown != ExportSection().shown,
-                f"deploy exports what each runtime reads, got export: {export.shown}; leave it out",
-            ),
-            (
-                self.goal.timed and self.measure.dtypes,
+                "with hies-export run, and a budget of keep"
+            )
+        if deploy and export.shown != ExportSection().shown:
+            raise ValueError(f"deploy exports what each runtime reads, got export: {export.shown}; leave it out")
+        if self.goal.timed and self.measure.dtypes:
+            raise ValueError(
                 "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not "
-                f"be given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench",
-            ),
-            (
-                export.format == "gguf" and not task.decodes_text,
-                f"export.format gguf is for text-generation, got task: {name}; set it to onnx",
-            ),
-            (
-                export.format == "openvino" and (task.generative or task.in_parts),
-                f"export.format openvino is for encoders, got task: {name}; set it to onnx",
-            ),
-            (
-                held_out and held_out.split == evaluation.split and evaluation.rows == "first",
+                f"be given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
+            )
+        if export.format == "gguf" and not task.decodes_text:
+            raise ValueError(f"export.format gguf is for text-generation, got task: {name}; set it to onnx")
+        if export.format == "openvino" and (task.generative or task.in_parts):
+            raise ValueError(f"export.format openvino is for encoders, got task: {name}; set it to onnx")
+        if held_out and held_out.split == evaluation.split and evaluation.rows == "first":
+            raise ValueError(
                 f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so evaluation.rows "
-                "must be drawn from the others, got first; leave it out, or hold out another split's",
-            ),
-            (
-                (self.pooling, self.normalize) != (None, None) and not task.embeds,
-                f"pooling and normalize are for feature-extraction, got task: {name}; leave them out",
-            ),
-        )
+                "must be drawn from the others, got first; leave it out, or hold out another split's"
+            )
+        if (self.pooling, self.normalize) != (None, None) and not task.embeds:
+            raise ValueError(f"pooling and normalize are for feature-extraction, got task: {name}; leave them out")
         return self
 
     @field_validator("export")

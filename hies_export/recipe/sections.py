@@ -1,7 +1,6 @@
 """The sections of a recipe: their fields, defaults, and the rules for their values.
 
-A section is also the options of the stage that it is about. So this file imports nothing of the package, and
-`recipe.py` checks the names that stages register: tasks, criteria, metrics and runtimes.
+A section is also the options of the stage that it is about, so this file imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -18,16 +17,6 @@ class Section(BaseModel):
     """A part of the recipe: frozen, and without fields that it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-def first_broken(*rules: tuple[object, str]) -> None:
-    """Raise a ValueError of the first rule that is broken, a pair of whether it is and a sentence.
-
-    The sentence says what must hold, what was given, and what to do.
-    """
-    for broken, sentence in rules:
-        if broken:
-            raise ValueError(sentence)
 
 
 class Columns(Section):
@@ -228,9 +217,10 @@ class CompensationSection(Section):
 
     @model_validator(mode="after")
     def _weighs_tokens_in_one_pass(self) -> CompensationSection:
-        weights = self.token_weights
-        sentence = f"sequential refits weigh all tokens alike, got token_weights: {weights}; leave out one"
-        first_broken((bool(self.sequential) and weights not in (None, 1), sentence))
+        if self.sequential and self.token_weights not in (None, 1):
+            raise ValueError(
+                f"sequential refits weigh all tokens alike, got token_weights: {self.token_weights}; leave out one"
+            )
         return self
 
 
@@ -261,42 +251,33 @@ class ExportSection(Section):
     @property
     def unquantized(self) -> ExportSection:
         """The export that is quantised; OpenVINO's own format is made from ONNX."""
-        return self.model_copy(
-            update={"format": "onnx" if self.format == "openvino" else self.format, "quantize": None}
-        )
+        name = "onnx" if self.format == "openvino" else self.format
+        return self.model_copy(update={"format": name, "quantize": None})
 
     @property
-    def bits_elsewhere(self) -> tuple[bool, str]:
-        """Whether fewer bits are asked for on a GPU or of half precision, and the refusal."""
-        return (
-            self.quantize is not None and (self.provider, self.dtype) != ("cpu", "float32"),
-            f"quantize: {self.quantize} needs provider: cpu and dtype: float32, got {self.provider} and {self.dtype}; "
-            "leave them out",
-        )
+    def bits_refusal(self) -> str | None:
+        """Why the model cannot be quantised: for a GPU, or in half precision; None if it can, or is not to be."""
+        if self.quantize is None or (self.provider, self.dtype) == ("cpu", "float32"):
+            return None
+        got = f"{self.provider} and {self.dtype}"
+        return f"quantize: {self.quantize} needs provider: cpu and dtype: float32, got {got}; leave them out"
 
     @model_validator(mode="after")
     def _fits_the_format(self) -> ExportSection:
         quantize, gguf = self.quantize, self.format == "gguf"
-        first_broken(
-            (
-                self.format == "openvino" and quantize != "int8",
+        if self.format == "openvino" and quantize != "int8":
+            raise ValueError(
                 f"format: openvino needs quantize: int8, got {quantize}; set it, or set format: onnx, which OpenVINO "
-                "reads as it is",
-            ),
-            (
-                quantize and gguf,
-                f"quantize belongs to format: onnx, got {quantize} for gguf; set dtype: q8_0 or q4_0",
-            ),
-            self.bits_elsewhere,
-            (
-                self.format in ("onnx", "openvino") and self.dtype not in ("float32", "float16"),
-                f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf",
-            ),
-            (
-                gguf and self.provider != "cpu",
-                f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out",
-            ),
-        )
+                "reads as it is"
+            )
+        if quantize and gguf:
+            raise ValueError(f"quantize belongs to format: onnx, got {quantize} for gguf; set dtype: q8_0 or q4_0")
+        if self.bits_refusal:
+            raise ValueError(self.bits_refusal)
+        if self.format in ("onnx", "openvino") and self.dtype not in ("float32", "float16"):
+            raise ValueError(f"dtype must be float32 or float16 for format: onnx, got {self.dtype}; set format: gguf")
+        if gguf and self.provider != "cpu":
+            raise ValueError(f"provider belongs to format: onnx, got {self.provider} for format: gguf; leave it out")
         return self
 
 
@@ -334,31 +315,29 @@ class CascadeSection(Section):
         """What is promised, in words."""
         return f"a disagreement of at most {100 * self.disagreement:g} %"
 
-    def rules(self, recipe: Any, *, classifies: bool) -> tuple[tuple[object, str], ...]:
-        """Return what else in a recipe does not go with it, as `first_broken` takes it."""
+    def check(self, recipe: Any, *, classifies: bool) -> None:
+        """Raise a ValueError if something else in a recipe does not go with this section."""
         export = recipe.export
-        return (
-            (
-                self.flops and recipe.prune.budget,
-                "cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one",
-            ),
-            (
-                recipe.vocabulary,
+        if self.flops and recipe.prune.budget:
+            raise ValueError("cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one")
+        if recipe.vocabulary:
+            raise ValueError(
                 "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary takes some "
-                "away; leave out one of them",
-            ),
-            (recipe.deploy, "deploy tries cascades by itself, got a section cascade; leave it out"),
-            (not classifies, f"cascade is for classifiers, got task: {recipe.task}; leave it out"),
-            (
-                export.shown != ExportSection().shown,
-                f"cascade needs export: onnx for provider cpu in float32, got {export.shown}; leave them out",
-            ),
-            (
-                export.quantize and self.runtime == "openvino",
+                "away; leave out one of them"
+            )
+        if recipe.deploy:
+            raise ValueError("deploy tries cascades by itself, got a section cascade; leave it out")
+        if not classifies:
+            raise ValueError(f"cascade is for classifiers, got task: {recipe.task}; leave it out")
+        if export.shown != ExportSection().shown:
+            raise ValueError(
+                f"cascade needs export: onnx for provider cpu in float32, got {export.shown}; leave them out"
+            )
+        if export.quantize and self.runtime == "openvino":
+            raise ValueError(
                 "a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got openvino; leave out "
-                "export.quantize, and set cascade.dtype: bfloat16",
-            ),
-        )
+                "export.quantize, and set cascade.dtype: bfloat16"
+            )
 
 
 CompoundSection = CascadeSection  # of any form of both models
