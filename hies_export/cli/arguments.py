@@ -23,19 +23,19 @@ _IN_PLACE_OF_A_BUDGET = ("vocabulary", *COMPOUNDS)
 
 
 class Options(Namespace):
-    """The options of a command, and where it shows results and progress."""
+    """The parsed options of a command, and where it shows results and progress."""
 
     console: Console
     progress: Progress
 
 
 def a_path(text: str) -> Path:
-    """Read a path; a `type` of argparse."""
+    """Return the path of an argument, as a `type` of argparse."""
     return Path(a_path_or_id(text))
 
 
 def a_path_or_id(text: str) -> str:
-    """Read a folder or a Hub id; a `type` of argparse."""
+    """Return the folder or Hub id of an argument, as a `type` of argparse."""
     try:
         return check_path(text)
     except ValueError as error:
@@ -43,7 +43,7 @@ def a_path_or_id(text: str) -> str:
 
 
 def a_text(text: str) -> str:
-    """Read a text that can be written as UTF-8; a `type` of argparse."""
+    """Return an argument that can be written as UTF-8, as a `type` of argparse."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -64,6 +64,7 @@ def a_number(kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -
     return read
 
 
+# Options that name a column, besides --text.
 COLUMNS = {
     "image": "column of images, if there is a choice",
     "label": "column of labels, if there is a choice; rows need no labels",
@@ -71,17 +72,14 @@ COLUMNS = {
     "document": "column of the documents that each query should find",
     "group": "column that tells queries apart, for a reranker of candidates",
 }
-"""Options that name a column, besides --text."""
-
+# Budgets with an option of their own.
 BUDGETS = {
     "flops": "share of the dense model's FLOPs that may be left: heads and neurons go",
     "keep": "share of the dense model's predictions that must stay: heads and neurons go",
     "heads": "share of the heads to remove, by HIES",
 }
-"""Budgets with an option of their own."""
-
+# Settings of an option that may be repeated.
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
-"""Settings of an option that may be repeated."""
 
 
 def add_recipe(parser: ArgumentParser, metavar: str = "RECIPE", help: str = "a recipe, YAML") -> None:
@@ -101,7 +99,7 @@ def add_request(parser: ArgumentParser) -> None:
 
 
 def add_budgeted(parser: ArgumentParser) -> None:
-    """Add a request, and how much is removed: short for `--set prune.budget.KEY=SHARE`."""
+    """Add the options of `add_request`, and of how much is removed, short for `--set prune.budget.KEY=SHARE`."""
     add_request(parser)
     group = parser.add_mutually_exclusive_group()
     for key, text in BUDGETS.items():
@@ -109,13 +107,9 @@ def add_budgeted(parser: ArgumentParser) -> None:
 
 
 def _add_changes(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a field of the recipe, e.g. prune.budget.heads=0.5; may be repeated",
-        **REPEATED,
-    )
+    """Add the options that change a recipe."""
+    change = "override a field of the recipe, e.g. prune.budget.heads=0.5; may be repeated"
+    parser.add_argument("--set", metavar="KEY=VALUE", dest="overrides", help=change, **REPEATED)
     add_output(parser, help="folder to write (default: the recipe's)")
 
 
@@ -138,23 +132,20 @@ def add_data(parser: ArgumentParser, help: str) -> None:
 
 
 def read_data(data: Sequence[str]) -> dict[str, Any]:
-    """Return the Hub data set or the files by split that `--data` names, as keywords of `propose_recipe`."""
-    named = [text for text in data if "=" not in text]
+    """Return what `--data` names, as keywords of `propose_recipe`: `name` (a Hub data set), or `files` by split."""
+    given, named = ", ".join(data), [text for text in data if "=" not in text]
     if here := [text for text in named if Path(text).expanduser().exists()]:
         raise RequestError(
             f"--data must name the split of a file or an image folder, got {here[0]}; give --data train={here[0]}"
         )
     if named and len(data) > 1:
-        raise RequestError(
-            f"--data takes one Hub data set, or SPLIT=FILE once or more, got {', '.join(data)}; name the splits"
-        )
+        raise RequestError(f"--data takes one Hub data set, or SPLIT=FILE once or more, got {given}; name the splits")
     if named:
         return {"name": named[0]}
     files: dict[str, Path] = {}
     for text in data:
         split, _, file = text.partition("=")
         if not split or not file or split in files:
-            given = ", ".join(data)
             raise RequestError(f"--data takes SPLIT=FILE, each split once, got {given}; name one file for each split")
         files[split] = Path(file)
     return {"files": files}
@@ -163,7 +154,7 @@ def read_data(data: Sequence[str]) -> dict[str, Any]:
 def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
     """Return the recipe of `add_recipe` or `add_request`, with `--set`, `--output` and the budget applied.
 
-    Of a MODEL it is a proposed one, which is printed. If it is to be deployed, it has no budget.
+    For a MODEL, it is proposed and printed. If `deploys`, it has no budget, and a given one is refused.
     """
     from ..pipeline.recipe import PruningRecipe, overridden
 
@@ -186,7 +177,7 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
                 "data; leave them out, or change the recipe by --set data.KEY=VALUE"
             )
         return PruningRecipe.from_yaml(options.recipe, overrides)
-    if not options.data:
+    if not of_model["data"]:
         raise RequestError(
             f"a recipe must be a YAML file, and a model needs --data; got {options.recipe} alone; give --data "
             "train=FILE --data validation=FILE, or --data with the name of a Hub data set"
@@ -215,14 +206,14 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
 
 
 def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of `--set KEY=VALUE`, with their values read as YAML; a RecipeError refuses other texts."""
+    """Return dotted field -> value of `--set KEY=VALUE`, values read as YAML; a RecipeError refuses other texts."""
     from ..pipeline.recipe import parse_yaml
 
     overrides = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")) or not key.isprintable():
-            raise RecipeError([f"--set takes KEY=VALUE, got {quoted(text)}"])
+            raise RecipeError(f"--set takes KEY=VALUE, got {quoted(text)}")
         overrides[key] = parse_yaml(value, source=f"--set {key}")
     return overrides
 
@@ -235,7 +226,10 @@ def refuse_output(options: Options, recipe: PruningRecipe) -> None:
 
 
 def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
-    """Return the checkpoint that a path stands for: the path itself, or `slim/` in the folder of a run."""
+    """Return the checkpoint that a path stands for: the path itself, or `slim/` in the folder of a run.
+
+    Raises a RequestError for a folder of anything else, unless it is `welcome`.
+    """
     slim = Path(path) / "slim"
     if contents(path) is Contents.RUN and (slim / "config.json").is_file():
         progress.stage(f"{path} is {Contents.RUN.value}: using its slim/")

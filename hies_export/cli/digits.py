@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -26,7 +25,7 @@ MODEL = "vit-digits"
 def prepare_quickstart(folder: Path, *, epochs: int = 40, seed: int = 0, progress: Progress = SILENT) -> Path:
     """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both into a folder.
 
-    Forty passes over the 1437 training images take about half a minute.
+    Forty epochs over the 1437 training images take about half a minute. Returns the path of the recipe.
     """
     progress.stage("train a small ViT on handwritten digits")
     rows = _digits()
@@ -82,8 +81,7 @@ def _train(
     labels = torch.tensor(rows["label"][:])
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
-    passes: Sequence[int] = range(epochs)
-    for _ in progress.track(passes, "train"):
+    for _ in progress.track(range(epochs), "train"):
         for batch in torch.randperm(len(labels)).split(64):
             loss = model(pixel_values=pixels[batch], labels=labels[batch]).loss
             loss.backward()

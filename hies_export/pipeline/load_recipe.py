@@ -50,84 +50,30 @@ logger = logging.getLogger(__name__)
 
 
 def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[Pruning, Delivery]:
-    """Load model and rows, and check that the recipe can be run.
-
-    Raises:
-        RequestError: The recipe, the data or the model does not allow the run.
-    """
+    """Load model and rows, and check that the recipe can be run; raise a RequestError if not."""
     began = time.monotonic()
     progress.stage("read the data")
     checkpoint = _Checkpoint.of(recipe)
-    task = checkpoint.task()
-    metrics, runtimes = _metrics(recipe, task), _checked_runtimes(recipe, runtimes_of(recipe))
-    resolved = _Resolved(recipe, checkpoint, task, metrics, runtimes)
-    model, reading = _trimmed(resolved, progress) if recipe.vocabulary else (None, resolved.reading())
+    metrics, ways = _metrics(recipe, checkpoint.task()), _ways(recipe)
+    model, reading = None, checkpoint.reading(metrics)
+    if recipe.vocabulary:
+        model, reading = _trimmed(checkpoint, reading, recipe.vocabulary, metrics, progress)
     # By the untrimmed task, so that trimming changes nothing about where blocks of text are cut.
     load = rows_of(recipe, reading.dense)
     draws = Draws.of(recipe.options, recipe.calibration, recipe.compound)
-    splits = hold_out(splits_of(recipe), _promise(recipe, draws, reading.task, resolved.metrics), load)
+    splits = hold_out(splits_of(recipe), _promise(recipe, draws, reading.task, metrics), load)
     drawn, judged = draw(splits, load, recipe.options, draws), evaluated(splits, load)
-    model = model or _load(resolved, reading, progress)
+    model = model or _load(checkpoint, reading, progress)
     reading.task.config = model.config
     rows = read_drawn(recipe, reading, drawn)
     evaluation, untrimmed = reading.to_judge(judged, recipe.evaluation.batch_size)
     rows = replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
     progress.stage("find the units that may go")
-    delivery = replace(_delivery(resolved, model, rows, reading, splits, judged), began=began)
-    pruning = _pruning(resolved, model, rows, reading, delivery, progress)
-    _check(recipe, pruning, delivery)
-    return pruning, delivery
-
-
-@dataclass(frozen=True)
-class _Resolved:
-    """What a recipe names, found and checked before the model is loaded."""
-
-    recipe: PruningRecipe
-    checkpoint: _Checkpoint
-    task: Task
-    metrics: tuple[str, ...]  # the report's first
-    runtimes: tuple[str, ...]  # to measure on
-
-    def reading(self) -> Reading:
-        """Return how rows are read with the whole vocabulary."""
-        processor = self.checkpoint.processor()
-        task = self.checkpoint.reader(self.task, processor, self.metrics)
-        return Reading(task, processor, task, None)
-
-
-def _trimmed(resolved: _Resolved, progress: Progress) -> tuple[PreTrainedModel, Reading]:
-    """Load the model, trim its vocabulary, and return it with how rows are read for it and for the model as it was."""
-    checkpoint, dense, vocabulary = resolved.checkpoint, resolved.reading(), resolved.recipe.vocabulary
-    assert vocabulary is not None
-    texts = _texts(resolved.recipe, vocabulary, dense.task)
-    whole = _load(resolved, dense, progress)
-    progress.stage("trim the vocabulary")
-    model, processor, trimming = trim(whole, dense.processor, texts, vocabulary)
-    dense.task.config = trimming.dense.config
-    task = checkpoint.reader(checkpoint.task(model), processor, resolved.metrics)
-    task.config = model.config
-    return model, Reading(task, processor, dense.task, trimming)
-
-
-def _load(resolved: _Resolved, reading: Reading, progress: Progress) -> PreTrainedModel:
-    """Return the dense model; one of text knows its padding token then."""
-    progress.stage("load the model")
-    model = resolved.checkpoint.load()
-    if reading.task.text:
-        settle_padding(model, tokenizer_of(reading.processor))
-    return model
-
-
-def _delivery(
-    resolved: _Resolved, model: PreTrainedModel, rows: Rows, reading: Reading, splits: Splits, judged: datasets.Dataset
-) -> Delivery:
-    recipe, checkpoint = resolved.recipe, resolved.checkpoint
     dtype = recipe.save_dtype or recipe.dtype
-    return Delivery(
+    delivery = Delivery(
         exporter=exporter_of(recipe.export, rows, reading.processor),
         given=checkpoint.given or Unwrapped(model),
-        measure=MeasureOptions(_ways(recipe, resolved.runtimes), recipe.measure.repeats, recipe.measure.min_seconds),
+        measure=MeasureOptions(ways, recipe.measure.repeats, recipe.measure.min_seconds),
         compound=_compound(recipe, model, rows),
         deploy=recipe.deploy,
         source=source_of(model, checkpoint.folder, checkpoint.config, asked=dtype, **checkpoint.hub),
@@ -136,13 +82,47 @@ def _delivery(
         splits=splits,
         in_order=_in_order(reading, judged),
         evaluation_of=taken_from(judged),
+        began=began,
     )
+    pruning = _pruning(recipe, model, rows, metrics, delivery, progress)
+    _check(recipe, pruning, delivery)
+    return pruning, delivery
+
+
+def _trimmed(
+    checkpoint: _Checkpoint, dense: Reading, vocabulary: VocabularySection, metrics: Sequence[str], progress: Progress
+) -> tuple[PreTrainedModel, Reading]:
+    """Load the model, trim its vocabulary, and return it with how rows are read for it and for the model as it was."""
+    texts = _texts(checkpoint.recipe, vocabulary, dense.task)
+    whole = _load(checkpoint, dense, progress)
+    progress.stage("trim the vocabulary")
+    model, processor, trimming = trim(whole, dense.processor, texts, vocabulary)
+    dense.task.config = trimming.dense.config
+    task = checkpoint.reader(checkpoint.task(model), processor, metrics)
+    task.config = model.config
+    return model, Reading(task, processor, dense.task, trimming)
+
+
+def _load(checkpoint: _Checkpoint, reading: Reading, progress: Progress) -> PreTrainedModel:
+    """Return the dense model; one of text then knows the padding token of its tokenizer."""
+    progress.stage("load the model")
+    model = checkpoint.load()
+    if reading.task.text:
+        settle_padding(model, tokenizer_of(reading.processor))
+    return model
 
 
 def _pruning(
-    resolved: _Resolved, model: PreTrainedModel, rows: Rows, reading: Reading, delivery: Delivery, progress: Progress
+    recipe: PruningRecipe,
+    model: PreTrainedModel,
+    rows: Rows,
+    metrics: tuple[str, ...],
+    delivery: Delivery,
+    progress: Progress,
 ) -> Pruning:
-    recipe, trimming = resolved.recipe, reading.trimming
+    """Return the pruning of a recipe, which on a GPU leaves widths that this multiplies fast."""
+    reading = delivery.reading
+    assert reading is not None
     pruning = make_pruning(
         model,
         rows,
@@ -151,11 +131,11 @@ def _pruning(
         shapes=recipe.measure.shapes,
         fast=recipe.deploy is not None,
         processor=reading.processor,
-        metrics=resolved.metrics,
+        metrics=metrics,
         serve=delivery.serve,
         time_cuts=delivery.time_cuts,
         dtype=None if delivery.source is None else delivery.source.dtype,
-        trimming=trimming and trimming.on(rows.untrimmed["evaluation"], rows.evaluation),
+        trimming=reading.trimming and reading.trimming.on(rows.untrimmed["evaluation"], rows.evaluation),
         promises=delivery.compound is not None,
         seed=recipe.calibration.seed,
         progress=progress,
@@ -282,13 +262,13 @@ def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Comp
 
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
-    task = _Checkpoint.of(recipe).reader()
+    task = _Checkpoint.of(recipe).reading().task
     return _in_order(task, evaluated(splits_of(recipe), rows_of(recipe, task)))
 
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
-    task = _Checkpoint.of(recipe).reader()
+    task = _Checkpoint.of(recipe).reading().task
     draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
     drawn = draw(splits_of(recipe), rows_of(recipe, task), recipe.options, draws)
     return task.read(drawn.compensation, size=recipe.calibration.batch_size, use="refit")
@@ -336,31 +316,26 @@ def runtimes_of(recipe: PruningRecipe) -> tuple[str, ...]:
     return names if timed is None else tuple(dict.fromkeys((*names, timed.runtime)))
 
 
-def _checked_runtimes(recipe: PruningRecipe, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the runtimes that can be measured on, after checking that all are installed and suit the task and dtypes.
+def _ways(recipe: PruningRecipe) -> tuple[tuple[str, str | None], ...]:
+    """Return pairs of a runtime and a dtype to measure, after checking that the runtimes are installed and can do it.
 
     ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
     """
-    task, timed = TASKS[recipe.task], recipe.goal.timed
+    names, dtypes, task, timed = runtimes_of(recipe), recipe.measure.dtypes, TASKS[recipe.task], recipe.goal.timed
     for name in (*names, *([] if recipe.compound is None else [recipe.compound.runtime])):
         check_runtime(name, task=task)
-    check_dtypes(recipe.measure.dtypes, names)
+    check_dtypes(dtypes, names)
     if timed is not None and timed.dtype is not None:
         check_dtypes([timed.dtype], [timed.runtime])
     if "runtimes" in recipe.measure.model_fields_set or timed is not None:
         check_one_graph(names, task)
-    return tuple(name for name in names if RUNTIMES[name].reads_models or not task.in_parts)
-
-
-def _ways(recipe: PruningRecipe, names: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
-    """Return pairs to measure: each runtime with each dtype that it computes in, and those of a budget of time."""
+    measured = [name for name in names if RUNTIMES[name].reads_models or not task.in_parts]
     ways = [
         (name, dtype)
-        for dtype in recipe.measure.dtypes or (None,)
-        for name in names
+        for dtype in dtypes or (None,)
+        for name in measured
         if dtype is None or dtype in RUNTIMES[name].dtypes
     ]
-    timed = recipe.goal.timed
     return tuple(dict.fromkeys([*ways, *([] if timed is None else [(timed.runtime, timed.dtype)])]))
 
 
@@ -422,12 +397,15 @@ class _Checkpoint:
         asked = self.recipe.evaluation
         return TASKS[self.recipe.task](self.config, tolerance=asked.stability_tolerance, threshold=asked.threshold)
 
-    def reader(self, task: Task | None = None, processor: Any = None, metrics: Sequence[str] = ()) -> Task:
-        """Return a task that reads the columns of the recipe, by default the checkpoint's with its own processor.
+    def reading(self, metrics: Sequence[str] = ()) -> Reading:
+        """Return how rows are read with the whole vocabulary."""
+        processor = self.processor()
+        task = self.reader(self.task(), processor, metrics)
+        return Reading(task, processor, task, None)
 
-        If the first metric judges choices, so does the task.
-        """
-        task, processor, columns = task or self.task(), processor or self.processor(), self.recipe.data
+    def reader(self, task: Task, processor: Any, metrics: Sequence[str]) -> Task:
+        """Return the task that reads the columns of the recipe, as choices if the first metric judges these."""
+        columns = self.recipe.data
         if columns.max_length is None and self.given is not None:
             columns = columns.model_copy(update={"max_length": self.given.max_length})
         if metrics and METRICS[metrics[0]].of == "choices" and isinstance(task, TextGeneration):

@@ -193,10 +193,10 @@ class Priced:
             if number == 0:
                 began = self._clock()
             elif number == 1 and self._size is not None and self._now == "score" and not self.pace:
-                self._say(self._size, self._clock() - began)
+                self._show_estimate(self._size, self._clock() - began)
             yield item
 
-    def _say(self, size: Size, seconds: float) -> None:
+    def _show_estimate(self, size: Size, seconds: float) -> None:
         """Measure the pace by the seconds of the first block, and show what the run takes."""
         self.pace = size.scored * size.forward / len(size.blocks) / max(seconds, 1e-6)
         takes, memory = sum(self._work.values()) / self.pace, sum(size.memory().values())

@@ -280,12 +280,12 @@ def prune(
     seed: int = 0,
     progress: Progress = SILENT,
 ) -> PruneResult:
-    """Prune a model in memory; the model itself stays as it is.
+    """Prune a copy of a model in memory.
 
     Units are scored on the batches, chosen within the budget, and cut out of a copy of the weights. The copy is
-    compared with the masked model, refitted if `compensation` says so, and judged on the held-out batches. A budget of
-    heads removes heads by HIES, as the paper does. Any other budget removes heads and neurons by `compensated`, and
-    refits by least squares.
+    compared with the masked model, refitted, and judged on the held-out batches. A budget of heads removes heads by
+    HIES, as the paper does, without a refit. Any other budget removes heads and neurons, or heads alone where neurons
+    cannot go, by `compensated`, and refits by least squares.
 
     Batches are a DataLoader, a list, or a `datasets.Dataset` with `processor`. A batch maps the names of the model's
     inputs to tensors. Labels are used if there are any. Otherwise the model's own predictions replace classes, and
@@ -302,8 +302,7 @@ def prune(
         budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
             share left}`, `{"parameters": share left}`, `{"latency": {...}}` and `{"keep": ...}`; see
             `Budget`. The arguments from here to `compensation` are the fields of a recipe's `prune` section.
-        modules: Kinds of units: heads ("attention"), feed-forward neurons ("mlp"), or both. By default as the budget
-            asks, see above; heads alone where neurons cannot go.
+        modules: Kinds of units: heads ("attention"), feed-forward neurons ("mlp"), or both; by default as above.
         criterion: How units are ranked; by default as the budget asks. "auto" judges several on the held-out batches.
         alpha: Weight of importance against focus in HIES, in [0, 1); "auto" judges twelve values.
         normalize: Whether the terms of HIES are scaled over all heads or over each layer's.
@@ -314,19 +313,17 @@ def prune(
         min_neurons: Neurons that every feed-forward block keeps, at least 1.
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer.
-        compensation: How layers are refitted after the cut, see `CompensationSection`; None for no refit. "usual" is as
-            the budget asks, and None with a plan.
+        compensation: How layers are refitted, see `CompensationSection`; None for no refit, "usual" as above.
         vocabulary: Remove the tokens that texts do not use: a list of texts, or arguments of `trim_vocabulary`, whose
-            `texts` are by default those of `batches`, which are then a data set or a list of texts. Both models are
-            compared as each reads the rows, a language model by nats per character. It needs no budget.
-        plan: Cut by this plan instead of choosing. Only `compensation` applies then.
+            `texts` are by default those of `batches`, a data set or a list of texts. Both models are compared as each
+            reads the rows, a language model by nats per character. It needs no budget.
+        plan: Cut by this plan instead of choosing. Of the options, only `compensation` applies then; "usual" is None.
         held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the
-            result is measured on. By default a quarter of `batches`, which then is not used for scoring: drawn, the
-            same way every time, of the rows of a data set, in whole queries where these are named, or of the batches.
-            An empty list for none.
+            result is measured on; an empty list for none. By default a quarter of `batches`, not used for scoring:
+            drawn, the same way every time, of the rows of a data set, in whole queries if these are named, or of the
+            batches.
         compensation_batches: Batches that the cut model is refitted on; by default those that units are scored on.
-        processor: The model's tokenizer, image processor, or processor of both: reads a data set, and is saved with the
-            result.
+        processor: The model's tokenizer, image processor, or both in one: reads a data set, saved with the result.
         columns: Columns to read of a data set that has texts or images, by the fields of a recipe's `data`: text,
             image, label, prompt, answer, max_length, packing, bos. By default the only columns that fit.
         embedding: For an encoder of transformers, how its token embeddings become the embedding of a text: `{"pooling":

@@ -55,22 +55,18 @@ MOST_REPEATED = 0.25
 
 @dataclass(frozen=True)
 class Rows:
-    """The batches of a pruning by use, shortest samples first where they are judged.
-
-    Attributes:
-        score: What units are scored on.
-        held_out: What alphas, criteria and sizes are chosen on; disjoint from `score`.
-        refit: What cut models are refitted on, without labels of classes or numbers.
-        promise: What the promise of a compound is made on, and nothing else.
-        evaluation: What both models are compared on.
-        untrimmed: Name of a field -> the same samples in the tokens of the whole vocabulary, if it was trimmed.
-    """
+    """The batches of a pruning by use, shortest samples first where they are judged."""
 
     score: list[Batch]
+    # What alphas, criteria and sizes are chosen on; disjoint from `score`.
     held_out: list[Batch] = field(default_factory=list)
+    # What cut models are refitted on, without labels of classes or numbers.
     refit: list[Batch] = field(default_factory=list)
+    # What the promise of a compound is made on, and nothing else.
     promise: list[Batch] = field(default_factory=list)
+    # What both models are compared on.
     evaluation: list[Batch] = field(default_factory=list)
+    # Name of a field -> the same samples in the tokens of the whole vocabulary, if it was trimmed.
     untrimmed: Mapping[str, list[Batch]] = field(default_factory=dict)
 
 
@@ -79,48 +75,30 @@ class Pruning:
     """A dense model to prune, its rows, and how units are scored and selected; everything was checked.
 
     How the slim model is delivered is another value, the `Delivery`. What choosing needs of it is given as functions.
-
-    Attributes:
-        model, processor, task: The model, what reads its inputs (None if nothing does), and what it predicts.
-        modules, scored: All modules of the kinds to prune, and those that may lose units.
-        rows: The batches by use.
-        options: How units are scored and selected; without a budget, a plan says what stays.
-        metrics: How predictions are compared, the most important metric first.
-        shapes: A batch to count or time on by (batch, sequence); FLOPs are counted on the first.
-        length: Length of the rows; None unless it stands for a sequence that was not given.
-        serve: Returns what predicts where a `TimedSection` says that a model is served.
-        time_cuts: Times cuts where the budget says, and returns what every bundle of units saves.
-        dtype: What the slim model is rounded to; None for the dtype of the dense one.
-        trimming: The model as it was, if its vocabulary was trimmed: `model` is without the tokens that went.
-        fast: Whether the fastest form is searched for, without the statistics that only a report shows.
-        promises: Whether more is promised on the held-out rows than the budget says.
-        seed: Seed of the criterion `random`; plans record it.
-        progress, clock: Where stages are shown, and their seconds by kind of work.
-        chains, fits: What was ranked and refitted so far, by module, where that is kept while a recipe runs.
-        predicted: A model, batches of `rows`, and its predictions of them; added when they are first asked for.
     """
 
     model: PreTrainedModel
-    processor: Any
+    processor: Any  # reads the model's inputs; None if nothing does
     task: Task
-    modules: tuple[PrunableModule, ...]
-    scored: tuple[PrunableModule, ...]
+    modules: tuple[PrunableModule, ...]  # all of the kinds to prune
+    scored: tuple[PrunableModule, ...]  # those that may lose units
     rows: Rows
-    options: PruneSection
-    metrics: tuple[str, ...]
-    shapes: Mapping[Shape, Batch]
-    length: RowLength | None = None
-    serve: Callable[[TimedSection], Predictor]
-    time_cuts: Callable[[Pruning], CostTable]
-    dtype: torch.dtype | None = None
-    trimming: Trimming | None = None
-    fast: bool = False
-    promises: bool = False
-    seed: int = 0
+    options: PruneSection  # without a budget, a plan says what stays
+    metrics: tuple[str, ...]  # how predictions are compared, the most important first
+    shapes: Mapping[Shape, Batch]  # by (batch, sequence), to count or time on; FLOPs are counted on the first
+    length: RowLength | None = None  # of the rows; None unless it stands for a sequence that was not given
+    serve: Callable[[TimedSection], Predictor]  # returns what predicts where a model is served
+    time_cuts: Callable[[Pruning], CostTable]  # times cuts where the budget says: what every bundle of units saves
+    dtype: torch.dtype | None = None  # that the slim model is rounded to; None for that of the dense one
+    trimming: Trimming | None = None  # of the vocabulary; `model` is then without the tokens that went
+    fast: bool = False  # whether the fastest form is searched for, without the statistics that only a report shows
+    promises: bool = False  # whether more is promised on the held-out rows than the budget says
+    seed: int = 0  # of the criterion `random`; plans record it
     progress: Progress = SILENT
-    clock: Clock = field(default_factory=Clock)
-    chains: MutableMapping[str, Chain] | None = None
-    fits: Refits | None = None
+    clock: Clock = field(default_factory=Clock)  # seconds by kind of work
+    chains: MutableMapping[str, Chain] | None = None  # what was ranked, by module, where a run keeps that
+    fits: Refits | None = None  # what was refitted, likewise
+    # A model, batches of `rows`, and its predictions of them; added when they are first asked for.
     predicted: list[tuple[PreTrainedModel, Sequence[Batch], Predictions]] = field(default_factory=list, repr=False)
 
     @property

@@ -1,8 +1,4 @@
-"""Say how much a model may lose, and how a run met it.
-
-A `Budget` is what is asked, and `Found` is what a model has of it. `Budget.met` alone decides whether that is enough.
-An `Outcome` is a budget with everything that a run found out about it; it is written to report.json.
-"""
+"""How much a model may lose, a `Budget`, and how a run met it, an `Outcome`, which is written to report.json."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ class TimedSection(Section):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that is timed: (batch, sequence), or (batch,) where no sequence is given."""
+        """The shape that is timed: (batch, sequence), or (batch,) if no sequence is given."""
         return (self.batch,) if self.sequence is None else (self.batch, self.sequence)
 
 
@@ -97,15 +93,10 @@ class KeepBudget(TimedSection):
 
 @dataclass(frozen=True)
 class Found:
-    """What a model has of what a budget asks.
+    """What a model has of what a budget asks."""
 
-    Attributes:
-        value: Share of the dense model's cost, share that stays of its predictions or of a metric, or loss of a metric.
-        bound: End of the interval of `value` that decides; None for a count, a time or a point estimate.
-    """
-
-    value: float
-    bound: float | None = None
+    value: float  # share of the dense model's cost, share that stays of its predictions or of a metric, or loss of one
+    bound: float | None = None  # of the interval of `value`, the end that decides; None for a count or a time
 
     @property
     def decides(self) -> float:
@@ -167,7 +158,7 @@ class Budget(Section):
         return None if self.keep is None else self.keep.by
 
     def met(self, found: Found) -> bool:
-        """Return whether a measured result meets the budget; of a budget of heads, any result does."""
+        """Return whether a result meets the budget; any result meets a budget of heads."""
         if self.share is not None:
             return found.decides >= self.share
         limit = self.by if self.searched else self.ratio
@@ -194,29 +185,17 @@ class Budget(Section):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A budget, and how a run met it.
+    """A budget, and how a run met it."""
 
-    Attributes:
-        budget: The budget, with what it left open filled in: the metric of a promise, and the shape that was timed.
-        predicted: Share of the cost that is left, by the table of cost; None for budgets that need no table.
-        found: What the slim model has, counted, timed or on held-out rows; None until that is known.
-        noisy: Whether the control shows that a measured time is unreliable.
-        samples: Number of held-out rows that decided; 0 if none did.
-        confidence: Confidence of the interval of every cut that was judged on them.
-        word: What one prediction is called.
-        table: The timed cuts behind a prediction of time.
-        judged: The cuts that were judged on held-out rows, as `Cuts.rows` of `pipeline.search` describes them.
-    """
-
-    budget: Budget
-    predicted: float | None = None
-    found: Found | None = None
-    noisy: bool | None = None
-    samples: int = 0
-    confidence: float | None = None
-    word: str = "prediction"
-    table: tuple[Mapping[str, Any], ...] = ()
-    judged: tuple[Mapping[str, Any], ...] = ()
+    budget: Budget  # what it left open is filled in: the metric of a promise, and the shape that was timed
+    predicted: float | None = None  # share of the cost that is left, by the table of cost; None without a table
+    found: Found | None = None  # what the slim model has, counted, timed or on held-out rows; None until it is known
+    noisy: bool | None = None  # whether the control shows that a measured time is unreliable
+    samples: int = 0  # held-out rows that decided; 0 if none did
+    confidence: float | None = None  # of the interval of every cut that was judged on them
+    word: str = "prediction"  # what one prediction is called
+    table: tuple[Mapping[str, Any], ...] = ()  # the timed cuts behind a prediction of time
+    judged: tuple[Mapping[str, Any], ...] = ()  # the cuts that were judged on held-out rows, as `Cuts.rows` has them
 
     @property
     def met(self) -> bool:
@@ -225,7 +204,7 @@ class Outcome:
         return self.budget.met(self.found)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that say something, for report.json."""
+        """Return the fields that are neither None nor empty, for report.json."""
         found = self.found and {name: value for name, value in vars(self.found).items() if value is not None}
         budget = self.budget.model_dump(exclude_unset=True, exclude_none=True)
         said = vars(self) | {"budget": budget, "found": found}

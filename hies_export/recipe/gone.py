@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, str] = {
 
 
 def gone_field(name: str, value: object = None, *, within: str = "") -> str | None:
-    """Return what to use instead of a field of the section `within` (which ends in a dot), or of its value."""
+    """Return a sentence if a field, or its value, is gone; else None. `within` is its section, such as "prune."."""
     for shown in (name, f"{name}: {value}" if isinstance(value, str | int) else ""):
         if within + shown in FIELDS:
             return f"{shown} {FIELDS[within + shown]}"
@@ -50,11 +50,11 @@ def gone_field(name: str, value: object = None, *, within: str = "") -> str | No
 
 
 def refusing_gone(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that refuses, by a RecipeError, keywords that were fields of a recipe's section `prune`."""
+    """Return a function that raises a RecipeError for keywords that are gone from a recipe's section `prune`."""
 
     @wraps(function)
     def refused(*values: P.args, **named: P.kwargs) -> T:
-        if problems := list(filter(None, (gone_field(name, within="prune.") for name in named))):
+        if problems := [gone for name in named if (gone := gone_field(name, within="prune."))]:
             raise RecipeError(problems)
         return function(*values, **named)
 
@@ -62,6 +62,6 @@ def refusing_gone(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def gone_command(arguments: Sequence[str]) -> str | None:
-    """Return what to use instead of a command line, if its command or one of its options is gone."""
+    """Return a sentence if the command of a command line, or one of its options, is gone; else None."""
     asked = [arguments[0], *(f"{arguments[0]} {argument.partition('=')[0]}" for argument in arguments[1:])]
     return next((COMMANDS[name] for name in asked if name in COMMANDS), None)
