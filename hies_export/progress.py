@@ -21,17 +21,11 @@ class Progress(Protocol):
 
     def track(self, items: Sequence[T], name: str) -> Iterable[T]:
         """Return the items of a loop in order, and report each, e.g. on a bar."""
-
-
-class Silent:
-    """Progress that shows nothing."""
-
-    def stage(self, name: str) -> None:
-        """Do nothing."""
-
-    def track(self, items: Sequence[T], name: str) -> Iterable[T]:
-        """Return the items as they are."""
         return items
+
+
+class Silent(Progress):
+    """Progress that shows nothing."""
 
 
 SILENT: Progress = Silent()

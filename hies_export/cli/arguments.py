@@ -156,7 +156,7 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
 
     For a MODEL, it is proposed and printed. If `deploys`, it has no budget, and a given one is refused.
     """
-    from ..pipeline.recipe import PruningRecipe, overridden
+    from ..pipeline.recipe import PruningRecipe
 
     overrides = read_overrides(options.overrides)
     for key in BUDGETS:
@@ -170,14 +170,21 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
             f"deploy finds how much may go, got {next(iter(of_budget))}; give --keep SHARE, or use hies-export run"
         )
     of_model: dict[str, Any] = {name: getattr(options, name, None) for name in ("data", "text", *COLUMNS)}
-    if "data" not in options or options.recipe.endswith((".yaml", ".yml")) or Path(options.recipe).is_file():
-        if any(of_model.values()):
-            raise RequestError(
-                f"--data and the columns are about a MODEL, and {options.recipe} is a recipe, which names its own "
-                "data; leave them out, or change the recipe by --set data.KEY=VALUE"
-            )
-        return PruningRecipe.from_yaml(options.recipe, overrides)
-    if not of_model["data"]:
+    if "data" in options and not options.recipe.endswith((".yaml", ".yml")) and not Path(options.recipe).is_file():
+        return _propose(options, of_model, overrides, of_budget, deploys=deploys)
+    if any(of_model.values()):
+        raise RequestError(
+            f"--data and the columns are about a MODEL, and {options.recipe} is a recipe, which names its own "
+            "data; leave them out, or change the recipe by --set data.KEY=VALUE"
+        )
+    return PruningRecipe.from_yaml(options.recipe, overrides)
+
+
+def _propose(
+    options: Options, of_model: dict[str, Any], overrides: dict[str, Any], of_budget: dict[str, Any], *, deploys: bool
+) -> PruningRecipe:
+    """Return, and print, the recipe that is proposed for a MODEL and its data, with its other fields overridden."""
+    if not options.data:
         raise RequestError(
             f"a recipe must be a YAML file, and a model needs --data; got {options.recipe} alone; give --data "
             "train=FILE --data validation=FILE, or --data with the name of a Hub data set"
@@ -190,6 +197,7 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
         )
     source = read_data(of_model.pop("data"))
     from ..pipeline.propose import propose_recipe  # after the refusals, because it takes seconds
+    from ..pipeline.recipe import overridden
     from ..tasks import COLUMNS as FIELDS
 
     of_model |= {name: overrides[key] for name in FIELDS if (key := f"data.{name}") in overrides}
@@ -219,17 +227,14 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_output(options: Options, recipe: PruningRecipe) -> None:
-    """Refuse an output folder of a recipe that exists, or whose replacement would delete what is read."""
+    """Refuse a recipe's output folder if it exists without --overwrite, or if replacing it would delete an input."""
     from ..checkpoint.folders import refuse_existing
 
     refuse_existing(recipe.output, overwrite=options.overwrite, inputs={"recipe": options.recipe, **recipe.inputs})
 
 
 def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
-    """Return the checkpoint that a path stands for: the path itself, or `slim/` in the folder of a run.
-
-    Raises a RequestError for a folder of anything else, unless it is `welcome`.
-    """
+    """Return the checkpoint that a path stands for: itself, or `slim/` of a run; refuse what is not `welcome`."""
     slim = Path(path) / "slim"
     if contents(path) is Contents.RUN and (slim / "config.json").is_file():
         progress.stage(f"{path} is {Contents.RUN.value}: using its slim/")
@@ -240,7 +245,7 @@ def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
 
 
 def plan_in(path: Path, *, progress: Progress) -> Path:
-    """Return the plan file that a path stands for: itself, or the plan in the folder of a run or slim checkpoint."""
+    """Return the plan file that a path stands for: the path itself, or the plan in a run or slim checkpoint."""
     for name in ("plan.json", "hies_plan.json"):
         if (path / name).is_file():
             progress.stage(f"{path} is {contents(path).value}: using its {name}")
@@ -251,7 +256,7 @@ def plan_in(path: Path, *, progress: Progress) -> Path:
 
 
 def refuse_other_than(path: str | Path, *wanted: Contents, needs: str) -> None:
-    """Refuse a path that does not hold what is wanted; name a nearby one that does."""
+    """Raise a RequestError for a path that does not hold what is wanted, which names a nearby one that does."""
     found = contents(path)
     if found not in wanted:
         near = next((p for p in (Path(path).parent, Path(path) / "run") if contents(p) in wanted), None)

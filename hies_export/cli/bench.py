@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def a_shape(text: str) -> tuple[int, ...]:
-    """Read a shape; a `type` of argparse."""
+    """Return a shape such as "8x128" or "8", as a `type` of argparse."""
     with suppress(ValueError):
         shape = tuple(int(part) for part in text.lower().split("x"))
         if len(shape) <= 2 and min(shape) >= 1:
@@ -114,7 +114,7 @@ def _models(options: Options) -> tuple[str, str]:
 
 
 def _exports(options: Options, *paths: Path) -> list[tuple[Path, Path]] | None:
-    """Return paths with their exports, in ONNX or else in GGUF, if all have one and all runtimes read it."""
+    """Return each path with its export, in ONNX or else in GGUF; None unless all have one and all runtimes read it."""
     reading = [RUNTIMES[name] for name in options.runtimes]
     for name, what in (("onnx", Contents.ONNX), ("gguf", Contents.GGUF)):
         given = [path for path in paths if contents(path) is what]

@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def minutes(text: str) -> float:
-    """Read a time such as 90s, 30m or 2h in minutes; a number without a unit is minutes."""
+    """Return the minutes of a time such as 90s, 30m or 2h, by default in minutes, as a `type` of argparse."""
     per_unit = {"s": 1 / 60, "m": 1.0, "h": 60.0}
     number, unit = (text[:-1], text[-1]) if text[-1:] in per_unit else (text, "m")
     try:

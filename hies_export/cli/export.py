@@ -70,18 +70,17 @@ def run(options: Options) -> dict[str, Any]:
     else:
         # ONNX Runtime takes images of the size that is traced.
         image = image_shape(rows[0]) if rows else image_shape_of(processor, model)
-        sample = (
-            image_text_batch(model, image=image)
-            if is_vision_language(model)
-            else synthetic_batch(model, batch=2, sequence=16, image=image)
-        )
+        if is_vision_language(model):
+            sample = image_text_batch(model, image=image)
+        else:
+            sample = synthetic_batch(model, batch=2, sequence=16, image=image)
         given = Given(sample, processor, rows)
         exported = FORMATS[how.format].write(model, options.output, how, given, overwrite=options.overwrite)
-    found = _report(options, exported)
+    result = _report(options, exported)
     if embeds:
         call = f'SentenceTransformer("{options.output}", trust_remote_code=True).encode(texts)'
         options.console.print(f"run it: {call}", markup=False, soft_wrap=True)
-    return found
+    return result
 
 
 def _check(options: Options) -> None:
@@ -116,7 +115,7 @@ def in_4_bits(options: Options) -> bool:
 
 
 def calibration_rows(options: Options) -> list[Any]:
-    """Return batches of the rows that weights in 4 bits are rounded by; say so if there are none."""
+    """Return batches of the rows of --data; if there are none, print that 4 bits are rounded to nearest."""
     from ..pipeline.load_recipe import refit_rows
     from ..pipeline.propose import propose_recipe
 

@@ -36,6 +36,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _inspect_plan(file: Path, options: Options) -> dict[str, Any]:
+    """Print what a plan keeps and removes; return it for --json."""
     from ..select.plan import PruningPlan
     from .terminal import plan_text, plan_totals, print_plan
 
@@ -48,6 +49,7 @@ def _inspect_plan(file: Path, options: Options) -> dict[str, Any]:
 
 
 def _inspect_model(options: Options) -> dict[str, Any]:
+    """Print what of a checkpoint can be cut, and its FLOPs; return it for --json. Raise the error if nothing can."""
     import torch
 
     from ..checkpoint.classes import refuse_quantised
@@ -66,7 +68,7 @@ def _inspect_model(options: Options) -> dict[str, Any]:
     options.console.print(f"{name}, {parameters / 1e6:.2f} M parameters" + ", slim" * slim)
     found, refused = _find(model)
     if refused and not found:
-        # The reason is a result, and the exit code is still that of the error.
+        # The reason is printed as a result too, and the exit code is that of the error.
         error = next(iter(refused.values()))
         if options.json:
             print_json(result | {"can_be_cut": False, "reason": str(error)})
@@ -84,6 +86,7 @@ def _inspect_model(options: Options) -> dict[str, Any]:
 
 
 def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
+    """Return the modules that can be cut, and the errors of the kinds that cannot."""
     from ..errors import UnsupportedModelError
     from ..model.tokens import sample_batch
     from ..units.find import FINDERS, find_modules
@@ -129,6 +132,7 @@ def _print_units(
 
 
 def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], options: Options) -> list[dict[str, Any]]:
+    """Print the FLOPs of every layer at the first usual shape; return them for --json."""
     from ..model.tokens import synthetic_batch
     from ..report.tables import PlainTable, layer_table
     from ..units.counts import flops_per_layer

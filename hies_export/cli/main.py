@@ -157,10 +157,12 @@ def build_optimum_export_parser() -> argparse.ArgumentParser:
 
 
 def _name(command: ModuleType) -> str:
+    """Return the name of a command: that of its file."""
     return command.__name__.rpartition(".")[2]
 
 
 def _finish(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """Add the options that all commands have, and --json to those that return a result."""
     if command.run.__annotations__["return"] != "None":
         parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")
     parser.add_argument("-v", "--verbose", action="store_true", help="show warnings and progress of the libraries too")
@@ -168,7 +170,7 @@ def _finish(parser: argparse.ArgumentParser, command: ModuleType) -> None:
 
 
 class _Interrupt:
-    """Raise KeyboardInterrupt in the block on SIGINT and on SIGTERM, so that both clean up, and remember it."""
+    """Raises KeyboardInterrupt in its block on SIGINT and SIGTERM, so that both clean up, and remembers it."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -187,7 +189,7 @@ class _Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.happened = True
-        # Python discards what a finaliser raises, and torch spends much of its time in them: try again afterwards.
+        # Python discards what a finaliser raises, and torch spends much of its time in them: try again by a timer.
         while frame is not None and hasattr(signal, "setitimer"):
             if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__:
                 signal.setitimer(signal.ITIMER_REAL, 0.005)

@@ -15,8 +15,7 @@ from .arguments import Options, a_path, refuse_other_than
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and what to draw."""
     add = parser.add_argument
-    folder = "folder of a run, or file with the output of `bench --json`"
-    add("folder", metavar="DIR", type=a_path, help=folder)
+    add("folder", metavar="DIR", type=a_path, help="folder of a run, or file with the output of `bench --json`")
     add("--figures", metavar="DIR", type=a_path, help="draw the figures of a run here, as SVG")
     add("--html", metavar="FILE", type=a_path, help="write one self-contained page")
 

@@ -47,7 +47,7 @@ class TerminalProgress:
 
     def __init__(self, console: Console):
         self.console, self._started = console, time.monotonic()
-        # The stage that runs, when it began, and when something was shown last.
+        # The stage that runs, when it began, and when something was last shown.
         self._stage, self._began, self._shown = "", self._started, self._started
 
     def stage(self, name: str) -> None:
@@ -60,7 +60,7 @@ class TerminalProgress:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Inside the block, print a line after every `SILENCE` seconds in which nothing else was shown."""
+        """Print, while the block runs, a line after every `SILENCE` seconds in which nothing else was shown."""
         over = threading.Event()
 
         def tell() -> None:
@@ -85,7 +85,7 @@ class TerminalProgress:
         self.console.print(text, markup=False, soft_wrap=True, **style)
 
     def track(self, items: Sequence[T], name: str) -> Iterable[T]:
-        """Return the items of a loop, and show how many are done, the time so far and the time left."""
+        """Return the items of a loop, showing how many are done, the time so far and an estimate of the time left."""
         return self._bar(items, name) if self.console.is_terminal else self._lines(items, name)
 
     def _bar(self, items: Sequence[T], name: str) -> Iterator[T]:
@@ -119,8 +119,7 @@ class TerminalProgress:
 
 def minutes(seconds: float) -> str:
     """Return a time such as "1:05", or with hours "2:01:05"."""
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
+    hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
@@ -159,7 +158,7 @@ def show_messages(console: Console, *, verbose: bool) -> Iterator[None]:
 def _silence_libraries() -> None:
     """Turn off log records and progress bars of transformers, datasets and the Hub's client.
 
-    They are not imported for that, because it takes seconds: they read these variables once they are.
+    They are not imported for that, which takes seconds: they read these variables when they are imported.
     """
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
@@ -175,7 +174,7 @@ def _silence_libraries() -> None:
 
 
 class _Messages(logging.Handler):
-    """Prints log records and other texts, each once, and counts how often they came."""
+    """Prints log records and other texts, each once, and counts how often each came."""
 
     def __init__(self, console: Console):
         super().__init__(logging.WARNING)
@@ -193,6 +192,7 @@ class _Messages(logging.Handler):
             self._print(text)
 
     def count_repeats(self) -> None:
+        """Print how often each text came, if more than once."""
         for text, times in self._times.items():
             if times > 1:
                 self._print(f"{text if len(text) <= _SHORT else text[:_SHORT] + '...'} ({times:,} times in all)")
@@ -220,7 +220,7 @@ def plan_text(plan: PruningPlan) -> str:
 
 
 def plan_totals(plan: PruningPlan) -> dict[str, dict[str, int]]:
-    """Return for --json how many heads there were and how many go; also of neurons, if the plan covers them."""
+    """Return for --json how many heads, and neurons if the plan covers them, there were and how many go."""
     totals = {"heads": {"total": plan.heads, "removed": plan.removed}}
     if plan.neurons:
         totals["neurons"] = {"total": plan.neurons, "removed": plan.removed_neurons}
