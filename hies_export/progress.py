@@ -27,6 +27,9 @@ class Progress(Protocol):
 class Silent(Progress):
     """Progress that shows nothing."""
 
+    def stage(self, name: str) -> None:
+        """Do nothing."""
+
 
 SILENT: Progress = Silent()
 

@@ -186,9 +186,8 @@ class PruneSection(Section):
     @field_validator("alpha", mode="before")
     @classmethod
     def _is_a_weight(cls, value: Any) -> Any:
-        if value == "auto":
-            return value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value != "auto" and not (number and 0 <= value < 1):
             raise ValueError(
                 f"alpha must be auto or a number in [0, 1), got {value!r}; for importance alone use criterion: his"
             )
@@ -287,7 +286,7 @@ class PruningRecipe(Section):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise RecipeError(list(sentences(error, type(self)))) from None
+            raise RecipeError([*sentences(error, type(self))]) from None
 
     @field_validator("measure", "deploy")
     @classmethod
