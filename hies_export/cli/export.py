@@ -171,11 +171,13 @@ def load_processor_if_any(path: str, model: Any) -> Any:
     from ..forms.onnx.multimodal import is_vision_language
     from ..tasks import TASKS
 
-    both = is_vision_language(model)
-    of_text = "text-generation" if model.can_generate() else "text-classification"
-    one = "image-classification" if model.main_input_name == "pixel_values" else of_text
+    task = "text-generation" if model.can_generate() else "text-classification"
+    if model.main_input_name == "pixel_values":
+        task = "image-classification"
+    if is_vision_language(model):
+        task = "image-text-to-text"
     try:
-        return load_processor(path, task=TASKS["image-text-to-text" if both else one])
+        return load_processor(path, task=TASKS[task])
     except DataError as error:
         logging.getLogger(__name__).warning("the folder gets no tokenizer or image processor: %s", error)
         return None

@@ -92,7 +92,7 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
 def _trimmed(
     checkpoint: _Checkpoint, dense: Reading, vocabulary: VocabularySection, metrics: Sequence[str], progress: Progress
 ) -> tuple[PreTrainedModel, Reading]:
-    """Load the model, trim its vocabulary, and return it with how rows are read for it and for the model as it was."""
+    """Load the model, trim its vocabulary, and return it with how rows are read by it and by the untrimmed model."""
     texts = _texts(checkpoint.recipe, vocabulary, dense.task)
     whole = _load(checkpoint, dense, progress)
     progress.stage("trim the vocabulary")
@@ -120,7 +120,7 @@ def _pruning(
     delivery: Delivery,
     progress: Progress,
 ) -> Pruning:
-    """Return the pruning of a recipe, which on a GPU leaves widths that this multiplies fast."""
+    """Return the pruning of a recipe, with the widths that suit a GPU where it runs on one; see `_aligned`."""
     reading = delivery.reading
     assert reading is not None
     pruning = make_pruning(
@@ -189,7 +189,7 @@ def rows_of(recipe: PruningRecipe, task: Task) -> Callable[..., datasets.Dataset
 
 
 def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
-    """Return the batches by use; of the samples to evaluate on, there are none yet."""
+    """Return batches of the drawn samples by use, without those to evaluate on."""
     size = recipe.calibration.batch_size
     held_out, dense = reading.to_judge(drawn.held_out, size)
     return Rows(
@@ -390,7 +390,7 @@ class _Checkpoint:
         return load_dense(self.folder, self.model_class, dtype=self.recipe.dtype, **self.hub)
 
     def task(self, model: PreTrainedModel | None = None) -> Task:
-        """Return the task of the dense model, or of a trimmed one, by which predictions count as the same."""
+        """Return the task of the dense model, or of a trimmed `model`, with the recipe's tolerance and threshold."""
         embedder: Any = model or (self.given and self.given.model)
         if isinstance(embedder, TextEncoder):
             return FeatureExtraction(self.config, reader=embedder.reader)
