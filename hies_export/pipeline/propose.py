@@ -67,7 +67,7 @@ def propose_recipe(
     output: Path,
     **named: Any,
 ) -> PruningRecipe:
-    """Return a recipe to prune within a budget, or without one to deploy, by the defaults of such a recipe.
+    """Return a recipe for a model and its data: to prune within a budget, or to deploy if none is given.
 
     Args:
         model: Checkpoint folder or Hub id; the class in its config determines the task.

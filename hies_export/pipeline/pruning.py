@@ -238,7 +238,7 @@ def make_pruning(
 
 
 def _with_enough_to_refit(options: PruneSection, rows: Rows) -> PruneSection:
-    """Return the options without a refit that nobody asked for, if there are too few rows for one."""
+    """Return the options without the default refit, if there are too few rows for one."""
     count = samples_of(rows.refit)
     if options.compensation is None or count >= HELD_OUT_EVERY or "compensation" in options.model_fields_set:
         return options

@@ -180,7 +180,7 @@ class PruneSection(Section):
 
     @field_validator("multiple_of", mode="before")
     @classmethod
-    def _of_heads(cls, value: Any) -> Any:
+    def _number_is_for_heads(cls, value: Any) -> Any:
         return {"heads": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("alpha", mode="before")
@@ -195,7 +195,7 @@ class PruneSection(Section):
 
     @field_validator("budget")
     @classmethod
-    def _names_what_there_is(cls, value: Budget | None) -> Budget | None:
+    def _names_a_known_runtime_and_metric(cls, value: Budget | None) -> Budget | None:
         if value is None:
             return value
         if value.timed is not None:
@@ -290,7 +290,7 @@ class PruningRecipe(Section):
 
     @field_validator("measure", "deploy")
     @classmethod
-    def _names_what_there_is(cls, value: MeasureSection | DeploySection | None) -> Any:
+    def _names_known_runtimes(cls, value: MeasureSection | DeploySection | None) -> Any:
         for name in () if value is None else value.runtimes:
             _known(name, RUNTIMES, what="a runtime")
         return value
@@ -424,7 +424,7 @@ class PruningRecipe(Section):
         }
 
     def run(self, *, progress: Progress = SILENT) -> Report:
-        """Run the whole line and write `output`; see `hies_export.run`."""
+        """Run all stages, write `output` and return the report; see `hies_export.run`."""
         # By its name, because `pipeline.run` imports this file.
         report: Report = import_module("hies_export").run(self, progress=progress)
         return report

@@ -37,7 +37,7 @@ def build_report(
     command: str | None,
     processes: int,
 ) -> Report:
-    """Return the report of a run: the only place that knows what all its stages returned."""
+    """Return the report of a run from what all its stages returned."""
     plan, metric, sizes = choice.plan, pruning.metrics[0], measured.sizes
     heads, neurons = plan_counts(plan)
     differences: dict[str, Any] = {"onnx": None, measured.exported.format: measured.exported.max_abs}
