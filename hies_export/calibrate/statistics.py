@@ -52,10 +52,8 @@ def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Te
     for name in module.producers:
         rows = elements(name).sum(1).cpu()
         for part in slices_of(module, name):
-            total = of_groups if part.per_group else of_units
-            for span in part.spans:
-                owned = span.start + torch.arange(span.units)[:, None] * span.step + torch.arange(span.width)
-                total[span.first : span.first + span.units] += rows[owned].sum(1)
+            owned = part.owner >= 0
+            (of_groups if part.per_group else of_units).index_add_(0, part.owner[owned], rows[owned])
     return of_units + of_groups.repeat_interleave(module.group_size)
 
 

@@ -153,12 +153,12 @@ def parameters_table(model: PreTrainedModel, modules: Sequence[PrunableModule], 
 def _removed(model: nn.Module, module: PrunableModule, kept: Kept) -> int:
     """Return the number of parameters, weights and biases, that a module loses with the units that are not kept."""
     removed = 0
-    for name, axis, index in feature_cuts(model, module, kept):
+    for name, axis, index in feature_cuts(module, kept):
         layer = model.get_submodule(name)
         features = features_of(layer)
         has_bias = axis == 0 and layer.bias is not None  # an output feature has a bias, an input feature has none
         removed += (features[axis] - len(index)) * (features[1 - axis] + has_bias)
-    for name, axis, index in parameter_cuts(model, module, kept):
+    for name, axis, index in parameter_cuts(module, kept):
         parameter = model.get_parameter(name)
         removed += (parameter.shape[axis] - len(index)) * (parameter.numel() // parameter.shape[axis])
     return removed

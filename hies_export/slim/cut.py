@@ -77,14 +77,14 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
     own = {name for module in modules for name in module.layers}
     for module in modules:
         kept = selection[module.name]
-        for name, axis, index in feature_cuts(slim, module, kept):
+        for name, axis, index in feature_cuts(module, kept):
             whole = slim.get_submodule(name)
             layer = select_features(whole, index, axis)
             for place in (name, *_tied_to(slim, whole, own)):
                 owner, _, attribute = place.rpartition(".")
                 setattr(slim.get_submodule(owner), attribute, layer)
             shapes.linear[name] = list(features_of(layer))
-        for name, axis, index in parameter_cuts(slim, module, kept):
+        for name, axis, index in parameter_cuts(module, kept):
             old = slim.get_parameter(name)
             part = old.detach().index_select(axis, index.to(old.device))
             set_parameter(slim, name, nn.Parameter(part, requires_grad=old.requires_grad))

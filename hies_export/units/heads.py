@@ -22,10 +22,10 @@ from ..model.attention import AttentionCall, NotOnInterfaceError, use_attention
 from ..model.kernels import VisibleKeys, attend
 from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
-from .own_heads import find_heads, head_counts, indices_by_head, without_first_group, without_first_query
+from .own_heads import find_heads, head_counts, without_first_group, without_first_query
 from .probe import Probe, head_of_columns, head_of_features
 from .rehearse import Rehearsal, Wrong, rehearsed, same
-from .units import PrunableModule, Slice, spans_of
+from .units import PrunableModule, Slice
 
 
 @dataclass
@@ -143,8 +143,8 @@ SUPPORTED = (
 _WHOLE = ("query", "value")
 
 Refusal = Callable[[str], UnsupportedModelError]
-# Linear layer -> whether key/value heads own the features (else query heads) -> the features of every head.
-_Owned = dict[str, dict[bool, list[set[int]]]]
+# Linear layer, and whether key/value heads own its features (else query heads) -> the head of each, -1 for none.
+_Owned = dict[tuple[str, bool], Tensor]
 
 
 def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[PrunableModule, ...]:
@@ -234,10 +234,9 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
         consumer=found.readers[0],
         slices=(
             *(
-                Slice(layer, 0, spans_of(per_head), per_group=per_group)
-                for layer, kinds in owned.items()
-                for per_group, per_head in kinds.items()
-                if any(per_head)
+                Slice(layer, 0, head_of, per_group=per_group)
+                for (layer, per_group), head_of in owned.items()
+                if (head_of >= 0).any()
             ),
             *parameters,
         ),
@@ -257,16 +256,20 @@ def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
     ):
         if not found.heads_of[role]:
             raise refuse(f"no linear layer in front of it gives the {role}")
-        widths = [0] * count
+        widths = torch.zeros(count, dtype=torch.int64)
         for layer, (head_of, _) in found.heads_of[role].items():
-            per_head = owned.setdefault(layer, {}).setdefault(role != "query", [set() for _ in range(count)])
-            for head, features in enumerate(indices_by_head(head_of, count)):
-                per_head[head].update(features)
-                widths[head] += len(features)
-        if count > 1 and (len(set(widths)) > 1 or not widths[0] or (role in _WHOLE and widths[0] != width)):
+            _add_features(owned, layer, role != "query", head_of)
+            widths += torch.bincount(head_of[head_of >= 0], minlength=count)
+        uneven = (widths != widths[0]).any() or not widths[0]
+        if count > 1 and (uneven or (role in _WHOLE and widths[0] != width)):
             layers = " and ".join(sorted(found.heads_of[role]))
             raise refuse(f"the {role} heads do not have features of their own in {layers} (they are mixed or shared)")
     return owned
+
+
+def _add_features(owned: _Owned, layer: str, per_group: bool, head_of: Tensor) -> None:
+    before = owned.get((layer, per_group), head_of)
+    owned[layer, per_group] = head_of.where(head_of >= 0, before)
 
 
 def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:
@@ -276,9 +279,8 @@ def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:
         of_row = head_of.flatten(1) if head_of.dim() > 1 else head_of[:, None]
         if (of_row != of_row[:, :1]).any():
             raise refuse(f"the parameter {parameter} has values for every head, but not in rows,")
-        count = (found.key if per_group else found.query).shape[1]
-        rows = spans_of(indices_by_head(of_row[:, 0], count))
-        slices.append(Slice(f"{found.name}.{parameter}".lstrip("."), 0, rows, per_group=per_group, parameter=True))
+        name = f"{found.name}.{parameter}".lstrip(".")
+        slices.append(Slice(name, 0, of_row[:, 0], per_group=per_group, parameter=True))
     return slices
 
 
@@ -296,9 +298,7 @@ def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
             continue  # a gate that all heads share stays as it is
         if (head_of[used] == -1).any():
             raise refuse(f"features of {layer} gate several heads")
-        per_head = owned.setdefault(layer, {}).setdefault(False, [set() for _ in range(heads)])
-        for head, features in enumerate(indices_by_head(head_of, heads)):
-            per_head[head].update(features)
+        _add_features(owned, layer, False, head_of)
 
 
 class _HeadRehearsal(Rehearsal[FoundAttention]):

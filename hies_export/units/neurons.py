@@ -31,7 +31,7 @@ from ..model.modes import requiring_gradients
 from .probe import Probe
 from .reads import MIXED, Call, LinearObserver, Reach, Read
 from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
-from .units import AttributeCount, Kept, PrunableModule, Slice, Span
+from .units import AttributeCount, Kept, PrunableModule, Slice
 
 
 @dataclass
@@ -48,40 +48,27 @@ class FoundBlock:
 
 
 def layers_of_linears(model: PreTrainedModel) -> dict[str, str]:
-    """Return linear layer -> the innermost element of an `nn.ModuleList` above it, for those that have one.
+    """Return linear layer -> the innermost element of an `nn.ModuleList` around it, for those that are in one.
 
     Layers outside of the base model are left out: a slim checkpoint could not name them.
     """
     base: nn.Module = model.base_model
-    inside = {id(module) for module in base.modules()}
+    inside = set(base.modules())
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     found = {}
-    for name in (name for name, module in model.named_modules() if is_linear(module) and id(module) in inside):
+    for name in (name for name, module in model.named_modules() if is_linear(module) and module in inside):
         parts = name.split(".")
-        for length in range(1, len(parts) - 1):  # the last one found is the innermost
-            if ".".join(parts[:length]) in lists:
-                found[name] = ".".join(parts[: length + 1])
+        around = [".".join(parts[: end + 1]) for end in range(1, len(parts) - 1) if ".".join(parts[:end]) in lists]
+        if around:
+            found[name] = around[-1]
     return found
 
 
-def found_blocks(
-    model: nn.Module, dense: LinearObserver, layers: Mapping[str, str]
-) -> tuple[list[FoundBlock], dict[str, str]]:
-    """Return the feed-forward blocks in the order of the run, and near misses: linear layer -> why it does not end one.
-
-    `layers` has the element of an `nn.ModuleList` that each linear layer is in. Near misses are left out of elements
-    that have a block.
-    """
-    reasons: dict[str, str] = {}
-    blocks = _name_layers(model, _blocks(dense, reasons), layers)
-    with_block = {layers[block.consumer] for block in blocks}
-    return blocks, {name: why for name, why in reasons.items() if layers[name] not in with_block}
-
-
 def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[FoundBlock]:
-    """Return the blocks, still without names; add to `reasons` why a layer is not quite the consumer of one.
+    """Return the blocks in the order of the run, still without names; add to `reasons` why near misses are none.
 
-    A layer that is called several times, with shared weights, must have the same producers every time.
+    `reasons` is linear layer -> why it is not quite the consumer of a block. A layer that is called several times must
+    have the same producers every time.
     """
     calls: dict[str, list[Call]] = {}
     for call in dense.reads:
@@ -99,7 +86,7 @@ def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[FoundBlock]:
 
 
 def _block(read: Read, call: Call, dense: LinearObserver, reasons: dict[str, str]) -> FoundBlock | None:
-    """Return the block whose consumer made a call, if there is one."""
+    """Return the block whose consumer made a call, or None; add to `reasons` why a near miss is none."""
     if not read.reach or not all(reach.at_token for reach in read.reach.values()):
         return None
     if all(reach.linear for reach in read.reach.values()):
@@ -123,7 +110,7 @@ def _block(read: Read, call: Call, dense: LinearObserver, reasons: dict[str, str
 
 
 def _reason_against(read: Read, call: Call, dense: LinearObserver) -> str:
-    """Return why a layer with neuron-like inputs is not the consumer of a block; else an empty string."""
+    """Return why a layer whose inputs look like neurons is not the consumer of a block; "" if it may be."""
     names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
     own = {source for source in read.reach if dense.readers[source] == {call}}
     if own < read.sources:
@@ -147,7 +134,12 @@ def _reason_against(read: Read, call: Call, dense: LinearObserver) -> str:
 
 def _one_each(reach: Reach, columns: int) -> bool:
     """Return whether every feature reaches one column, and every column as many features as the others."""
-    return reach.each_alone and bool((torch.bincount(reach.column, minlength=columns).diff() == 0).all())
+    return bool((reach.column >= 0).all()) and evenly_owned(reach.column, columns)
+
+
+def evenly_owned(owner: Tensor, owners: int) -> bool:
+    """Return whether all owners, 0 to `owners` - 1, occur equally often in `owner`, (indices,) int64, -1 for none."""
+    return bool((torch.bincount(owner[owner >= 0], minlength=owners).diff() == 0).all())
 
 
 def _equal(one: FoundBlock, other: FoundBlock) -> bool:
@@ -208,10 +200,10 @@ _NAMES = (
 
 
 def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[PrunableModule, ...]:
-    """Find the feed-forward neurons of a model, in the order in which the forward pass reaches their blocks.
+    """Return the feed-forward blocks of a model, in the order in which the forward pass reaches them.
 
     Two short samples are enough as a batch. The model is not changed, and its weights are not read: it may be on the
-    meta device.
+    meta device. Raises UnsupportedModelError if there is no block, or one that cannot be cut.
     """
     label = f"{type(model).__name__} ({model.config.model_type})"
     for name, module in model.named_modules():
@@ -225,9 +217,12 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     dense = LinearObserver(probe, layers)
     with requiring_gradients(probe.other_parameters()):
         dense.end(probe.run(batch, before=dense.before, after=dense.after))
-    blocks, almost = found_blocks(probe.model, dense, layers)
-    for consumer, reason in almost.items():
-        raise _refusal(label, f"{reason} in front of {consumer}")
+    reasons: dict[str, str] = {}
+    blocks = _name_layers(probe.model, _blocks(dense, reasons), layers)
+    with_block = {layers[block.consumer] for block in blocks}
+    for consumer, reason in reasons.items():
+        if layers[consumer] not in with_block:
+            raise _refusal(label, f"{reason} in front of {consumer}")
     if not blocks:
         raise UnsupportedModelError(
             f"{label} has no feed-forward block in its layers whose neurons reach one linear layer, each on its own; "
@@ -235,10 +230,12 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
         )
 
     def rehearse(pairs: Sequence[tuple[FoundBlock, PrunableModule]]) -> Wrong[FoundBlock] | None:
-        return ConsumerRehearsal(dense, probe, pairs, _without_some).run(batch)
+        return ConsumerRehearsal(dense, probe, pairs, _without_every_third).run(batch)
 
+    neurons = AttributeCount("units")
+    meanings = Meanings(by_name=dict.fromkeys(_NAMES, neurons), by_value=[neurons])
     pairs = [(block, _describe(block, probe, label)) for block in blocks]
-    return rehearsed(label, probe, pairs, _neuron_counts, rehearse, supported=SUPPORTED)
+    return rehearsed(label, probe, pairs, lambda _: meanings, rehearse, supported=SUPPORTED)
 
 
 def _refusal(label: str, reason: str) -> UnsupportedModelError:
@@ -246,53 +243,19 @@ def _refusal(label: str, reason: str) -> UnsupportedModelError:
 
 
 def _describe(block: FoundBlock, probe: Probe, label: str) -> PrunableModule:
-    slices = [Slice(layer, 0, _spans(column, block.units)) for layer, column in block.columns.items()]
+    slices = [Slice(layer, 0, neuron_of) for layer, neuron_of in block.columns.items()]
     for name, column in block.parameters.items():
         shape = probe.model.get_parameter(name).shape
         of_row = column.view(shape).flatten(1) if len(shape) > 1 else column[:, None]
         if (of_row != of_row[:, :1]).any():
             reason = f"the parameter {name} has values for every neuron, but not in rows,"
             raise _refusal(label, f"{reason} in front of {block.consumer}")
-        slices.append(Slice(name, 0, _spans(of_row[:, 0], block.units), parameter=True))
+        slices.append(Slice(name, 0, of_row[:, 0], parameter=True))
     return PrunableModule(
         name=block.name, kind=MLP, units=block.units, unit_width=1, consumer=block.consumer, slices=tuple(slices)
     )
 
 
-def _spans(unit_of: Tensor, units: int) -> tuple[Span, ...]:
-    """Return the spans of the features of each unit; all units have equally many. `units.spans_of` is for few units.
-
-    `unit_of` is the unit of each feature, (features,) int64.
-    """
-    owned = unit_of.argsort(stable=True).view(units, -1)  # (units, features per unit), ascending
-    spans = []
-    first = 0
-    while first < owned.shape[1]:
-        width = 1
-        while first + width < owned.shape[1] and bool((owned[:, first + width] == owned[:, first] + width).all()):
-            width += 1
-        starts = owned[:, first]
-        steps = starts.diff()
-        begin = 0
-        while begin < units:
-            step = int(steps[begin]) if begin + 1 < units else width
-            other = (steps[begin:] != step).nonzero()
-            count = int(other[0]) + 1 if len(other) else units - begin
-            spans.append(Span(begin, count, int(starts[begin]), step, width))
-            begin += count
-        first += width
-    return tuple(sorted(spans, key=lambda span: (span.first, span.start)))
-
-
-def _neuron_counts(module: PrunableModule) -> Meanings:
-    """Return what integer attributes of a feed-forward block may count: its neurons, or a multiple in a fused layer."""
-    widths = sorted({sum(s.tensor == name for s in module.slices) for name in module.producers} | {1})
-    return Meanings(
-        by_name=dict.fromkeys(_NAMES, AttributeCount("units")),
-        by_value=tuple(AttributeCount("units", times) for times in widths),
-    )
-
-
-def _without_some(module: PrunableModule) -> Kept:
-    """Return two thirds of the units: those whose number is no multiple of three; all if there is only one."""
+def _without_every_third(module: PrunableModule) -> Kept:
+    """Keep the units whose index is no multiple of three; or the only one."""
     return module.kept(u for u in range(module.units) if u % 3 or module.units == 1)

@@ -23,11 +23,11 @@ from ..errors import UnsupportedModelError
 from ..kinds import ATTENTION
 from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
-from .neurons import common_module, layers_of_linears
+from .neurons import common_module, evenly_owned, layers_of_linears
 from .probe import Probe, head_of_axes, head_of_columns
 from .reads import Call, LinearObserver, sample
 from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
-from .units import AttributeCount, Kept, PrunableModule, Slice, spans_of
+from .units import AttributeCount, Kept, PrunableModule, Slice
 
 
 @dataclass
@@ -40,8 +40,8 @@ class FoundHeads:
         consumer: The linear layer that reads the heads.
         heads, groups: Numbers of query and of key/value heads.
         width, key_width: Widths of a head's output and of its queries.
-        features: Layer -> whether key/value heads own the features -> the features of every head.
-        parameters: Parameter outside of linear layers -> axis, and the indices of it that every head owns.
+        features: Layer -> whether key/value heads own the features -> the head of every feature, -1 for none.
+        parameters: Parameter outside of linear layers -> axis, and the head of every index along it.
         arguments: Argument of the module with values for every head -> the axis of the heads, and their number.
     """
 
@@ -50,8 +50,8 @@ class FoundHeads:
     groups: int
     width: int
     key_width: int
-    features: dict[str, dict[bool, list[list[int]]]]
-    parameters: dict[str, tuple[int, list[list[int]]]]
+    features: dict[str, dict[bool, list[int]]]
+    parameters: dict[str, tuple[int, list[int]]]
     arguments: dict[str, tuple[int, int]] = field(default_factory=dict)
     name: str = ""
     module: nn.Module = field(default_factory=nn.Module)
@@ -134,7 +134,7 @@ class HeadObserver(LinearObserver):
         for at, by_axis in head_of_axes(x, found.width, given).items():
             argument = self._arguments[int(at)]
             placed = _axis(by_axis, found.heads)
-            if placed is not None and all(i % found.heads == h for h, own in enumerate(placed[1]) for i in own):
+            if placed is not None and placed[1] == [index % found.heads for index in range(len(placed[1]))]:
                 found.arguments[argument.name] = placed[0], found.heads
                 self._makers_of_arguments.add(argument.maker or "")
         self._arguments = []
@@ -210,24 +210,27 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
             break
     else:
         return None
-    owned: dict[str, dict[bool, list[list[int]]]] = {}
+    owned: dict[str, dict[bool, list[int]]] = {}
     key_width = groups = 0
     for at, (head_of, used) in by_head.items():
         layer = owned.setdefault(calls[at][0], {})
+        if not evenly_owned(head_of, heads):
+            return None
         if (head_of >= 0).any():
-            layer[False] = indices_by_head(head_of, heads)
+            layer[False] = head_of.tolist()
         shared = used & (head_of < 0)
         for fewer in _divisors(heads) if shared.any() else ():
             group_of = head_of_columns(x, columns // fewer, {at: features[at]})[at][0]
             if (group_of[shared] >= 0).all():
-                layer[True] = indices_by_head(group_of.where(shared, -1), fewer)
+                group_of = group_of.where(shared, -1)
+                if not evenly_owned(group_of, fewer):
+                    return None
+                layer[True] = group_of.tolist()
                 groups = fewer
                 break
         if (single[at][0] < 0).all() and (head_of >= 0).all() and not key_width:
             key_width = len(head_of) // heads
     owned = {layer: kinds for layer, kinds in owned.items() if kinds}
-    if any(len({len(own) for own in per_head}) > 1 for kinds in owned.values() for per_head in kinds.values()):
-        return None
     width = columns // heads
     placed = {}
     for name, by_axis in head_of_axes(x, width, parameters).items():
@@ -264,20 +267,15 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(number // 2, 1, -1) if number % n == 0]
 
 
-def indices_by_head(head_of: Tensor, heads: int) -> list[list[int]]:
-    """Return the indices that every head owns, by the head of each index, (indices,) int64."""
-    return [(head_of == head).nonzero().flatten().tolist() for head in range(heads)]
+def _axis(by_axis: Sequence[Tensor], heads: int) -> tuple[int, list[int]] | None:
+    """Return the first axis along which all heads own equally many and all indices, and the head of each index.
 
-
-def _axis(by_axis: Sequence[Tensor], heads: int) -> tuple[int, list[list[int]]] | None:
-    """Return the axis of a tensor along which heads own all indices, and those of each; None if there is none.
-
-    `by_axis` has the head of each index of every axis, -1 for none or several.
+    `by_axis` has the head of each index of every axis, (size,) int64, -1 for none or several. None if there is no such
+    axis.
     """
     for axis, head_of in enumerate(by_axis):
-        indices = indices_by_head(head_of, heads)
-        if len(head_of) % heads == 0 and {len(own) for own in indices} == {len(head_of) // heads}:
-            return axis, indices
+        if (head_of >= 0).all() and evenly_owned(head_of, heads):
+            return axis, head_of.tolist()
     return None
 
 
@@ -328,12 +326,12 @@ def find_heads(
 
 def _describe(found: FoundHeads) -> PrunableModule:
     features = (
-        Slice(layer, 0, spans_of(per_head), per_group=per_group)
+        Slice(layer, 0, torch.tensor(head_of), per_group=per_group)
         for layer, kinds in found.features.items()
-        for per_group, per_head in kinds.items()
+        for per_group, head_of in kinds.items()
     )
     parameters = (
-        Slice(name, axis, spans_of(per_head), parameter=True) for name, (axis, per_head) in found.parameters.items()
+        Slice(name, axis, torch.tensor(head_of), parameter=True) for name, (axis, head_of) in found.parameters.items()
     )
     return PrunableModule(
         name=found.name,

@@ -38,11 +38,6 @@ class Reach:
     at_token: bool = True  # whether every feature reaches its own token only; True for parameters
     linear: bool = False  # whether the derivative of its column to a feature is the same at every token
 
-    @property
-    def each_alone(self) -> bool:
-        """Whether every feature reaches one column."""
-        return bool((self.column >= 0).all())
-
 
 @dataclass
 class Read:

@@ -17,35 +17,28 @@ from ..equal import FEW_STEPS, Difference
 from ..errors import UnsupportedModelError
 from ..kinds import UNIT_NAMES
 from ..model import modeling_hies
-from ..model.linear import features_of
 from .probe import Probe
 from .reads import LinearObserver, sample, signature, tensors_in
 from .units import AttributeCount, Kept, PrunableModule
 
 
-def feature_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple[str, int, Tensor]]:
+def feature_cuts(module: PrunableModule, kept: Kept) -> list[tuple[str, int, Tensor]]:
     """Return the linear layers that lose features: name, 0 (output) or 1 (input), and what stays, (features,) int64."""
-    cuts = []
-    for name in module.producers:
-        features = features_of(model.get_submodule(name))[0]
-        index = module.staying(name, kept, features)
-        if len(index) < features:
-            cuts.append((name, 0, index))
+    cuts = _cuts(module, kept, parameters=False)
     if len(kept.units) < module.units:
         cuts.append((module.consumer, 1, module.columns(kept.units)))
     return cuts
 
 
-def parameter_cuts(model: nn.Module, module: PrunableModule, kept: Kept) -> list[tuple[str, int, Tensor]]:
-    """Return the parameters outside of linear layers that become smaller: name, axis, and what stays, (indices,)."""
-    cuts = []
-    for name in module.parameters:
-        axis = module.axis(name)
-        size = model.get_parameter(name).shape[axis]
-        index = module.staying(name, kept, size)
-        if len(index) < size:
-            cuts.append((name, axis, index))
-    return cuts
+def parameter_cuts(module: PrunableModule, kept: Kept) -> list[tuple[str, int, Tensor]]:
+    """Return the parameters outside of linear layers that lose indices: name, axis, what stays, (indices,) int64."""
+    return _cuts(module, kept, parameters=True)
+
+
+def _cuts(module: PrunableModule, kept: Kept, *, parameters: bool) -> list[tuple[str, int, Tensor]]:
+    slices = {part.tensor: part for part in module.slices if part.parameter == parameters}  # one for each tensor
+    staying = {name: module.staying(name, kept) for name in slices}
+    return [(n, slices[n].axis, index) for n, index in staying.items() if len(index) < len(slices[n].owner)]
 
 
 def set_attributes(owner: nn.Module, module: PrunableModule, kept: Kept) -> dict[str, Any]:
@@ -209,12 +202,8 @@ def fewer(probe: Probe, pairs: Sequence[tuple[F, PrunableModule]], kept: Mapping
         for f, module in pairs:
             stay = kept[f.module]
             set_attributes(f.module, module, stay)
-            for name in module.producers:
-                probe.kept[name] = module.staying(name, stay, probe.features(name))
-            for name in module.parameters:
-                axis = module.axis(name)
-                size = probe.model.get_parameter(name).shape[axis]
-                probe.kept_of_parameters[name] = axis, module.staying(name, stay, size)
+            probe.kept |= {name: index for name, axis, index in feature_cuts(module, stay) if axis == 0}
+            probe.kept_of_parameters |= {name: (axis, index) for name, axis, index in parameter_cuts(module, stay)}
             narrow_arguments(f.module, module, stay)
         yield
     finally:

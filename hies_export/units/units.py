@@ -19,74 +19,29 @@ from ..errors import quoted
 from ..kinds import ATTENTION
 
 
-@dataclass(frozen=True)
-class Span:
-    """Evenly spaced blocks of indices: of `units` units, unit `first + i` owns `width` from `start + i * step` on."""
-
-    first: int
-    units: int
-    start: int
-    step: int
-    width: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slice:
     """The indices along one axis of a tensor that belong to the units, or to the groups, of a module.
 
-    Indices that all units share are in no slice, so no cut removes them. A fused attention layer has one slice for its
+    Indices that all units share have no owner, so no cut removes them. A fused attention layer has one slice for its
     query rows and one for its key and value rows.
     """
 
     tensor: str
     axis: int  # of a weight (out_features, in_features), or of the parameter
-    spans: tuple[Span, ...]
+    owner: Tensor  # (size of the axis,) int64 on the CPU: the unit (or group) that owns each index, -1 for none
     per_group: bool = False  # whether the owners are groups (key/value heads) rather than units (query heads)
     parameter: bool = False  # whether `tensor` is a parameter outside of linear layers, such as an attention sink
 
-    def indices(self, owners: Iterable[int]) -> Tensor:
-        """Return the indices that the given units (or groups, where `per_group`) own: (indices,) int64, unordered."""
-        wanted = torch.tensor(sorted(owners), dtype=torch.int64)
-        found = [torch.empty(0, dtype=torch.int64)]
-        for span in self.spans:
-            here = wanted[(wanted >= span.first) & (wanted < span.first + span.units)] - span.first
-            found.append((span.start + here[:, None] * span.step + torch.arange(span.width)).flatten())
-        return torch.cat(found)
+    def indices(self, owners: Sequence[int]) -> Tensor:
+        """Return the indices that the given units (or groups, if `per_group`) own: (indices,) int64, ascending."""
+        return torch.isin(self.owner, torch.tensor(owners, dtype=torch.int64)).nonzero().flatten()
 
-
-def spans_of(owned: Sequence[Iterable[int]]) -> tuple[Span, ...]:
-    """Return spans that hold exactly the indices of every unit; `owned` has those of each, in any order.
-
-    Consecutive units whose indices are evenly spaced share a span.
-    """
-    found: list[Span] = []
-    open_spans: list[Span] = []  # spans of the previous unit, which this unit may extend
-    for unit, indices in enumerate(owned):
-        continued = []
-        for place, (start, width) in enumerate(runs(sorted(indices))):
-            span = open_spans[place] if place < len(open_spans) else None
-            if span is not None and span.width == width and span.units == 1:
-                span = Span(span.first, 2, span.start, start - span.start, width)
-            elif span is not None and span.width == width and start == span.start + span.units * span.step:
-                span = Span(span.first, span.units + 1, span.start, span.step, width)
-            else:
-                span = None
-            continued.append(span or Span(unit, 1, start, width, width))
-        ended = [s for s in open_spans if not any((s.first, s.start) == (c.first, c.start) for c in continued)]
-        found += ended
-        open_spans = continued
-    return tuple(sorted(found + open_spans, key=lambda span: (span.first, span.start)))
-
-
-def runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, width) of every run of consecutive numbers, ascending."""
-    found: list[tuple[int, int]] = []
-    for index in indices:
-        if found and index == sum(found[-1]):
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((index, 1))
-    return found
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Slice):
+            return NotImplemented
+        ours, theirs = ((s.tensor, s.axis, s.per_group, s.parameter) for s in (self, other))
+        return ours == theirs and torch.equal(self.owner, other.owner)
 
 
 @dataclass(frozen=True)
@@ -174,16 +129,12 @@ class PrunableModule(Units):
         """Dotted names of the parameters outside of linear layers in which units own indices."""
         return tuple(dict.fromkeys(s.tensor for s in self.slices if s.parameter))
 
-    def axis(self, parameter: str) -> int:
-        """Return the axis of a parameter along which units own indices."""
-        return next(s.axis for s in self.slices if s.tensor == parameter)
-
     def below(self, prefix: str) -> PrunableModule:
-        """Return the same module by its names in a part of the model, whose dotted name is the prefix."""
+        """Return this module with names relative to the submodel `prefix`."""
         return self._renamed(lambda name: name.removeprefix(f"{prefix}."))
 
     def inside(self, prefix: str) -> PrunableModule:
-        """Return a module of a part of the model by its names in the model, where the part's name is the prefix."""
+        """Return this module of a submodel with names relative to the model that holds the submodel as `prefix`."""
         return self._renamed(lambda name: f"{prefix}.{name}")
 
     def _renamed(self, new: Callable[[str], str]) -> PrunableModule:
@@ -195,12 +146,12 @@ class PrunableModule(Units):
         owners = torch.tensor(list(units), dtype=torch.int64)
         return (owners[:, None] * self.unit_width + torch.arange(self.unit_width)).flatten()
 
-    def staying(self, tensor: str, kept: Kept, size: int) -> Tensor:
-        """Return which of the `size` indices of a producer or parameter stay: (indices,) int64, ascending."""
-        stay = torch.ones(size, dtype=torch.bool)
-        for part in self.slices:
-            if part.tensor == tensor:
-                stay[part.indices(kept.removed_groups if part.per_group else kept.removed)] = False
+    def staying(self, tensor: str, kept: Kept) -> Tensor:
+        """Return which indices of a producer or parameter stay: (indices,) int64, ascending."""
+        parts = [part for part in self.slices if part.tensor == tensor]
+        stay = torch.ones(len(parts[0].owner), dtype=torch.bool)
+        for part in parts:
+            stay[part.indices(kept.removed_groups if part.per_group else kept.removed)] = False
         return stay.nonzero().flatten()
 
 

@@ -31,8 +31,10 @@ from .names import CHANNELS
 def has_channels(modules: Sequence[PrunableModule]) -> bool:
     """Return whether all heads of all attention modules are equally wide in q, k, v and o."""
     width = modules[0].unit_width
-    widths = [span.width for m in modules for part in m.slices if not part.parameter for span in part.spans]
-    return all(m.key_width == m.unit_width == width for m in modules) and all(n % width == 0 for n in widths)
+    owners = [part.owner for m in modules for part in m.slices if not part.parameter]
+    runs = [torch.unique_consecutive(owner, return_counts=True) for owner in owners]
+    whole = all((lengths[owner >= 0] % width == 0).all() for owner, lengths in runs)
+    return whole and all(m.key_width == m.unit_width == width for m in modules)
 
 
 def sum_by_channel(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:

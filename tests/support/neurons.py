@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hies_export import find_attention
 from hies_export.kinds import MLP
-from hies_export.units.units import PrunableModule, Selection, Slice, Span
+from hies_export.units.units import PrunableModule, Selection, Slice
 from support.models import bert, causal_lm, text_batch
 
 Case = tuple[PreTrainedModel, tuple[PrunableModule, ...], dict[str, torch.Tensor]]
@@ -26,8 +26,7 @@ NAMES = (
 
 def block(name: str, units: int, *, producers: Sequence[str], consumer: str) -> PrunableModule:
     """Return a block in which neuron i owns row i of every producer and column i of the consumer."""
-    rows = (Span(0, units, 0, 1, 1),)
-    slices = tuple(Slice(producer, 0, rows) for producer in producers)
+    slices = tuple(Slice(producer, 0, torch.arange(units)) for producer in producers)
     return PrunableModule(name=name, units=units, kind=MLP, unit_width=1, consumer=consumer, slices=slices)
 
 

@@ -17,7 +17,7 @@ from hies_export.kinds import ATTENTION, KINDS, MLP
 from hies_export.units.neurons import find_mlp
 from hies_export.units.probe import Probe
 from hies_export.units.reads import signature
-from hies_export.units.units import AttributeCount, Span
+from hies_export.units.units import AttributeCount
 
 
 def text() -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def test_no_weight_is_read_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatc
     found = find_modules(huge, text(), kinds=KINDS)
     assert [module.units for module in found] == [64] * 3 + [28672] * 3
     assert not reseeded
-    assert all(part.spans == (Span(0, 28672, 0, 1, 1),) for module in found[3:] for part in module.slices)
+    assert all(torch.equal(part.owner, torch.arange(28672)) for module in found[3:] for part in module.slices)
 
 
 class Around(nn.Module):
