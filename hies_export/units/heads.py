@@ -99,9 +99,11 @@ class AttentionObserver:
 
     def before(self, name: str, x: Tensor) -> None:
         """Record a linear layer if its input depends on the output of an attention module."""
+        # Some layers run without gradients, such as those that only choose which keys are seen.
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return
         for found in self._waiting:
-            # Some layers run without gradients, such as those that only choose which keys are seen.
-            if not x.requires_grad or not torch.is_grad_enabled() or name in found.readers:
+            if name in found.readers:
                 continue
             if torch.autograd.grad(x.sum(), found.output, retain_graph=True, allow_unused=True)[0] is None:
                 continue
@@ -118,7 +120,7 @@ class AttentionObserver:
 
 
 def _per_head(call: AttentionCall, roles: Mapping[str, Tensor]) -> dict[str, tuple[bool, Tensor]]:
-    """Return the parameters outside of linear layers whose every element belongs to one head; see `FoundAttention`."""
+    """Return `FoundAttention.per_head` of the module that made a call; `roles` has its query, key and value."""
     linears = {name for name, child in call.module.named_modules() if is_linear(child)}
     parameters = {
         name: parameter
@@ -148,7 +150,7 @@ _Owned = dict[tuple[str, bool], Tensor]
 
 
 def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[PrunableModule, ...]:
-    """Find the attention heads of a model.
+    """Find the attention modules of a model and their heads.
 
     Args:
         model: The model; not changed. Its weights are not read, so it may be on the meta device.
@@ -212,7 +214,7 @@ def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
 
 
 def _describe(found: FoundAttention, label: str) -> PrunableModule:
-    """Return the description of an observed attention module, still without its attributes."""
+    """Return an observed attention module as a `PrunableModule`, still without its attributes."""
 
     def refuse(reason: str) -> UnsupportedModelError:
         where = f"{found.name or 'the model'} ({type(found.module).__name__})"
@@ -246,7 +248,7 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
 
 
 def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
-    """Return which features of the layers in front of the attention belong to which query or key/value head."""
+    """Return which features of the layers in front of the attention make the queries, keys and values of which head."""
     owned: _Owned = {}
     heads, key_value_heads = found.query.shape[1], found.key.shape[1]
     for role, count, width in (
@@ -268,6 +270,7 @@ def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
 
 
 def _add_features(owned: _Owned, layer: str, per_group: bool, head_of: Tensor) -> None:
+    """Note in `owned` the features of a layer that heads own, by the head of each, -1 for none."""
     before = owned.get((layer, per_group), head_of)
     owned[layer, per_group] = head_of.where(head_of >= 0, before)
 
@@ -306,7 +309,8 @@ class _HeadRehearsal(Rehearsal[FoundAttention]):
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         self._visible = VisibleKeys()
-        self._readers: dict[str, list[tuple[FoundAttention, PrunableModule]]] = {}
+        self._modules = {found.module: module for found, module in self.pairs}
+        self._read_by: dict[str, list[FoundAttention]] = {}  # layer -> the modules that it reads next
         self._called: set[nn.Module] = set()
         with use_attention(self.probe.model, self._attention):
             self.probe.run(batch, before=self._before)
@@ -327,13 +331,12 @@ class _HeadRehearsal(Rehearsal[FoundAttention]):
                 self.wrong.append((found, f"it makes another {role} of its features"))
         if found.sinks is not None and not (call.sinks is not None and same(call.sinks, found.sinks[list(kept.units)])):
             self.wrong.append((found, "its sinks are not those of its heads"))
-        module = next(module for f, module in self.pairs if f is found)
-        self._readers.setdefault(found.readers[0], []).append((found, module))
+        self._read_by.setdefault(found.readers[0], []).append(found)
         return output
 
     def _before(self, name: str, x: Tensor) -> None:
-        for found, module in self._readers.pop(name, []):
-            columns = module.columns(self.kept[found.module].units)
+        for found in self._read_by.pop(name, []):
+            columns = self._modules[found.module].columns(self.kept[found.module].units)
             if found.read is None or not same(x, found.read[..., columns]):
                 self.wrong.append((found, "it joins the heads in another way"))
             self.pending.pop(found.module, None)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
@@ -24,7 +25,7 @@ from ..kinds import ATTENTION
 from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
 from .neurons import common_module, evenly_owned, layers_of_linears
-from .probe import Probe, head_of_axes, head_of_columns
+from .probe import Probe, gradients_of, head_of_axes, head_of_columns, positive_weights
 from .reads import Call, LinearObserver, sample
 from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
 from .units import AttributeCount, Kept, PrunableModule, Slice
@@ -39,7 +40,7 @@ class FoundHeads:
         module: The module of that name in the probe's model.
         consumer: The linear layer that reads the heads.
         heads, groups: Numbers of query and of key/value heads.
-        width, key_width: Widths of a head's output and of its queries.
+        width, key_width: Widths of a head's output, and of its queries and keys.
         features: Layer -> whether key/value heads own the features -> the head of every feature, -1 for none.
         parameters: Parameter outside of linear layers -> axis, and the head of every index along it.
         arguments: Argument of the module with values for every head -> the axis of the heads, and their number.
@@ -57,47 +58,35 @@ class FoundHeads:
     module: nn.Module = field(default_factory=nn.Module)
 
 
-@dataclass
-class _Argument:
-    """A tensor that a module was given, and that depends on no linear layer's features, such as a position bias."""
-
-    module: str
-    name: str
-    value: nn.Parameter  # the module gets a copy of it, so its gradient shows the heads it reaches
-    maker: str | None  # the module that returned it; None if that is none with linear layers
-
-
 class HeadObserver(LinearObserver):
     """Hooks for one run of a probe, which record the heads that linear layers read."""
 
     def __init__(self, probe: Probe):
         super().__init__(probe, layers_of_linears(probe.model))
         self._model = probe.model
-        self._arguments: list[_Argument] = []  # those since the last layer that reads heads
-        self._makers: dict[int, str | None] = {}  # tensor -> the module that returned it first
-        self._alive: list[Tensor] = []  # as long as they are, no other tensor has their id
+        # Tensor -> the module that returned it first; "" if that has no linear layers.
+        self._makers: Any = WeakTensorKeyDictionary()
+        # Name, value and maker of the arguments since the last layer that reads heads. A module gets a copy of the
+        # value, whose gradient shows the heads it reaches.
+        self._arguments: list[tuple[str, nn.Parameter, str]] = []
+        self._makers_of_arguments: set[str] = set()  # of those arguments that have values for every head
         self._found: dict[Call, FoundHeads] = {}
-        self._makers_of_arguments: set[str] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Hook, inside the context, every module that has a linear layer as a child.
-
-        Its arguments that depend on no features are replaced by copies, whose gradients show which heads they reach;
-        and each tensor's maker is noted.
-        """
+        """Watch, inside the block, the arguments and outputs of every module that has a linear layer as a child."""
         with ExitStack() as hooks:
             for name, module in self._model.named_modules():
                 if name and any(map(is_linear, module.children())):
-                    hooks.enter_context(
-                        module.register_forward_pre_hook(partial(self._given, name), with_kwargs=True, prepend=True)
-                    )
+                    before = module.register_forward_pre_hook(self._given, with_kwargs=True, prepend=True)
+                    hooks.enter_context(before)
                     hooks.enter_context(module.register_forward_hook(partial(self._returned, name)))
             yield
 
     def _given(
-        self, module: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the arguments that depend on no linear layer's features, such as a position bias, by copies."""
         names = [*inspect.signature(layer.forward).parameters]
 
         def taken(name: str, value: Any) -> Any:
@@ -107,11 +96,10 @@ class HeadObserver(LinearObserver):
                 return value
             own = nn.Parameter(value.detach())
             passed = own.clone()  # a model may write into it, but not into a leaf
-            self._makers[id(passed)] = maker = self._makers.get(id(value))
-            self._alive += [value, passed]
-            self._arguments.append(_Argument(module, name, own, maker))
+            self._makers[passed] = maker = self._makers.get(value, "")
+            self._arguments.append((name, own, maker))
             if name in getattr(layer, "narrowed", ()):
-                self._makers_of_arguments.add(maker or "")
+                self._makers_of_arguments.add(maker)
             return passed
 
         return (
@@ -122,21 +110,20 @@ class HeadObserver(LinearObserver):
     def _returned(self, module: str, layer: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(output, Tensor):
-                self._makers.setdefault(id(output), module)
-                self._alive.append(output)
+                self._makers.setdefault(output, module)
 
     def _examine(self, call: Call, x: Tensor, leaves: dict[Call, Tensor], parameters: dict[str, nn.Parameter]) -> None:
         found = heads_in(x, leaves, parameters)
         if found is None:
             return
         found.consumer = call[0]
-        given = {str(at): argument.value for at, argument in enumerate(self._arguments)}
+        given = {str(at): value for at, (_, value, _) in enumerate(self._arguments)}
         for at, by_axis in head_of_axes(x, found.width, given).items():
-            argument = self._arguments[int(at)]
+            name, _, maker = self._arguments[int(at)]
             placed = _axis(by_axis, found.heads)
             if placed is not None and placed[1] == [index % found.heads for index in range(len(placed[1]))]:
-                found.arguments[argument.name] = placed[0], found.heads
-                self._makers_of_arguments.add(argument.maker or "")
+                found.arguments[name] = placed[0], found.heads
+                self._makers_of_arguments.add(maker)
         self._arguments = []
         self.reads[call].rows = sample(x)
         self._found[call] = found
@@ -241,26 +228,18 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
 
 
 def _of_whole_blocks(head_of: Tensor, column_of: Tensor, heads: int, width: int) -> bool:
-    """Return whether every head has features, equally many, that reach several of its columns."""
-    numbers = torch.bincount(head_of[(head_of >= 0) & (column_of < 0)], minlength=heads)
+    """Return whether features that reach several of their head's columns are equally many for every head, and enough."""
+    of_blocks = head_of.where(column_of < 0, -1)
     # Fewer than half as many as columns are values whose columns were not told apart.
-    return bool(2 * numbers[0] >= width and (numbers == numbers[0]).all())
+    return evenly_owned(of_blocks, heads) and 2 * int((of_blocks == 0).sum()) >= width
 
 
 def _reaches_other_tokens(x: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Return whether some features reach the input of a layer at other tokens than their own."""
     rows = x.reshape(-1, x.shape[-1])
-    weights = 0.5 + torch.rand(rows[1::2].shape, generator=torch.Generator().manual_seed(0))
-    total = (rows[1::2] * weights).sum()
-    for leaf, gradient in zip(
-        leaves, torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True), strict=True
-    ):
-        if gradient is None:
-            continue
-        gradient = gradient.reshape(-1, leaf.shape[-1])
-        if len(gradient) != len(rows) or (gradient[::2] != 0).any():
-            return True
-    return False
+    (gradients,) = gradients_of(rows[1::2], [positive_weights(rows[1::2].shape)], leaves)
+    by_token = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients if gradient is not None]
+    return any(len(gradient) != len(rows) or bool((gradient[::2] != 0).any()) for gradient in by_token)
 
 
 def _divisors(number: int) -> list[int]:
@@ -290,13 +269,12 @@ _NAMES = {
     "groups": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     "group_size": ("num_key_value_groups", "n_rep"),
 }
-_QUERY_WIDTH_NAMES = ("all_head_size",)
 
 
 def find_heads(
     model: PreTrainedModel, batch: Mapping[str, Tensor], label: str, *, otherwise: UnsupportedModelError
 ) -> tuple[PrunableModule, ...]:
-    """Return the heads that linear layers read; raise `otherwise` if there are none."""
+    """Return the attention modules whose heads linear layers read; raise `otherwise` if there are none."""
     probe = Probe(model)
     dense = HeadObserver(probe)
     modules = [*probe.model.modules()]
@@ -347,19 +325,16 @@ def _describe(found: FoundHeads) -> PrunableModule:
 
 
 def head_counts(module: PrunableModule) -> Meanings:
-    """Return what the attributes of an attention module may count."""
+    """Return what the attributes of an attention module may count: heads, or features of all heads."""
     assert module.key_width is not None
-    query_width, output_width = AttributeCount("units", module.key_width), AttributeCount("units", module.unit_width)
-    return Meanings(
-        by_name={name: AttributeCount(of) for of, known in _NAMES.items() for name in known}
-        | dict.fromkeys(_QUERY_WIDTH_NAMES, query_width),
-        by_value=(
-            query_width,
-            AttributeCount("groups", module.key_width),
-            AttributeCount("groups", module.unit_width),
-            output_width,
-        ),
-    )
+    widths = [
+        AttributeCount("units", module.key_width),
+        AttributeCount("groups", module.key_width),
+        AttributeCount("groups", module.unit_width),
+        AttributeCount("units", module.unit_width),
+    ]
+    by_name = {name: AttributeCount(of) for of, known in _NAMES.items() for name in known}
+    return Meanings(by_name=by_name | {"all_head_size": widths[0]}, by_value=widths)
 
 
 def without_first_group(module: PrunableModule) -> Kept:

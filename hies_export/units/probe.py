@@ -8,7 +8,7 @@ gates. Derivatives then show which feature reaches which head. The model may be 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,10 +60,6 @@ class Probe:
     def small_parameters(self) -> list[nn.Parameter]:
         """Return the parameters outside of linear layers that have a value of their own for every element."""
         return [p for p in self.other_parameters() if p.numel() <= _LARGEST_REAL_PARAMETER]
-
-    def features(self, name: str) -> int:
-        """Return the number of output features of a linear layer, before any are left out."""
-        return features_of(self.model.get_submodule(name))[0]
 
     def run(
         self,
@@ -155,13 +151,14 @@ def head_of_axes(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict[st
     Returns:
         Leaf that reaches x -> by axis the head of each index, (size,) int64, -1 for none or several.
     """
-    found = {}
-    for name, (one, other) in _gradients(x, _labels(x, width), leaves).items():
-        by_axis = (
-            ((g.movedim(axis, -1).reshape(-1, g.shape[axis])) for g in (one, other)) for axis in range(one.dim())
-        )
-        found[name] = [_heads(*rows)[0] for rows in by_axis]
-    return found
+
+    def by_index(gradient: Tensor, axis: int) -> Tensor:
+        return gradient.movedim(axis, -1).reshape(-1, gradient.shape[axis])
+
+    return {
+        name: [_heads(by_index(plain, axis), by_index(labelled, axis))[0] for axis in range(plain.dim())]
+        for name, (plain, labelled) in _gradients(x, _labels(x, width), leaves).items()
+    }
 
 
 def _labels(x: Tensor, width: int) -> Tensor:
@@ -170,33 +167,48 @@ def _labels(x: Tensor, width: int) -> Tensor:
 
 def _attribute(tensor: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     found = {}
-    for name, (one, other) in _gradients(tensor, labels, leaves).items():
-        width = one.shape[-1] if one.dim() > 1 and not isinstance(leaves[name], nn.Parameter) else one.numel()
-        found[name] = _heads(one.reshape(-1, width), other.reshape(-1, width))
+    for name, (plain, labelled) in _gradients(tensor, labels, leaves).items():
+        features = features_in(leaves[name])
+        found[name] = _heads(plain.reshape(-1, features), labelled.reshape(-1, features))
     return found
+
+
+def features_in(leaf: Tensor) -> int:
+    """Return the number of features of a leaf: of a parameter, all elements; of a layer's output, the last axis."""
+    return leaf.numel() if isinstance(leaf, nn.Parameter) else leaf.shape[-1]
 
 
 def _gradients(tensor: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the plain and the labelled gradient of a tensor to every leaf that reaches it."""
     if not tensor.requires_grad or not leaves:
         return {}
-    weights = 0.5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0))
-    values = list(leaves.values())
-    plain = torch.autograd.grad((tensor * weights).sum(), values, retain_graph=True, allow_unused=True)
-    labelled = torch.autograd.grad((tensor * weights * labels).sum(), values, retain_graph=True, allow_unused=True)
-    pairs = zip(leaves, plain, labelled, strict=True)
-    return {name: (one, other) for name, one, other in pairs if one is not None and other is not None}
+    weights = positive_weights(tensor.shape)
+    found = zip(leaves, *gradients_of(tensor, (weights, weights * labels), [*leaves.values()]), strict=True)
+    return {name: (plain, labelled) for name, plain, labelled in found if plain is not None and labelled is not None}
 
 
-def _heads(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def positive_weights(shape: Sequence[int]) -> Tensor:
+    """Return random weights in [0.5, 1.5), the same in every call."""
+    return 0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
+def gradients_of(x: Tensor, weights: Iterable[Tensor], leaves: Sequence[Tensor]) -> list[tuple[Tensor | None, ...]]:
+    """Return, for each set of weights, the gradients of the weighted sum of x to the leaves; None without a path."""
+    return [torch.autograd.grad((x * w).sum(), leaves, retain_graph=True, allow_unused=True) for w in weights]
+
+
+def ratios_of(labelled: Tensor, plain: Tensor) -> Tensor:
+    """Return the ratios of gradients, (tokens, features); NaN where both are small, so mostly rounding error."""
+    clear = plain.abs() > 1e-3 * plain.abs().amax(0, keepdim=True)
+    return torch.where(clear, labelled / plain.where(clear, 1.0), torch.nan)
+
+
+def _heads(plain: Tensor, labelled: Tensor) -> tuple[Tensor, Tensor]:
     """Return the head of each feature, and whether it reaches any, from both gradients, (tokens, features)."""
-    reaches = (one != 0) | (other != 0)
-    # The ratio of two small gradients is mostly rounding error.
-    clear = one.abs() > 1e-3 * one.abs().amax(0, keepdim=True)
-    ratio = torch.where(clear, other / one.where(clear, 1.0), torch.nan)
+    ratio = ratios_of(labelled, plain)
     head = ratio.nanmean(0).round()
-    alone = ((ratio - head).abs().nan_to_num(0.0) < 1e-2).all(0) & clear.any(0)
-    return torch.where(alone, head - 1, -1).long(), reaches.any(0)
+    alone = ((ratio - head).abs().nan_to_num(0.0) < 1e-2).all(0) & ~ratio.isnan().all(0)
+    return torch.where(alone, head - 1, -1).long(), ((plain != 0) | (labelled != 0)).any(0)
 
 
 class _RecordingConfig:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .probe import Probe
+from .probe import Probe, features_in, gradients_of, positive_weights, ratios_of
 
 Call = tuple[str, int]
 """A linear layer, and the number of its call in the run."""
@@ -91,9 +91,8 @@ class LinearObserver:
 
     def _examine(self, call: Call, x: Tensor, leaves: dict[Call, Tensor], parameters: dict[str, nn.Parameter]) -> None:
         """Find the columns that features and parameters reach, if these can be those of neurons."""
-        looked = {
-            leaf: features for leaf, features in leaves.items() if len(leaves) <= _FEW or len(self.readers[leaf]) == 1
-        }
+        few = len(leaves) <= _FEW
+        looked = {leaf: features for leaf, features in leaves.items() if few or len(self.readers[leaf]) == 1}
         if len(looked) < len(leaves):
             parameters = {}  # those of a whole path between layers
         tokens = x.numel() // x.shape[-1]
@@ -118,7 +117,7 @@ class LinearObserver:
                 self.readers.setdefault(leaf, set()).add(("", 0))
 
     def _leaves_of(self, x: Tensor) -> tuple[dict[Call, Tensor], dict[str, nn.Parameter]]:
-        """Return what a tensor depends on, by its graph: features, in the order of their calls, and parameters.
+        """Return what a tensor's graph ends at: features, in the order of their calls, and parameters by name.
 
         The parameters are those outside of linear layers.
         """
@@ -151,44 +150,32 @@ def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> li
     told apart in float32. A third such ratio, with one label per token, is the token's own only if the feature reaches
     no other token.
     """
-    generator = torch.Generator().manual_seed(0)
     columns = x.shape[-1]
     rows = x.reshape(-1, columns)
-    weights = 0.5 + torch.rand(rows.shape, generator=generator)
+    weights = positive_weights(rows.shape)
     base = math.isqrt(columns - 1) + 1
     place = torch.arange(columns)
-    tokens = 1 + torch.rand(len(rows), 1, generator=generator)
+    tokens = 1 + torch.rand(len(rows), 1, generator=torch.Generator().manual_seed(1))
+    labels = (1.0, 1 + place // base / base, 1 + place % base / base, tokens)
     every = [*leaves, *parameters]
-
-    def gradients(labels: Tensor | float) -> list[Tensor]:
-        total = (rows * (weights * labels)).sum()
-        found = torch.autograd.grad(total, every, retain_graph=True, allow_unused=True)
-        return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(every, found, strict=True)]
-
     results = []
-    by = (1.0, 1 + place // base / base, 1 + place % base / base, tokens)
-    for leaf, plain, high, low, token in zip(every, *(gradients(labels) for labels in by), strict=True):
-        features = leaf.numel() if isinstance(leaf, nn.Parameter) else leaf.shape[-1]
-        one = plain.reshape(-1, features)  # (tokens, features)
-        # The ratio of two small gradients is mostly rounding error.
-        clear = one.abs() > 1e-3 * one.abs().amax(0, keepdim=True)
-
-        def ratio(other: Tensor, one: Tensor = one, clear: Tensor = clear) -> Tensor:
-            return torch.where(clear, other.reshape(one.shape) / one.where(clear, 1.0), torch.nan)
-
-        digits = [(ratio(other) - 1) * base for other in (high, low)]
+    for leaf, *gradients in zip(every, *gradients_of(rows, (weights * c for c in labels), every), strict=True):
+        plain, high, low, token = (
+            (torch.zeros_like(leaf) if g is None else g).reshape(-1, features_in(leaf)) for g in gradients
+        )  # each (tokens, features)
+        digits = [(ratios_of(labelled, plain) - 1) * base for labelled in (high, low)]
         whole = [digit.nanmean(0).round() for digit in digits]
-        alone = clear.any(0)
+        alone = ~digits[0].isnan().all(0)
         for digit, number in zip(digits, whole, strict=True):
             alone &= ((digit - number).abs().nan_to_num(0.0) < _ENOUGH_DIGITS).all(0)
         column = torch.where(alone, whole[0] * base + whole[1], MIXED).long()
         column[column >= columns] = MIXED
-        column[((one == 0) & (high.reshape(one.shape) == 0)).all(0)] = NOWHERE
+        column[((plain == 0) & (high == 0)).all(0)] = NOWHERE
         if isinstance(leaf, nn.Parameter):
             results.append(Reach(column))
             continue
-        own = bool(((ratio(token) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
-        slope = one / weights[:, column.clamp(min=0)] if own else one
+        own = bool(((ratios_of(token, plain) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
+        slope = plain / weights[:, column.clamp(min=0)] if own else plain
         spread = slope.amax(0) - slope.amin(0)
         results.append(Reach(column, own, len(rows) > 1 and bool((spread <= 1e-4 * slope.abs().amax(0)).all())))
     return results
@@ -201,7 +188,7 @@ def sample(x: Tensor) -> Tensor:
 
 
 def signature(*tensors: Tensor) -> tuple[float, float]:
-    """Return the sum of all elements, and the sum of their sizes."""
+    """Return the sum of all finite elements, and the sum of their absolute values."""
     values = [tensor.detach().nan_to_num(posinf=0.0, neginf=0.0) for tensor in tensors]  # masked logits are infinite
     return (
         sum(v.sum(dtype=torch.float64).item() for v in values),
@@ -211,12 +198,8 @@ def signature(*tensors: Tensor) -> tuple[float, float]:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the floating tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item)
