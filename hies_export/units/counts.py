@@ -32,7 +32,7 @@ Ratio = Annotated[float, Field(ge=0, le=1000)]
 
 def si(number: float) -> str:
     """Return a number with three significant digits and an SI prefix; whole numbers below 1,000 as they are."""
-    # Rounded first: 999,999 is 1.00 M, and no 1000 k.
+    # Rounded first, so that 999,999 becomes 1.00 M and not 1000 k.
     rounded = float(f"{number:.3g}") if number >= 1000 else number
     power = min((len(str(int(rounded))) - 1) // 3, 4)
     scaled = rounded / 1000**power
@@ -71,10 +71,10 @@ class Both(Record, Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Counted(Both[int]):
-    """A number that is counted of both models, and `backbone`, what their layers have of it.
+    """A count of each model, and `backbone`, the part of it in their layers; None for models without lists of layers.
 
-    The backbone is all elements of lists of layers: embeddings and heads are not in it, from which no units go. Papers
-    on language models give the size of a cut as a share of the backbone. None for a model without such a list.
+    Embeddings and task heads, from which no units go, are not in the backbone. Papers on language models give the size
+    of a cut as a share of it.
     """
 
     dense: Size
@@ -172,7 +172,7 @@ def _parameters_inside(model: torch.nn.Module) -> int:
 
 
 def layers_of(model: torch.nn.Module) -> list[str]:
-    """Return the names of the elements of lists of layers, the outermost ones: together they are the backbone."""
+    """Return the names of the elements of the outermost `nn.ModuleList`s: together they are the backbone."""
     lists = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)]
     elements = [f"{name}.{key}" for name, part in lists for key, _ in part.named_children()]
     return [name for name in elements if not any(name.startswith(f"{other}.") for other in elements)]
@@ -219,26 +219,31 @@ def flops_per_layer(
 ) -> list[LayerFlops]:
     """Count the FLOPs of one forward pass layer by layer; the parts add up to `count_flops`.
 
-    Only the names of the modules are read, so they may be of either model. Layers come in their order; the last one,
-    with empty `layer`, is the rest of the model, such as embeddings and classifier.
+    The modules may be those of the dense model where `model` is the slim one: only their names are read. Layers come in
+    the modules' order; the last one, with empty `layer`, is the rest of the model, such as embeddings and classifier.
     """
     found = flops_by_module(model, batch)
     layer_of = _layers(modules)
     parts = {layer: [0, 0, 0] for layer in (*layer_of.values(), "")}  # projections, products, feed-forward
-    linear: set[str] = set()  # counted already: a block may share a fused layer with the attention beside it
+
+    def flops(names: Iterable[str]) -> int:
+        return sum(found.get(name, 0) for name in names)
+
+    counted: set[str] = set()  # a block may share a fused layer with the attention beside it
     for module in sorted(modules, key=lambda module: module.kind != ATTENTION):
-        part, own = parts[layer_of[module.name]], {*module.layers} - linear
-        part[0 if module.kind == ATTENTION else 2] += sum(found.get(name, 0) for name in own)
-        linear |= own
+        part, own = parts[layer_of[module.name]], {*module.layers} - counted
+        part[0 if module.kind == ATTENTION else 2] += flops(own)
+        counted |= own
         if module.kind == ATTENTION:
-            children = [f"{module.name}.{name}" for name, _ in model.get_submodule(module.name).named_children()]
-            part[1] += found.get(module.name, 0) - sum(found.get(name, 0) for name in children)
-    inside = {layer: innermost(layer, parts.keys() - {layer}) for layer in parts if layer}
+            children = model.get_submodule(module.name).named_children()
+            part[1] += flops([module.name]) - flops(f"{module.name}.{name}" for name, _ in children)
+    around = {layer: innermost(layer, parts.keys() - {layer}) for layer in parts if layer}
     rows = []
     for layer, (projections, products, feed_forward) in parts.items():
-        other = found.get(layer, 0) - sum(found.get(inner, 0) for inner, outer in inside.items() if outer == layer)
-        other -= projections + products + feed_forward
-        rows.append(LayerFlops(layer, projections, products, other, feed_forward))
+        whole = flops([layer]) - flops(inner for inner, outer in around.items() if outer == layer)
+        rows.append(
+            LayerFlops(layer, projections, products, whole - projections - products - feed_forward, feed_forward)
+        )
     return rows
 
 
@@ -249,11 +254,11 @@ def innermost(name: str, modules: Iterable[str]) -> str | None:
 
 
 def _layers(modules: Sequence[PrunableModule]) -> dict[str, str]:
-    """Return module -> the dotted name of the layer that it is in.
+    """Return module -> the dotted name of its layer.
 
-    That of an attention module is the innermost numbered module around it, such as model.layers.3, else itself. That of
-    a feed-forward block is the layer of an attention module around it, else the innermost numbered module around its
-    consumer.
+    The layer of an attention module is the innermost numbered module around it, such as model.layers.3, else itself.
+    The layer of a feed-forward block is that of an attention module, if it is around the block, else the innermost
+    numbered module around its consumer.
     """
 
     def numbered(name: str, default: str) -> str:
@@ -271,9 +276,10 @@ def _layers(modules: Sequence[PrunableModule]) -> dict[str, str]:
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
-    """Return the bytes that each token adds to the key/value cache of one sequence, in the model's dtype; or None.
+    """Return the bytes that each token adds to the key/value cache of one sequence, in the model's dtype.
 
-    They are read from the cache that the model itself fills, run on tensors without data.
+    They are read from the cache that the model itself fills, run on tensors without data. None if the model cannot
+    generate.
     """
     if not model.can_generate():
         return None
@@ -314,7 +320,7 @@ def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[s
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval().set_attn_implementation("eager")
-    # Frozen: the counter follows gradients, which a view of a trainable parameter asks for even without them.
+    # Frozen: the counter follows gradients, which a view of a trainable parameter asks for even under no_grad.
     with frozen(model), output_alone(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**inputs)
     root = type(model).__name__

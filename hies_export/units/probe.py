@@ -70,11 +70,8 @@ class Probe:
     ) -> Any:
         """Run one forward pass, without labels, and return what the model returns.
 
-        Random draws of the model are the same in every run.
-
-        Args:
-            after: Called with the name and the features of every linear layer, (..., out_features), leaves that require
-                a gradient.
+        Every linear layer calls `before` with its name and input, and `after` with its name and features, (...,
+        out_features), which are leaves that require a gradient. Random draws of the model are the same in every run.
         """
         calls: dict[str, int] = {}
 
@@ -99,14 +96,13 @@ class Probe:
 
             return forward
 
-        layers = [(name, module) for name, module in self.model.named_modules() if is_linear(module)]
         for reads in self.config_reads.values():
             reads.clear()
         parts = {
             name: self.model.get_parameter(name).detach().index_select(axis, kept)
             for name, (axis, kept) in self.kept_of_parameters.items()
         }
-        forwards = {module: stand_in(name, module) for name, module in layers}
+        forwards = {module: stand_in(name, module) for name, module in self.model.named_modules() if is_linear(module)}
         with (
             forwards_set(forwards),
             _parameters(self.model, parts),
@@ -137,7 +133,10 @@ def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, 
 
 
 def head_of_columns(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what `head_of_features` does, for the input x of an output projection, (..., heads * width)."""
+    """Return which head of x, the input of an output projection, (..., heads * width), each feature reaches.
+
+    The result is as in `head_of_features`.
+    """
     return _attribute(x, _labels(x, width), leaves)
 
 

@@ -53,7 +53,7 @@ def set_attributes(owner: nn.Module, module: PrunableModule, kept: Kept) -> dict
 
 
 def narrow_arguments(owner: nn.Module, module: PrunableModule, kept: Kept) -> dict[str, list[Any]]:
-    """Let a module take from shared arguments the heads that stay; return what its `narrowed` entry becomes."""
+    """Let a module take the heads that stay from shared arguments; return its entry in `modeling_hies`' `narrowed`."""
     before = getattr(owner, "narrowed", {})
     narrowed = {}
     for name, (axis, total) in module.narrowed.items():
@@ -81,7 +81,7 @@ class Meanings:
 
     by_name: Mapping[str, AttributeCount]  # name of an attribute -> what it counts if it has a fitting value
     # What any attribute with a fitting value counts, in a class that fails a rehearsal otherwise.
-    by_value: Sequence[AttributeCount]
+    by_value: list[AttributeCount]
 
 
 class Rehearsal(Generic[F]):
@@ -90,6 +90,7 @@ class Rehearsal(Generic[F]):
     Attributes:
         kept: Module -> its units that stay.
         pending: The modules that were not compared yet, by any key, in the order of the dense run.
+        latest: The module that was compared last, to blame if an error comes after all were compared.
         wrong: Modules for which the runs differ, and how.
     """
 
@@ -152,42 +153,41 @@ def rehearsed(
     *,
     supported: str,
 ) -> tuple[PrunableModule, ...]:
-    """Return modules, each with the attributes that a cut must change.
+    """Return the modules of `pairs`, each with the attributes that a cut must change.
 
-    Attributes known by name come first. Those that only have a fitting value are added for the classes of modules that
-    fail a rehearsal without them.
+    These are attributes known by name and, in classes of modules that fail a rehearsal without them, all that have a
+    fitting value. `rehearse` returns the first module that fails. Raises an UnsupportedModelError that names `label`
+    and what is `supported`, if a module fails even so.
     """
     reads = {f.name: set(probe.config_reads.get(f.module, ())) for f, _ in pairs}
-    widths: set[type] = set()  # classes whose attributes are also matched by value
+    matched_by_value: set[type] = set()  # classes whose attributes are not matched by name alone
     while True:
         described = []
         for f, module in pairs:
-            wide, known = type(f.module) in widths, meanings(module)
-            own = _counting(module, vars(f.module), known, widths=wide)
-            config = {name: getattr(f.module.config, name, None) for name in reads[f.name]}
-            own |= {f"config.{n}": count for n, count in _counting(module, config, known, widths=wide).items()}
-            described.append((f, replace(module, attributes=own)))
+            values = vars(f.module) | {f"config.{n}": getattr(f.module.config, n, None) for n in reads[f.name]}
+            counting = _counting(module, values, meanings(module), by_value=type(f.module) in matched_by_value)
+            described.append((f, replace(module, attributes=counting)))
         wrong = rehearse(described)
         if wrong is None:
             return tuple(module for _, module in described)
         found, reason = wrong
-        if type(found.module) in widths:
+        if type(found.module) in matched_by_value:
             raise UnsupportedModelError(
                 f"{label} cannot be cut: with fewer {UNIT_NAMES[pairs[0][1].kind]}s the code of "
                 f"{type(found.module).__name__} ({found.name}) does not do what it did ({reason}); "
                 f"supported are {supported}"
             )
-        widths.add(type(found.module))
+        matched_by_value.add(type(found.module))
 
 
 def _counting(
-    module: PrunableModule, attributes: Mapping[str, Any], known: Meanings, *, widths: bool
+    module: PrunableModule, attributes: Mapping[str, Any], known: Meanings, *, by_value: bool
 ) -> dict[str, AttributeCount]:
-    """Return the attributes that count units, matched by name and value; with `widths` also by value alone."""
+    """Return what attributes count, for those whose name and value fit, or with `by_value` whose value alone fits."""
     found = {}
     for name, value in attributes.items():
-        candidates = [known.by_name[name]] if name in known.by_name else []
-        for count in (*candidates, *(known.by_value if widths else ())):
+        named = known.by_name.get(name.removeprefix("config."))
+        for count in ([] if named is None else [named]) + (known.by_value if by_value else []):
             if type(value) is int and value == count.value(units=module.units, groups=module.groups):
                 found[name] = count
                 break
@@ -219,5 +219,5 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def _close(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Return whether two signatures are; sums round by a share of the sum of the sizes, the second number."""
+    """Return whether two `signature`s are equal up to rounding, a share of the sum of absolute values in `other`."""
     return all(Difference(abs(a - b), other[1]).within(FEW_STEPS) for a, b in zip(one, other, strict=True))

@@ -40,7 +40,7 @@ class RowLength:
 
 
 def row_length(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) -> RowLength | None:
-    """Return the length of the rows of batches of text; None for images, whose tokens follow from their size."""
+    """Return the length that stands for the rows of batches of text; None for images, whose size gives the tokens."""
     if model.main_input_name == "pixel_values":
         return None
     lengths: list[int] = []
@@ -64,8 +64,8 @@ def model_shapes(
 ) -> list[Shape]:
     """Return the (batch, sequence) pairs to measure. For an image model, the sequence follows from the image's shape.
 
-    An `image`, (channels, height, width), has by default the size of the config. Without shapes, they are a batch of 1
-    and of 8, of `sequence` tokens, by default 128 or the most that the model takes.
+    By default, the `image`, (channels, height, width), has the size in the config, and the shapes are a batch of 1 and
+    of 8, of `sequence` tokens (128, or the most that the model takes).
 
     Raises RequestError if the shape of a text model has no sequence, or one longer than its positions, or by
     `check_sizes`.
@@ -96,7 +96,7 @@ def check_sizes(shapes: Sequence[Sequence[int]]) -> None:
 
 
 def image_shape_at(folder: str | Path, model: PreTrainedModel) -> tuple[int, ...] | None:
-    """Return the `image_shape_of` the processor that a model's folder holds; None if it holds none."""
+    """Return `image_shape_of` for the processor in a model's folder; None without one, or for a model of text."""
     if model.main_input_name != "pixel_values":
         return None
     try:
@@ -106,9 +106,9 @@ def image_shape_at(folder: str | Path, model: PreTrainedModel) -> tuple[int, ...
 
 
 def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> None:
-    """Refuse, by a RequestError, a model that raises an error on a batch, which `what` names.
+    """Refuse, by a RequestError, a model that raises an error on a batch, which `what` names in the message.
 
-    It is tried on tensors without data if the model's forward can do without.
+    The batch has no data, only shapes, unless the model's forward reads the data.
     """
     try:
         count_flops(model, batch)
