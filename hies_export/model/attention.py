@@ -64,7 +64,6 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
 
     The function takes an `AttentionCall` and returns the head outputs, (batch, heads, query, value head_dim).
     """
-
     fused = fused_attention_fits(model)
     name = _NAME if fused else _NAME_EAGER
     register_attention(name, _attention_forward, additive_mask=not fused)

@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,28 +85,32 @@ def forwards_set(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
 # Auto classes
 
 
+def _loaded_by(model_type: str) -> dict[str, str | tuple[str, ...]]:
+    """Return AutoModel class -> the name or names of the classes that it loads for a model type."""
+    autos = {n: auto for n, auto in vars(modeling_auto).items() if n.startswith("AutoModel")}
+    # The inner mapping holds names, so that no model has to be imported.
+    return {
+        name: auto._model_mapping._model_mapping.get(model_type, ())
+        for name, auto in autos.items()
+        if hasattr(auto, "_model_mapping")
+    }
+
+
 def auto_classes(name: str, model_type: str) -> list[str]:
     """Return the names of the AutoModel classes that load a model class, which is given by its name."""
-    found = []
-    for constant, auto_class in modeling_auto.__dict__.items():
-        if constant.startswith("AutoModel") and hasattr(auto_class, "_model_mapping"):
-            # The inner mapping holds names, so that no model has to be imported.
-            names = auto_class._model_mapping._model_mapping.get(model_type, ())
-            if name in ((names,) if isinstance(names, str) else names):
-                found.append(constant)
-    return found
+    loaded = _loaded_by(model_type).items()
+    return [auto for auto, names in loaded if name in ((names,) if isinstance(names, str) else names)]
 
 
-def heads_on(stock: type, model_type: str) -> dict[str, str]:
-    """Return Auto class -> the class that it loads for a model type, if that has the base model of a stock class."""
-    found = {}
-    for constant, auto_class in modeling_auto.__dict__.items():
-        if constant.startswith("AutoModelFor") and hasattr(auto_class, "_model_mapping"):
-            name = auto_class._model_mapping._model_mapping.get(model_type)
-            head = getattr(transformers, name, None) if isinstance(name, str) else None
-            if getattr(head, "base_model_prefix", None) == stock.base_model_prefix:  # type: ignore[attr-defined]
-                found[constant] = name
-    return found
+def heads_on(stock: type[PreTrainedModel], model_type: str) -> dict[str, str]:
+    """Return AutoModelFor class -> the class that it loads for a model type, if that has the base of a stock class."""
+    return {
+        auto: name
+        for auto, name in _loaded_by(model_type).items()
+        if auto.startswith("AutoModelFor")
+        and isinstance(name, str)
+        and getattr(getattr(transformers, name, None), "base_model_prefix", None) == stock.base_model_prefix
+    }
 
 
 def has_auto_base(model: PreTrainedModel) -> bool:
@@ -196,7 +200,7 @@ def empty_model(
 
 
 def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of tensors of a checkpoint that is loaded in a dtype; in some models, some stay float32."""
+    """Return name -> dtype of a model's tensors when its checkpoint is loaded in a dtype; some may stay float32."""
     skeleton = empty_model(type(model), model.config, dtype)
     found = {name: tensor.dtype for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers())}
     plan = skeleton._get_dtype_plan(dtype)
@@ -210,13 +214,13 @@ def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dty
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return what `save_pretrained` saves, by the names of the modules, with tied parameters twice."""
+    """Return the tensors that `save_pretrained` saves, by their names in the model; tied parameters occur twice."""
     ignored = set(model._keys_to_ignore_on_save or ())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
 
 
 def save_as_loaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Let a model save its tensors under the names from which another one of its class was loaded."""
+    """Let a model save its tensors under the names in the checkpoint that another one of its class was loaded from."""
     if hasattr(other, "_weight_conversions"):
         model._weight_conversions = other._weight_conversions
 
@@ -232,7 +236,7 @@ def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
 def file_of(path: str | Path, name: str, *, required: bool = False, **hub: Any) -> Path | None:
     """Return the local path of a file in a folder or Hub repository, fetched if needed.
 
-    If there is no such file, it is None, or an OSError if `required`.
+    Without such a file, return None, or raise an OSError if it is `required`.
     """
     missing: dict[str, Any] = {"_raise_exceptions_for_missing_entries": required}
     found = cached_file(str(path), name, **missing, **hub)
@@ -308,7 +312,10 @@ def hub_switched_off() -> Iterator[None]:
 
 
 def register_attention(name: str, function: Callable[..., Any], *, additive_mask: bool) -> None:
-    """Let models compute their attention by a function of ours, which gets an additive mask in every call, or not."""
+    """Let models select an attention function by a name.
+
+    With `additive_mask` every call gets one, (batch, 1, query, keys); else it gets a boolean mask or None.
+    """
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, eager_mask if additive_mask else sdpa_mask)
 
@@ -341,22 +348,17 @@ def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
     return list({id(config): config for part in parts for config in configs_in(part)}.values())
 
 
-@contextmanager
-def attention_restored(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
+def attention_restored(configs: Iterable[PreTrainedConfig]) -> AbstractContextManager[None]:
     """Give configs back, after the block, the attention function that each had before."""
     # set_attn_implementation cannot restore None, nor submodels that differ, so every config's own is kept.
-    before = [(config, config._attn_implementation_internal) for config in configs]
-    try:
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+    name = "_attn_implementation_internal"
+    return attributes_set([(config, name, getattr(config, name)) for config in configs])
 
 
 def use_torch_attention(config: PreTrainedConfig) -> dict[str, Any]:
-    """Let a config that was read from a file compute attention by torch alone, and return the option that loads it so.
+    """Change a config that names other attention than torch's own; return the options that load a model accordingly.
 
-    The file may name the function that the model was trained with, such as FlashAttention. That one needs a package, a
+    A file may name the function that the model was trained with, such as FlashAttention. That one needs a package, a
     GPU or half precision, and its choice is no part of the model.
     """
     if all(part._attn_implementation in (None, "eager", "sdpa") for part in configs_in(config)):
@@ -365,15 +367,13 @@ def use_torch_attention(config: PreTrainedConfig) -> dict[str, Any]:
     return {"attn_implementation": None}
 
 
-@contextmanager
-def attention_undecided(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
+def attention_undecided(configs: Iterable[PreTrainedConfig]) -> AbstractContextManager[None]:
     """Let configs select no attention function inside the block, as after reading them from a file.
 
-    transformers refuses to save or validate a config that asks for attention weights if it selects a function that
-    returns none. It loads such a model all the same.
+    A config may ask for attention weights and select a function that returns none: transformers loads such a model, but
+    refuses to save or validate its config.
     """
-    with attributes_set((config, "_attn_implementation_internal", None) for config in configs):
-        yield
+    return attributes_set([(config, "_attn_implementation_internal", None) for config in configs])
 
 
 @contextmanager
@@ -390,7 +390,7 @@ def attention_maps(model: PreTrainedModel) -> Iterator[None]:
 def fused_attention_cpu(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return torch's fused attention on the CPU, and the logarithm of the sum of each row, (batch, heads, query)."""
+    """Return torch's fused attention on the CPU, and the logsumexp of each row of scores, (batch, heads, query)."""
     output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
     )
@@ -400,7 +400,7 @@ def fused_attention_cpu(
 def fused_attention_cuda(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the same on a GPU; the rows of `bias` must be aligned in memory, to 16 elements."""
+    """Return what `fused_attention_cpu` does, on a GPU; the rows of `bias` must be aligned to 16 elements in memory."""
     output, logsumexp, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, 0.0, is_causal, scale=scale
     )
@@ -410,7 +410,7 @@ def fused_attention_cuda(
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply float32 numbers in float32 inside the block, where torch was told to round them to fewer bits first.
+    """Multiply float32 numbers in full float32 inside the block, even if torch was told to round them, as to TF32.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
@@ -433,7 +433,7 @@ def products_in_tf32() -> bool:
 
 
 def graphs_skipped() -> int:
-    """Return for how many compiled graphs of this process torch gave up capturing a CUDA graph."""
+    """Return how often in this process torch compiled a graph but gave up capturing a CUDA graph of it."""
     import torch._dynamo.utils
 
     return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
@@ -472,15 +472,13 @@ def without_compiler(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-@contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
+def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
     """Run modules that were compiled by their own method `compile` as they are, inside the block.
 
-    Compiled ones ignore hooks that they had not yet when they ran first.
+    Compiled ones ignore hooks that were registered after their first run.
     """
     compiled = [module for module in model.modules() if module._compiled_call_impl]
-    with attributes_set((module, "_compiled_call_impl", None) for module in compiled):
-        yield
+    return attributes_set([(module, "_compiled_call_impl", None) for module in compiled])
 
 
 @contextmanager
@@ -495,7 +493,7 @@ def refused_compilations(who: str) -> Iterator[None]:
 
 
 def compile_many_shapes(most: int) -> None:
-    """Raise torch's limit on how many shapes of a model are compiled, for the whole process."""
+    """Set torch's limit on how many shapes of a model are compiled, for the whole process."""
     limits: Any = torch._dynamo.config
     limits.recompile_limit = limits.accumulated_recompile_limit = most
 
@@ -504,10 +502,10 @@ def compile_many_shapes(most: int) -> None:
 
 
 def ask_for_output_alone(configs: Iterable[PreTrainedConfig], *, cache: bool = False) -> Callable[[], None]:
-    """Let configs ask a model for its output alone, by name; with `cache`, for its keys and values too.
+    """Change configs so that a model returns its output alone, and with `cache` also its keys and values.
 
-    Hidden states, attention weights, router logits and tuples are asked for no more. Returns a function that puts back
-    what the configs asked for.
+    It then returns no hidden states, attention weights, router logits or plain tuples. The function that is returned
+    puts the old values back.
     """
     wanted = {"use_cache": cache, "return_dict": True, "return_loss": False}
     wanted |= {"output_hidden_states": False, "_output_attentions": False, "output_router_logits": False}
@@ -535,8 +533,8 @@ def cache_of(output: Mapping[str, Any]) -> Any:
 
 def keys_and_values(output: Mapping[str, Any]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the keys and values that a model's output has in its cache, by layer; other kinds of state have none."""
-    layers = dict(enumerate(getattr(cache_of(output), "layers", ())))
-    return {at: (layer.keys, layer.values) for at, layer in layers.items() if getattr(layer, "keys", None) is not None}
+    layers = enumerate(getattr(cache_of(output), "layers", ()))
+    return {at: (layer.keys, layer.values) for at, layer in layers if getattr(layer, "keys", None) is not None}
 
 
 def keeps_recurrent_state(config: PreTrainedConfig) -> bool:
@@ -549,7 +547,7 @@ def keeps_recurrent_state(config: PreTrainedConfig) -> bool:
 
 
 def require_onnx_exporter() -> None:
-    """Raise a MissingRuntimeError if transformers cannot export to ONNX here: it is too old, or torch is for it."""
+    """Raise a MissingRuntimeError if transformers is too old to export to ONNX, or torch too old for its exporter."""
     with quiet():  # it warns of every release that is not the one it was tested with
         try:
             from transformers.exporters import OnnxExporter
@@ -563,7 +561,7 @@ def require_onnx_exporter() -> None:
 
 
 def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shapes: Mapping[str, Any] | None) -> Any:
-    """Return a module as an `onnx_ir.Model`, from transformers' exporter; older releases do not fuse operators.
+    """Export a module by transformers to an `onnx_ir.Model`; older releases do not fuse operators.
 
     Args:
         sample: Inputs by keyword: tensors, a cache, or flags, which do not become inputs of the graph.
@@ -582,10 +580,9 @@ def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shape
 
 @contextmanager
 def _matching_last_nodes() -> Iterator[None]:
-    """Let onnxscript try a pattern only at nodes of the operator that the pattern ends in, while the block runs.
+    """Let onnxscript try a pattern only at nodes of the operator that the pattern ends in, inside the block.
 
-    For a pattern with two last nodes it lists all nodes of the graph, and all pairs, before it compares the first node.
-    The time grows with the square of the layers.
+    For a pattern with two last nodes, it otherwise lists all pairs of nodes of the graph before it compares the first.
     """
     from onnxscript.rewriter import _basics, _matcher
 
@@ -604,10 +601,7 @@ def _matching_last_nodes() -> Iterator[None]:
 
 @contextmanager
 def _reading_operators_once() -> Iterator[None]:
-    """Let torch parse the source of the 500 operators of onnxscript once a process, while the block runs.
-
-    It does so for every export, which takes half a second.
-    """
+    """Let torch, inside the block, parse onnxscript's 500 operators once a process, not half a second every export."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     registry: Any = ONNXRegistry
@@ -637,7 +631,7 @@ def sentence_options(model: Any) -> dict[str, Any]:
 
 
 def lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
-    """Return whether all that is missing is the layer on the first token, which embeddings of texts do not use.
+    """Return whether the missing weights are those of the optional pooler alone, which embeddings of texts do not use.
 
     Encoders that were trained as embedding models from a masked language model have none.
     """

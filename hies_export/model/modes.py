@@ -68,16 +68,18 @@ def wide_products(model: nn.Module) -> Iterator[None]:
 
     Their products are then exact, and on a processor without instructions for bfloat16 six times faster.
     """
-    halves = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype in HALVES]
-    halves = [layer for layer in halves if layer.weight.device.type == "cpu" and "forward" not in vars(layer)]
+
+    def is_half(layer: nn.Linear) -> bool:
+        return layer.weight.dtype in HALVES and layer.weight.device.type == "cpu"
 
     def forward(layer: nn.Linear, x: Tensor) -> Tensor:
-        if layer.weight.dtype not in HALVES or layer.weight.device.type != "cpu":
+        if not is_half(layer):  # moved or converted inside the block
             return nn.functional.linear(x, layer.weight, layer.bias)
         bias = None if layer.bias is None else layer.bias.float()
         return nn.functional.linear(x.float(), layer.weight.float(), bias).to(x.dtype)
 
-    with forwards_set({layer: partial(forward, layer) for layer in halves}):
+    linear = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
+    with forwards_set({layer: partial(forward, layer) for layer in linear if is_half(layer)}):
         yield
 
 
