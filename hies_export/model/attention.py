@@ -97,7 +97,7 @@ def _attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Answer transformers' attention interface by the model's function; the output is (batch, query, heads, width)."""
+    """Compute attention by the function that `use_attention` set; the interface wants (batch, query, heads, width)."""
     if kwargs.get("cache") is not None:  # ignoring it would score a different model
         raise UnsupportedModelError(
             f"attention must be a plain softmax over query-key products, but {type(module).__name__} passes 'cache'; "
@@ -124,7 +124,7 @@ def _attention_forward(
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, keys: int) -> Tensor:
-    """Return an additive mask with a position bias, broadcastable to (batch, heads, query, keys)."""
+    """Return a position bias plus a mask as one additive mask, broadcastable to (batch, heads, query, keys)."""
     queries = bias.shape[-2]
     if mask is None and is_causal and queries > 1:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)
@@ -137,14 +137,10 @@ def on_interface(model: PreTrainedModel) -> bool:
     """Return whether `use_attention` reaches the attention of a model."""
     encoder: Any = model.base_model  # a `TextEncoder` is no model of transformers' own
     try:
-        with use_attention(encoder, _unused):
+        with use_attention(encoder, lambda call: call.value):  # which is never called
             return True
     except NotOnInterfaceError:
         return False
-
-
-def _unused(call: AttentionCall) -> Tensor:
-    raise NotImplementedError
 
 
 def _not_on_the_interface(model: PreTrainedModel) -> str:

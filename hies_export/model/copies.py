@@ -18,7 +18,7 @@ DEVICES = ("cpu", "cuda", "meta")
 
 
 def refuse_devices(model: torch.nn.Module) -> None:
-    """Refuse, by a RequestError, a model that is not as a whole on the CPU or on one of NVIDIA's or AMD's GPUs."""
+    """Refuse, by a RequestError, a model that is on several devices, or on one that is not in `DEVICES`."""
     if len(places := {str(parameter.device) for parameter in model.parameters()}) > 1:
         raise RequestError(
             f"a model must be on one device, but its weights are on {' and '.join(sorted(places))}; load it without "
@@ -33,10 +33,9 @@ def refuse_devices(model: torch.nn.Module) -> None:
 
 
 def share_weights(model: Model, *, device: str | None = None) -> Model:
-    """Copy a model's modules and config but not its weights, at no cost of memory.
+    """Copy a model's modules and config, but share its tensors; on the device "meta" the copy has shapes without data.
 
-    The copy has its own evaluation mode, attention implementation and forward wrappers. Layers may have been resized by
-    hand. With the device "meta" it has shapes without data; else the very same tensors.
+    The copy has its own evaluation mode, attention implementation and forward wrappers.
     """
     return convert(model, device=device)
 
@@ -67,7 +66,10 @@ def convert(
 
 
 def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Round a model's tensors to given dtypes, in place, but keep their own; return names of those that overflow."""
+    """Round a model's tensors in place to what other dtypes can hold, in their own dtype; return those that overflow.
+
+    `dtypes` is name -> dtype; tensors that it does not name keep their values.
+    """
     overflown = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, tensor.dtype)

@@ -87,12 +87,12 @@ def forwards_set(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
 
 def _loaded_by(model_type: str) -> dict[str, str | tuple[str, ...]]:
     """Return AutoModel class -> the name or names of the classes that it loads for a model type."""
-    autos = {n: auto for n, auto in vars(modeling_auto).items() if n.startswith("AutoModel")}
+    mappings = {name: getattr(auto, "_model_mapping", None) for name, auto in vars(modeling_auto).items()}
     # The inner mapping holds names, so that no model has to be imported.
     return {
-        name: auto._model_mapping._model_mapping.get(model_type, ())
-        for name, auto in autos.items()
-        if hasattr(auto, "_model_mapping")
+        name: mapping._model_mapping.get(model_type, ())
+        for name, mapping in mappings.items()
+        if name.startswith("AutoModel") and mapping is not None
     }
 
 
@@ -175,7 +175,7 @@ def never_asking() -> Iterator[None]:
         with attributes_set([(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)]):
             yield
     except ValueError as error:
-        if not _is_about_code(error):
+        if not any("trust_remote_code=True" in str(one) for one in error_chain(error)):
             raise
         raise RequestError(
             "a checkpoint must load with the classes of transformers, as code in it is never run, but a part of this "
@@ -183,9 +183,11 @@ def never_asking() -> Iterator[None]:
         ) from error
 
 
-def _is_about_code(error: BaseException) -> bool:
-    within = error.__cause__ or error.__context__
-    return "trust_remote_code=True" in str(error) or (within is not None and _is_about_code(within))
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and one after the other those that it was raised from or while handling."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @never_asking()
@@ -250,7 +252,12 @@ def load_report() -> Iterator[list[str]]:
     found: list[str] = []
     before, shown = (of_loading.level, of_loading.propagate), of_loading.isEnabledFor(logging.WARNING)
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(_plain(record.getMessage()))  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        without_colours_and_lines = re.sub(r"\x1b\[[0-9;]*m|[-+]{3,}", "", record.getMessage())
+        found.append(" ".join(without_colours_and_lines.split())[:300])
+
+    handler.emit = emit  # type: ignore[method-assign]
     of_loading.setLevel(logging.WARNING)
     of_loading.propagate = of_loading.propagate and shown
     of_loading.addHandler(handler)
@@ -260,10 +267,6 @@ def load_report() -> Iterator[list[str]]:
         of_loading.removeHandler(handler)
         of_loading.setLevel(before[0])
         of_loading.propagate = before[1]
-
-
-def _plain(text: str) -> str:
-    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[-+]{3,}", "", text).split())[:300]
 
 
 # The Hub

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,22 @@ _HIDDEN = -1e4
 _MAP_ELEMENTS = 2**22
 
 
+class MaskFacts(NamedTuple):
+    """What the mask of a call does.
+
+    Attributes:
+        bias: The additive mask in the query's dtype; None if the call has no mask. Layers keep it for the backward
+            pass, so it is laid out once in the way that the fused kernel needs.
+        log_keys: Logarithm of the number of keys that each row sees, float32, broadcastable to (batch, heads, query); 0
+            for rows that do not count: those that see one key or none, and those of padding tokens.
+        has_bias: Whether the mask changes the scores of visible keys.
+    """
+
+    bias: Tensor | None
+    log_keys: Tensor
+    has_bias: bool
+
+
 class VisibleKeys:
     """Finds the keys that each query row sees, and remembers them by mask, which the layers of a model share.
 
@@ -28,58 +44,43 @@ class VisibleKeys:
     """
 
     def __init__(self) -> None:
-        self._by_mask: MutableMapping[Tensor, dict[Any, tuple[Tensor | None, Tensor, bool]]] = WeakIdKeyDictionary()
-        self._without_mask: dict[Any, tuple[Tensor | None, Tensor, bool]] = {}
+        self._by_mask: MutableMapping[Tensor, dict[Any, MaskFacts]] = WeakIdKeyDictionary()
+        self._without_mask: dict[Any, MaskFacts] = {}
 
-    def __call__(self, call: AttentionCall) -> tuple[Tensor | None, Tensor, bool]:
-        """Return the facts of a call's mask: `bias`, `log_keys` and `has_bias`.
-
-        Queries and keys of equal number are taken to be the same tokens (self-attention).
-
-        `bias` is the additive mask in the query's dtype, None if the call has no mask; layers keep it for the backward
-        pass, so it is laid out once in the way that the fused kernel needs. `log_keys` is the logarithm of the number
-        of keys that each row sees, float32, broadcastable to (batch, heads, query); 0 for rows that do not count: those
-        that see one key or none, and those of padding tokens. `has_bias` is whether the mask changes the scores of
-        visible keys.
-        """
-        query_length, key_length = call.query.shape[2], call.key.shape[2]
+    def __call__(self, call: AttentionCall) -> MaskFacts:
+        """Return the facts of a call's mask; as many queries as keys are taken to be the same tokens."""
         seen = self._without_mask if call.mask is None else self._by_mask.setdefault(call.mask, {})
-        key = (call.is_causal, query_length, key_length, call.query.dtype, call.query.device)
+        key = (call.is_causal, call.query.shape[2], call.key.shape[2], call.query.dtype, call.query.device)
         if key not in seen:
-            seen[key] = self._analyse(call, query_length, key_length)
+            seen[key] = _facts(call)
         return seen[key]
 
-    @staticmethod
-    def _analyse(call: AttentionCall, query_length: int, key_length: int) -> tuple[Tensor | None, Tensor, bool]:
-        device, dtype, mask = call.query.device, call.query.dtype, call.mask
-        if mask is None:
-            if call.is_causal:
-                counts = torch.arange(1, query_length + 1, device=device).view(1, 1, -1)
-            else:
-                counts = torch.full((1, 1, 1), key_length, device=device)
-            return None, counts.float().log(), False
-        has_bias = False
-        if mask.dtype == torch.bool:
-            visible = mask
-            bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -math.inf)
-        else:
-            visible = mask > _HIDDEN
-            has_bias = bool((mask.masked_fill(~visible, 0) != 0).any())
-            bias = mask.to(dtype).masked_fill(~visible, -math.inf)
-        if device.type == "cuda":
-            bias = _aligned(bias.expand(*bias.shape[:-1], key_length))
-        counts = visible.expand(*visible.shape[:-1], key_length).sum(-1)
-        if query_length == key_length:
-            # In self-attention a token that no row sees is padding, and its own row is no real query.
-            real = visible.any(-2)
-            if real.shape[-1] == key_length:
-                counts = counts * real  # a mask that is the same for every row has one count, of all rows
-        return bias, counts.clamp(min=1).float().log(), has_bias
+
+def _facts(call: AttentionCall) -> MaskFacts:
+    device, mask, queries, keys = call.query.device, call.mask, call.query.shape[2], call.key.shape[2]
+    if mask is None:
+        counts = torch.arange(1, queries + 1, device=device) if call.is_causal else torch.tensor([keys], device=device)
+        return MaskFacts(None, counts.view(1, 1, -1).float().log(), False)
+    if mask.dtype == torch.bool:
+        visible, has_bias, added = mask, False, torch.zeros(mask.shape, device=device)
+    else:
+        visible, added = mask > _HIDDEN, mask
+        has_bias = bool((mask.masked_fill(~visible, 0) != 0).any())
+    bias = added.to(call.query.dtype).masked_fill(~visible, -math.inf)
+    if device.type == "cuda":
+        bias = _aligned(bias.expand(*bias.shape[:-1], keys))
+    counts = visible.expand(*visible.shape[:-1], keys).sum(-1)
+    if queries == keys:
+        # In self-attention a token that no row sees is padding, and its own row is no real query.
+        real = visible.any(-2)
+        if real.shape[-1] == keys:
+            counts = counts * real  # a mask that is the same for every row has one count, of all rows
+    return MaskFacts(bias, counts.clamp(min=1).float().log(), has_bias)
 
 
 def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
     """Compute the layer's own attention, (batch, heads, query, value head_dim), by fused kernels if possible."""
-    bias, _, _ = visible(call)
+    bias = visible(call).bias
     key, value = _repeat_groups(call)
     if not call.is_plain:
         return _explicit_output(call, key, value, bias)
@@ -141,11 +142,12 @@ def _repeat_groups(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _output_and_logsumexp(
     call: AttentionCall, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
+    """Return attention, and the logsumexp of each row of scores, (batch, heads, query), if a kernel gives it."""
     query = call.query
     same_width = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and same_width and call.dropout == 0:
         return fused_attention_cpu(query, key, value, bias, is_causal=call.is_causal, scale=call.scaling)
-    # The kernel reads 16 bytes at once, and a head of another width has no whole number of these.
+    # The kernel reads 16 bytes at once, so a head's width must be a multiple of that.
     if query.device.type == "cuda" and call.dropout == 0 and query.shape[-1] * query.element_size() % 16 == 0:
         whole = bias if bias is None else bias.expand(*query.shape[:3], key.shape[2])
         return fused_attention_cuda(query, key, value, whole, is_causal=call.is_causal, scale=call.scaling)
@@ -156,7 +158,7 @@ def _output_and_logsumexp(
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    # The memory-efficient kernel needs the rows of a mask aligned in memory, so rows are padded, then narrowed.
+    """Return a mask whose rows are aligned to 16 elements in memory, as `fused_attention_cuda` needs them."""
     keys = bias.shape[-1]
     return torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys] if keys % 16 else bias.contiguous()
 

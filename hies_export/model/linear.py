@@ -36,7 +36,10 @@ def features_of(layer: nn.Module) -> tuple[int, int]:
 
 
 def select_features(layer: Any, index: Tensor, axis: int) -> nn.Module:
-    """Return a new layer with some output (`axis` 0) or input (1) features, of the same class, dtype and device."""
+    """Return a new layer of the same class, dtype and device, with the output (`axis` 0) or input (1) features `index`.
+
+    `index` is (features,) int64.
+    """
     index = index.to(layer.weight.device)
     weight = layer.weight.detach().index_select(weight_axis(layer, axis), index)
     bias = layer.bias

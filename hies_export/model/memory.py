@@ -41,7 +41,7 @@ def map_weights(model: torch.nn.Module, file: Path) -> None:
 
 
 def let_go(model: torch.nn.Module) -> None:
-    """Let go of what was read of weights that `map_weights` mapped; it is read again when it is used."""
+    """Map the weights of `map_weights` anew, which frees the pages that were read; they are read again on use."""
     files: dict[Path, dict[str, torch.Tensor]] = {}
     for parameter in filter(_MAPPED.__contains__, model.parameters()):
         file, name = _MAPPED[parameter]
@@ -71,9 +71,9 @@ def give_back_memory() -> None:
 
 @contextmanager
 def lean_memory() -> Iterator[None]:
-    """Let the allocator map each tensor for itself inside the block, so that memory is given back once it is freed.
+    """Let the allocator map each tensor separately inside the block, so that its memory is given back once it is freed.
 
-    Tensors of many sizes leave holes between them else: on SmolLM2-135M a third of what was resident was free.
+    Otherwise tensors of many sizes leave holes between them: on SmolLM2-135M a third of the resident memory was free.
     """
     if (libc := _libc()) is not None:
         libc.mallopt(M_MMAP_THRESHOLD, LEAN_BYTES)

@@ -24,17 +24,14 @@ from .internals import ask_for_output_alone, attributes_set, configs_of, forward
 from .linear import is_linear
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
     """Put every module into evaluation mode inside the block, and afterwards back into its own mode."""
-    with attributes_set((module, "training", False) for module in model.modules() if module.training):
-        model.eval()
-        yield
+    return attributes_set([(module, "training", False) for module in model.modules() if module.training])
 
 
 @contextmanager
 def output_alone(model: nn.Module, *, cache: bool = False) -> Iterator[None]:
-    """Let a model return its output alone inside the block, or its cache too, whatever its configs ask for.
+    """Let a model return inside the block its output alone, with `cache` also its cache, whatever its configs ask for.
 
     They may ask for hidden states, attention weights, router logits or tuples, which no pass of this package reads.
     """
@@ -66,7 +63,7 @@ HALVES = (torch.float16, torch.bfloat16)
 def wide_products(model: nn.Module) -> Iterator[None]:
     """Let linear layers of half precision on a CPU compute in float32 inside the block; they return their own dtype.
 
-    Their products are then exact, and on a processor without instructions for bfloat16 six times faster.
+    Products of two numbers are then exact, and layers six times faster on a processor without bfloat16 instructions.
     """
 
     def is_half(layer: nn.Linear) -> bool:
@@ -85,7 +82,7 @@ def wide_products(model: nn.Module) -> Iterator[None]:
 
 def requiring_gradients(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Let parameters require gradients inside the block."""
-    return attributes_set((parameter, "requires_grad", True) for parameter in parameters)
+    return attributes_set([(parameter, "requires_grad", True) for parameter in parameters])
 
 
 # A forward pass below this many FLOPs is small: some hundredths of a second on one core. Steps are then so short that
@@ -114,10 +111,10 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 
 def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
-    """Run torch on one thread inside the block if the batches are small work for the model.
+    """Run torch on one thread inside the block if forward passes of the model on the batches are small work.
 
     The number of threads stays as it is if `chosen_by_hand`, and for a model that is not on the CPU. `batches` are all
-    batches of a loop: each of several processes takes a part, but all decide alike.
+    batches of a loop, also where each of several processes takes a part, so that all processes decide alike.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     small = bool(batches) and on_cpu and not chosen_by_hand() and mean_flops(model, batches) < SMALL_FLOPS
@@ -130,7 +127,7 @@ def chosen_by_hand() -> bool:
 
 
 def threads_of_small_work() -> int:
-    """Return on how many threads small work runs."""
+    """Return the number of threads on which small work runs."""
     return torch.get_num_threads() if chosen_by_hand() else 1
 
 
@@ -174,10 +171,10 @@ class Watched:
 def watch(
     model: nn.Module, layers: Mapping[str, str], *, outputs: bool = False, gradients: bool = False
 ) -> Iterator[Watched]:
-    """Record the first input of layers, and with `outputs` their outputs, inside the block, by the keys of `layers`.
+    """Record the first input of layers, and with `outputs` their outputs, inside the block.
 
-    With `gradients`, every recorded input takes a gradient. One that takes none by itself, as in front of the first
-    layer of a frozen model, becomes a leaf.
+    `layers` is key -> name of the layer. With `gradients`, every recorded input requires a gradient: one that does not
+    by itself, as in front of the first layer of a frozen model, becomes a leaf.
     """
     seen = Watched()
 
@@ -201,7 +198,8 @@ def watch(
 def intercept(model: nn.Module, layers: Mapping[str, str], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Replace the first input of layers inside the block by what `function` returns for their key and that input.
 
-    A model that was compiled in place runs as it is, for its compiled code may pass over hooks.
+    `layers` is key -> name of the layer. A model that was compiled in place runs uncompiled, as its compiled code may
+    ignore hooks.
     """
 
     def replace(key: str, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,13 +14,16 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, O
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import HiesError, RequestError, root_cause
-from .internals import hub_endpoint, hub_is_switched_off, hub_switched_off
+from .internals import error_chain, hub_endpoint, hub_is_switched_off, hub_switched_off
 
 logger = logging.getLogger(__name__)
 
 # Seconds to wait for an answer, and until a Hub that gave none is asked again.
 PATIENCE = 5.0
 AGAIN_AFTER = 60.0
+
+# Errors that say that the cache lacks something, rather than that its content is damaged.
+_ABSENT = (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)
 
 # Endpoint -> when it was asked, and why there was no answer.
 _answers: dict[str, tuple[float, str | None]] = {}
@@ -43,7 +46,7 @@ def hub_or_cache(
         with hub_switched_off():
             yield
     except Exception as failure:  # of the clients, each its own kind
-        if isinstance(failure, HiesError) or not _is_absent(failure):
+        if isinstance(failure, HiesError) or not any(isinstance(one, _ABSENT) for one in error_chain(failure)):
             raise
         raise error(
             f"a {what} must be on this machine, on the Hub or complete in its cache, but {name} is not here, and the "
@@ -52,15 +55,6 @@ def hub_or_cache(
         ) from failure
     if not hub_is_switched_off():
         logger.warning("the Hub at %s %s: the cached copy of %s is used", hub_endpoint(), missing, name)
-
-
-def _is_absent(failure: BaseException | None) -> bool:
-    """Return whether an error says that the cache lacks something, rather than that its content is damaged."""
-    while failure is not None:
-        if isinstance(failure, (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)):
-            return True
-        failure = failure.__cause__ or failure.__context__
-    return False
 
 
 def _is_hub_id(name: str | Path) -> bool:

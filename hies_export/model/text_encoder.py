@@ -37,7 +37,7 @@ class EmbeddingOutput(ModelOutput):
 
 
 class TextReader:
-    """What a SentenceTransformer is besides its weights; the copies of a `TextEncoder` share it.
+    """Reads texts as a SentenceTransformer does. Copies of a `TextEncoder` share its reader.
 
     Attributes:
         given: The SentenceTransformer, which is not changed.
@@ -51,7 +51,7 @@ class TextReader:
 
     @property
     def prompts(self) -> list[str]:
-        """What may precede a text."""
+        """The texts that may be put in front of a text."""
         return [prompt for prompt in self.given.prompts.values() if prompt]
 
     @property

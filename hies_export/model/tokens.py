@@ -18,8 +18,7 @@ from .modes import output_alone
 # These models number positions from pad_token_id + 1, so their first pad_token_id + 1 position embeddings are unused.
 _POSITIONS_START_AFTER_PAD = {
     *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm"),
-    "mpnet",
-    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 # Tokens that show what a model's code does with a text: its windows and chunks are rarely longer.
 SHORT = 64
@@ -44,14 +43,14 @@ def shortest_limit(*limits: Any) -> int | None:
 
 
 def is_token(number: Any, config: Any) -> TypeGuard[int]:
-    """Return whether a number is that of a token which a model of this configuration knows."""
+    """Return whether a value is the id of a token in the vocabulary of a model of this configuration."""
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
     is_number = isinstance(number, int) and not isinstance(number, bool)
     return is_number and number >= 0 and (vocabulary is None or number < vocabulary)
 
 
 def token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Return the tokens that a field of a config names, such as `eos_token_id`: none, one or several."""
+    """Return the ids in a field of a config that has none, one or several, such as `eos_token_id`."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
@@ -64,7 +63,7 @@ def finds_end_by_padding(model: PreTrainedModel) -> bool:
 
 
 def numbers_by_padding(config: Any) -> bool:
-    """Return whether a model counts positions by the tokens that are not its config's padding token."""
+    """Return whether a model counts positions from `pad_token_id` + 1 on, over tokens that are not padding."""
     return config.get_text_config().model_type in _POSITIONS_START_AFTER_PAD
 
 
@@ -106,18 +105,15 @@ def judged_tokens(model: PreTrainedModel, batch: Mapping[str, Tensor], like: Ten
 
 
 def placeholders(config: Any) -> Tensor:
-    """Return the tokens that stand for features of an image, a video or a sound, int64."""
+    """Return the ids of the tokens that stand for features of an image, a video or a sound, (tokens,) int64."""
     named = (getattr(config, name, None) for name in _PLACEHOLDERS)
     return torch.tensor([token for token in named if isinstance(token, int)], dtype=torch.int64)
 
 
 def refuse_tokens_first(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor) -> None:
-    """Refuse a module whose input x is (tokens, samples, width): read as windows of samples, it would mix them.
+    """Refuse, by an UnsupportedModelError, a module whose input x is (tokens, samples, width), as XLNet's.
 
-    XLNet is such a model. With one sample there is nothing to mix.
-
-    Raises:
-        UnsupportedModelError: The module reads the tokens of a batch before its samples.
+    Taken for (samples, tokens, width), it would mix samples. With one sample there is nothing to mix.
     """
     tokens, samples = x.shape[:2]
     of_text = x.dim() == 3 and tokens != samples > 1 and any(t.shape == (samples, tokens) for t in batch.values())
@@ -184,15 +180,13 @@ def _heads(model: PreTrainedModel) -> list[str]:
 
 
 def random_images(config: Any, batch: int, generator: torch.Generator, image: Sequence[int] | None = None) -> Tensor:
-    """Return normal values, (batch, *image), by default in the size in the config of a model of images or its tower."""
-    if image is not None:
-        return torch.randn((batch, *image), generator=generator, dtype=torch.float32)
-    towers = (config, *(getattr(config, name, None) for name in ("vision_config", "encoder")))
-    vision = next((tower for tower in towers if hasattr(tower, "image_size")), config)
-    size = getattr(vision, "image_size", 224)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    shape = (batch, getattr(vision, "num_channels", 3), height, width)
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
+    """Return normal values, (batch, *image) float32; by default in the size in the config, or in its image tower's."""
+    if image is None:
+        towers = (config, *(getattr(config, name, None) for name in ("vision_config", "encoder")))
+        vision = next((tower for tower in towers if hasattr(tower, "image_size")), config)
+        size = getattr(vision, "image_size", 224)
+        image = (getattr(vision, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size)))
+    return torch.randn((batch, *image), generator=generator, dtype=torch.float32)
 
 
 def _random_text(
@@ -216,15 +210,15 @@ def _random_text(
 
 
 def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first two samples of a batch, which are enough to find the heads or to trace a graph."""
+    """Return the first two samples of a batch, enough to find heads or to trace a graph."""
     return {key: value[:2] for key, value in batch.items()}
 
 
 def short_samples(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return of a batch of longer texts the first two, and `SHORT` tokens that are padding in neither.
+    """Return the first two samples of a batch of texts, cut to `SHORT` tokens that are padding in neither.
 
-    That is enough for what depends on a model's code and not on its rows.
-    A batch with inputs that are not by token stays whole.
+    That is enough for what depends on a model's code alone. A batch stays whole if it has other inputs than one value
+    per token or sample, or too few such tokens.
     """
     tokens = batch["input_ids"].shape if "input_ids" in batch else ()
     by_token = [name for name, tensor in batch.items() if tensor.dim() > 1]
@@ -257,7 +251,7 @@ def count_tokens(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
 
 
 def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a batch that the model's forward takes, in the order of its parameters, without labels."""
+    """Return the tensors of a batch that the model's forward takes, in its order, without labels."""
     accepted = [name for name in inspect.signature(model.forward).parameters if name != "labels"]
     return {name: batch[name] for name in accepted if isinstance(batch.get(name), torch.Tensor)}
 

@@ -7,6 +7,7 @@ each group, so that all groups keep the same number. A bundle's score is the mea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -25,7 +26,10 @@ def bundle_count(module: Units, unit: str) -> int:
 
 
 def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float, tuple[int, ...]]]:
-    """Return score and units of every bundle of a module, worst first; among equals the later unit comes first."""
+    """Return score and units of every bundle of a module, worst first; of equals the later unit comes first.
+
+    `scores` is (units,). Raises a NonFiniteError if one of them is NaN or infinite.
+    """
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
         raise NonFiniteError(
@@ -130,9 +134,9 @@ NONE = Constraints()
 
 
 def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constraints = NONE) -> int | list[int]:
-    """Return how many bundles a share of heads is, after checking that the constraints allow it, before any scoring.
+    """Return how many bundles go for a share of heads: in all under `global`, of each module under `uniform`.
 
-    The number is for all modules together under `global`, and for each module under `uniform`.
+    Raises a RecipeError for options out of range, and a PlanError if the constraints allow no such cut.
     """
     share = [] if 0 < heads < 1 else [f"sparsity (budget.heads) must be in (0, 1), got {heads}"]
     check_constraints(modules, constraints, problems=share)
@@ -141,12 +145,10 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
     most = most_removable(modules, constraints)
     protected = sorted(constraints.protected(modules))
     counts = [0 if i in protected else round(heads * count) for i, count in enumerate(bundles)]
-    wanted, possible, of = (
-        (round(heads * sum(bundles)), sum(most), sum(bundles))
-        if whole
-        # The module that falls furthest short, for the message.
-        else max(zip(counts, most, bundles, strict=True), key=lambda item: item[0] - item[1])
-    )
+    if whole:
+        wanted, possible, of = round(heads * sum(bundles)), sum(most), sum(bundles)
+    else:  # the module that falls furthest short
+        wanted, possible, of = max(zip(counts, most, bundles, strict=True), key=lambda item: item[0] - item[1])
     grouped = any(module.group_size > 1 for module in modules)
     what = "heads" if not grouped else "key/value groups" if unit == "group" else "query heads per group"
     if wanted > possible:
@@ -175,20 +177,16 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
 
 
 def check_constraints(modules: Sequence[Units], constraints: Constraints, *, problems: Sequence[str] = ()) -> None:
-    """Refuse constraints that are out of range, together with problems found before."""
-    problems = list(problems)
-    most = max(sum(module.kind == kind for module in modules) for kind in {module.kind for module in modules})
-    for layer in constraints.keep_layers:
-        if not -most <= layer < most:
-            problems.append(f"keep_layers must name layers 0 to {most - 1}, got {layer}")
-    if not problems:
-        problems += _undivided(modules, constraints)
-    if problems:
-        raise RecipeError(problems)
+    """Refuse, by a RecipeError, constraints that are out of range, together with problems found before."""
+    most = max(Counter(module.kind for module in modules).values())
+    outside = [layer for layer in constraints.keep_layers if not -most <= layer < most]
+    found = [*problems, *(f"keep_layers must name layers 0 to {most - 1}, got {layer}" for layer in outside)]
+    if found := found or _undivided(modules, constraints):
+        raise RecipeError(found)
 
 
 def _undivided(modules: Sequence[Units], constraints: Constraints) -> list[str]:
-    """Return a problem for each kind of module whose number of units `multiple_of` does not divide."""
+    """Return for each kind a message that names a module whose number of units `multiple_of` does not divide."""
     found = {}
     for module in modules:
         multiple = constraints.multiple(module)

@@ -1,4 +1,4 @@
-"""Tables of what removing bundles of units saves, and checks that a budget of cost is reachable."""
+"""Look up what removing bundles of units saves, and check that a budget of cost is reachable."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ def check_reachable(
     constraints: Constraints = NONE,
     best: float | None = None,
 ) -> None:
-    """Refuse, by a PlanError, a budget that no selection meets; `best` is the lowest cost, or else `lowest_ratio`."""
+    """Refuse, by a PlanError, a budget that no selection meets.
+
+    `ratio` is the greatest cost allowed and `best` the lowest one possible, by default `lowest_ratio`, as shares of the
+    dense model's.
+    """
     best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
         names = ("unit", "min_heads", "min_neurons", "keep_layers", "multiple_of")
@@ -85,7 +89,7 @@ def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[fl
 
 
 def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:
-    """Return the counts per module for every share that all modules can lose, ascending."""
+    """Return, for every share that all modules can lose, the bundles that each loses; ascending, without doubles."""
     options = removable_counts(modules, constraints)
     found: list[list[int]] = []
     for share in shares_to_try(modules, constraints):

@@ -24,7 +24,7 @@ _MIX = -0x40A7B892E31B1A47
 
 
 def fingerprint(model: nn.Module, modules: Sequence[PrunableModule]) -> dict[str, tuple[float, ...]]:
-    """Return the fingerprints that identify a model: layer -> fingerprint, for the first and the last module."""
+    """Return layer -> fingerprint of its weight, for the layers of the first and the last module."""
     names = dict.fromkeys(name for m in (modules[0], modules[-1]) for name in m.layers)
     # As it is stored, not as `weight_of` turns it.
     return {name: fingerprint_of(model.get_parameter(f"{name}.weight").detach()) for name in names}
@@ -53,7 +53,7 @@ def _signs(device: torch.device) -> Tensor:
 
 
 def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, Sequence[float]]) -> None:
-    """Refuse a plan that was made for a model with other weights, whose units compute other features."""
+    """Refuse, by a PlanError, a plan made for other weights: `made_for` and `found` are layer -> fingerprint."""
     lacking = next((name for name in made_for if name not in found), None)
     if lacking is not None:
         raise PlanError(f"a plan must be for the weights it is applied to, but this model has no {lacking}; {_ADVICE}")
@@ -68,6 +68,7 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
 
 
 def _distance(made: Sequence[float], here: Sequence[float]) -> float:
+    """Return the largest difference of two fingerprints' numbers, as a share of the first one's norm."""
     return max(abs(one - other) for one, other in zip(made, here, strict=True)) / max(made[0], 1e-30)
 
 

@@ -27,10 +27,11 @@ from .cost import CostTable, check_reachable, saved_by, uniform_counts
 def least_loss(
     costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], limit: int
 ) -> tuple[np.ndarray, Callable[[int], list[int]]]:
-    """Solve a multiple-choice knapsack exactly, from the cost (whole, from 0) and loss of every option of every module.
+    """Solve a multiple-choice knapsack exactly: one option per module, with the cost and the loss of each.
 
-    Return the least total loss for every exact total cost, (limit + 1,), infinite if no choice has that cost. Also
-    return a function from a total cost to its choice: the number of one option per module, among equals the earlier.
+    `costs` are whole numbers from 0 on; total costs up to `limit` are considered. Return the least total loss for every
+    exact total cost, (limit + 1,) float64, infinite if no choice has that cost, and a function from a total cost to its
+    choice, the place of the option of each module; of equals the first.
     """
     best = np.full(limit + 1, np.inf)
     best[0] = 0.0
@@ -60,7 +61,7 @@ def least_loss(
 def least_loss_saving(
     saved: Sequence[Sequence[float]], losses: Sequence[Sequence[float]], wanted: float, *, grid: int
 ) -> list[int]:
-    """Return one option per module, by number, so that together they save enough at the least loss.
+    """Return the place of one option per module, which together save `wanted` or more at the least loss.
 
     Savings are shares of the dense cost, for every option of every module; the first option saves nothing. They count
     in steps of 1 / grid, rounded so that enough is saved.
@@ -87,18 +88,18 @@ _Curve = tuple[list[float], list[float]]
 def removed_jointly(
     scores: Scores, modules: Sequence[Units], table: CostTable, *, ratio: float, constraints: Constraints
 ) -> dict[str, set[int]]:
-    """Return the units that go, so that the effects of all chains add up to the least within a budget of cost."""
+    """Return module -> the units that go, at the least sum of the effects of all chains within a budget of cost."""
     sizes = {module.name: module.units // bundle_count(module, constraints.unit) for module in modules}
     options = dict(zip(sizes, map(set, removable_counts(modules, constraints)), strict=True))
     chains = chains_of(scores, modules, unit=constraints.unit)
     tied = [part for part in constraints.parts(modules) if constraints.uniform(part)]
     free = sizes.keys() - {module.name for part in tied for module in part}
-    allowed = [list(allowed_removals(_of(chain, free), sizes, options)) for chain in chains]
+    allowed = [list(allowed_removals(_restricted(chain, free), sizes, options)) for chain in chains]
     curves = [curve_of(chain, sizes, table) for chain in allowed]
     # Unit by unit, whatever the constraints: `uniform_counts` applies them.
     single = {module.name: range(module.units) for part in tied for module in part}
     bundles = {
-        name: [removal for chain in chains for removal in allowed_removals(_of(chain, {name}), sizes, single)]
+        name: [removal for chain in chains for removal in allowed_removals(_restricted(chain, {name}), sizes, single)]
         for name in single
     }
     shares = [[[0] * len(part), *uniform_counts(part, constraints)] for part in tied]
@@ -107,7 +108,7 @@ def removed_jointly(
     least = 1 - sum(max(saved) for saved, _ in curves)
     check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
     if sum(len(saved) for saved, _ in curves) <= MOST_OPTIONS:
-        saved, effects = zip(*curves, strict=True) if curves else ((), ())
+        saved, effects = [saved for saved, _ in curves], [effects for _, effects in curves]
         taken = least_loss_saving(saved, effects, 1 - ratio, grid=GRID)
     else:
         taken = by_slopes(curves, 1 - ratio)
@@ -121,7 +122,8 @@ def removed_jointly(
     return removed
 
 
-def _of(chain: Chain, names: Collection[str]) -> Chain:
+def _restricted(chain: Chain, names: Collection[str]) -> Chain:
+    """Return a chain without the removals, and their shares of the effect, of other modules than those named."""
     if all(removal.module in names for removal in chain):
         return chain
     found: list[Removal] = []
@@ -171,7 +173,10 @@ def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") 
 
 
 def by_slopes(curves: Sequence[_Curve], wanted: float) -> list[int]:
-    """Return how many removals of each chain to take, by the edges of all hulls in the order of their slopes."""
+    """Return how many removals of each chain to take so that they save `wanted`, a share of the dense cost.
+
+    The edges of the hulls of all curves are taken in the order of their slopes, the last one only as far as needed.
+    """
     taken = [0] * len(curves)
     total = 0.0
     for number, edge in edges_by_slope((saved[1:], effects[1:]) for saved, effects in curves):
@@ -179,7 +184,6 @@ def by_slopes(curves: Sequence[_Curve], wanted: float) -> list[int]:
             break
         saved = curves[number][0]
         before = saved[edge.start]
-        # A whole edge, or as little of the last one as is enough.
         enough = (p for p in range(edge.start + 1, edge.end) if total + saved[p] - before >= wanted)
         taken[number] = next(enough, edge.end)
         total += saved[taken[number]] - before
@@ -192,22 +196,21 @@ def curve_of(chain: Sequence[Removal], sizes: Mapping[str, int], table: CostTabl
     `sizes` has the number of units per bundle of each module.
     """
     lost = dict.fromkeys(sizes, 0)
-    saved, total = [0.0], 0.0
+    saved = [0.0]
     for removal in chain:
         row, before = table.saved[removal.module], lost[removal.module]
         lost[removal.module] += len(removal.units) // sizes[removal.module]
-        total += row[lost[removal.module]] - row[before]
-        saved.append(total)
+        saved.append(saved[-1] + (row[lost[removal.module]] - row[before]))
     return saved, [0.0, *(removal.effect for removal in chain)]
 
 
 def allowed_removals(
     chain: Chain, sizes: Mapping[str, int], options: Mapping[str, Collection[int]]
 ) -> Iterator[Removal]:
-    """Yield the removals of a chain such that each leaves its module an allowed number of units.
+    """Yield the bundles of a chain, joined to removals that each leave their module an allowed number of units.
 
-    A bundle waits until its module has lost enough others with it. Units beyond what a module may lose stay. `sizes`
-    has the number of units per bundle, and `options` the numbers of bundles that each module may lose.
+    A bundle waits for later ones of its module until they are enough together; bundles that never are stay. `sizes` has
+    the number of units per bundle, and `options` the numbers of bundles that each module may lose.
     """
     lost = dict.fromkeys(sizes, 0)
     waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in sizes}

@@ -67,7 +67,7 @@ class PruningPlan:
     @property
     def heads(self) -> int:
         """Number of query heads before the cut."""
-        return self._total(ATTENTION)
+        return sum(kept.total for kept in self.of_kind(ATTENTION).values())
 
     @property
     def removes(self) -> bool:
@@ -77,29 +77,22 @@ class PruningPlan:
     @property
     def removed(self) -> int:
         """Number of query heads that the plan removes."""
-        return self._removed(ATTENTION)
+        return sum(len(kept.removed) for kept in self.of_kind(ATTENTION).values())
 
     @property
     def neurons(self) -> int:
         """Number of feed-forward neurons before the cut; 0 if the plan leaves feed-forward blocks alone."""
-        return self._total(MLP)
+        return sum(kept.total for kept in self.of_kind(MLP).values())
 
     @property
     def removed_neurons(self) -> int:
         """Number of feed-forward neurons that the plan removes."""
-        return self._removed(MLP)
-
-    def _total(self, kind: str) -> int:
-        return sum(kept.total for kept in self.of_kind(kind).values())
-
-    def _removed(self, kind: str) -> int:
-        return sum(kept.total - len(kept.units) for kept in self.of_kind(kind).values())
+        return sum(len(kept.removed) for kept in self.of_kind(MLP).values())
 
     def to_json(self) -> str:
         """Return the plan as JSON text, always the same bytes for the same plan.
 
-        A module without a `kind` has heads, and a plan without `compensation` is of a model that was not compensated.
-        Without `vocabulary`, all tokens stay.
+        The `kind` of modules with heads, and an empty `compensation` or `vocabulary`, are left out.
         """
         fields = asdict(self)
         written = {"format": PLAN_FORMAT, "kept": fields.pop("kept"), **fields}
@@ -123,14 +116,17 @@ class PruningPlan:
 
     @classmethod
     def _of_json(cls, plan: dict[str, Any]) -> PruningPlan:
-        kept = {
-            name: Kept(tuple(of["units"]), of["total"], of["groups"], of.get("kind", ATTENTION))
-            for name, of in plan["kept"].items()
-        }
-        model = {name: tuple(of) for name, of in plan.get("model", {}).items()}
         del plan["format"]
-        more = {"compensation": plan.get("compensation") or {}, "vocabulary": tuple(plan.get("vocabulary", ()))}
-        return cls(**plan | {"kept": kept, "model": model, **more})
+        converted = {
+            "kept": {
+                name: Kept(tuple(of["units"]), of["total"], of["groups"], of.get("kind", ATTENTION))
+                for name, of in plan["kept"].items()
+            },
+            "model": {name: tuple(of) for name, of in plan.get("model", {}).items()},
+            "compensation": plan.get("compensation") or {},
+            "vocabulary": tuple(plan.get("vocabulary", ())),
+        }
+        return cls(**plan | converted)
 
 
 def selection_of(plan: PruningPlan | Selection) -> Selection:
@@ -146,8 +142,6 @@ _Fingerprint = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
 
 
 class _KeptUnits(Schema):
-    """The units that one module keeps."""
-
     units: _Indices
     total: _Size
     groups: _Size

@@ -113,6 +113,7 @@ def select_units(
 
 
 def _without(removed: Mapping[str, Iterable[int]], modules: Sequence[Units]) -> Selection:
+    """Return the selection that keeps all units but those of `removed`, module -> units."""
     return {
         module.name: module.kept(set(range(module.units)).difference(removed.get(module.name, ())))
         for module in modules
@@ -133,7 +134,7 @@ def _worst_first(scores: Scores, modules: Sequence[Units], unit: str, *, by_chai
 
 
 def _counts_of_share(scores: Scores, modules: Sequence[Units], heads: float, constraints: Constraints) -> Sequence[int]:
-    """Return how many bundles each module loses when a share of all bundles goes."""
+    """Return how many bundles each module loses when the share `heads` of all bundles goes."""
     size = check_budget(modules, heads=heads, constraints=constraints)
     if not isinstance(size, int):
         return size

@@ -19,8 +19,11 @@ from .units import PrunableModule
 
 Finder = Callable[[PreTrainedModel, Mapping[str, Tensor]], tuple[PrunableModule, ...]]
 
-FINDERS: dict[str, Finder] = {ATTENTION: find_attention, MLP: find_mlp}
-"""By kind, the function that finds the modules of that kind; a new kind adds its own."""
+FINDERS: dict[str, Finder] = {
+    ATTENTION: find_attention,
+    MLP: find_mlp,
+}
+"""Kind of units -> the function that finds the modules with such units."""
 
 
 def find_modules(

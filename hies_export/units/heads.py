@@ -25,7 +25,7 @@ from ..model.modes import requiring_gradients
 from .own_heads import find_heads, head_counts, without_first_group, without_first_query
 from .probe import Probe, head_of_columns, head_of_features
 from .rehearse import Rehearsal, Wrong, rehearsed, same
-from .units import PrunableModule, Slice
+from .units import PrunableModule, Slice, owner_of_rows
 
 
 @dataclass
@@ -279,11 +279,10 @@ def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:
     """Return the rows of parameters outside of linear layers that belong to single heads."""
     slices = []
     for parameter, (per_group, head_of) in found.per_head.items():
-        of_row = head_of.flatten(1) if head_of.dim() > 1 else head_of[:, None]
-        if (of_row != of_row[:, :1]).any():
+        if (head_of_row := owner_of_rows(head_of)) is None:
             raise refuse(f"the parameter {parameter} has values for every head, but not in rows,")
         name = f"{found.name}.{parameter}".lstrip(".")
-        slices.append(Slice(name, 0, of_row[:, 0], per_group=per_group, parameter=True))
+        slices.append(Slice(name, 0, head_of_row, per_group=per_group, parameter=True))
     return slices
 
 

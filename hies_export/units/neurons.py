@@ -31,7 +31,7 @@ from ..model.modes import requiring_gradients
 from .probe import Probe
 from .reads import MIXED, Call, LinearObserver, Reach, Read
 from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
-from .units import AttributeCount, Kept, PrunableModule, Slice
+from .units import AttributeCount, Kept, PrunableModule, Slice, owner_of_rows
 
 
 @dataclass
@@ -245,12 +245,11 @@ def _refusal(label: str, reason: str) -> UnsupportedModelError:
 def _describe(block: FoundBlock, probe: Probe, label: str) -> PrunableModule:
     slices = [Slice(layer, 0, neuron_of) for layer, neuron_of in block.columns.items()]
     for name, column in block.parameters.items():
-        shape = probe.model.get_parameter(name).shape
-        of_row = column.view(shape).flatten(1) if len(shape) > 1 else column[:, None]
-        if (of_row != of_row[:, :1]).any():
+        neuron_of_row = owner_of_rows(column.view(probe.model.get_parameter(name).shape))
+        if neuron_of_row is None:
             reason = f"the parameter {name} has values for every neuron, but not in rows,"
             raise _refusal(label, f"{reason} in front of {block.consumer}")
-        slices.append(Slice(name, 0, of_row[:, 0], parameter=True))
+        slices.append(Slice(name, 0, neuron_of_row, parameter=True))
     return PrunableModule(
         name=block.name, kind=MLP, units=block.units, unit_width=1, consumer=block.consumer, slices=tuple(slices)
     )

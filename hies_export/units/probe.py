@@ -8,8 +8,7 @@ gates. Derivatives then show which feature reaches which head. The model may be 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from ..data.batches import inputs_of
 from ..model.copies import copy_with
 from ..model.internals import ask_for_output_alone, configs_of, forget_hooks, forwards_set
-from ..model.linear import features_of, is_linear, set_parameter
+from ..model.linear import features_of, is_linear
 
 # Larger parameters are embeddings or experts, whose values do not matter: one number replaces all of them.
 _LARGEST_REAL_PARAMETER = 2**20
@@ -103,14 +102,10 @@ class Probe:
             for name, (axis, kept) in self.kept_of_parameters.items()
         }
         forwards = {module: stand_in(name, module) for name, module in self.model.named_modules() if is_linear(module)}
-        with (
-            forwards_set(forwards),
-            _parameters(self.model, parts),
-            torch.enable_grad(),
-            torch.random.fork_rng(devices=[]),
-        ):
+        inputs = {name: tensor.cpu() for name, tensor in inputs_of(batch).items()}
+        with forwards_set(forwards), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed would reseed GPUs too
-            return self.model(**{name: tensor.cpu() for name, tensor in inputs_of(batch).items()})
+            return torch.func.functional_call(self.model, parts, kwargs=inputs, tie_weights=False)
 
 
 def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -257,16 +252,3 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
 
 def _linear_parameters(model: nn.Module) -> set[int]:
     return {id(p) for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
-
-
-@contextmanager
-def _parameters(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the values of parameters, possibly by ones of another shape, inside the block."""
-    before = {name: model.get_parameter(name) for name in values}
-    try:
-        for name, value in values.items():
-            set_parameter(model, name, nn.Parameter(value, requires_grad=False))
-        yield
-    finally:
-        for name, parameter in before.items():
-            set_parameter(model, name, parameter)

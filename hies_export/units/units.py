@@ -191,6 +191,12 @@ class Kept:
         return tuple(sorted(set(range(self.groups)) - set(self.kept_groups)))
 
 
+def owner_of_rows(owner: Tensor) -> Tensor | None:
+    """Return the owner of each row of a tensor, (rows,), from that of each element; None if rows have several."""
+    by_row = owner.reshape(len(owner), -1)
+    return by_row[:, 0] if bool((by_row == by_row[:, :1]).all()) else None
+
+
 def check_indices(units: Sequence[int], total: int, *, what: str = "units") -> None:
     """Refuse, by a ValueError, kept units that are none, or no ascending indices of `total` units."""
     ascending = all(one < other for one, other in pairwise(units))
