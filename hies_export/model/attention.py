@@ -71,13 +71,17 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
     _FUNCTIONS.update(dict.fromkeys(outer, function))
     try:
         with attention_restored(configs_of(model)):
+            failure = None
             try:
                 with quiet():  # it warns of parts whose attention is code of their own
                     model.set_attn_implementation(name)
             except ValueError as error:
-                raise NotOnInterfaceError(_not_on_the_interface(model)) from error
-            if attention_name(model.config) != name:
-                raise NotOnInterfaceError(_not_on_the_interface(model))
+                failure = error
+            if failure or attention_name(model.config) != name:
+                raise NotOnInterfaceError(
+                    f"the attention of a model must go through transformers' attention interface, but "
+                    f"{type(model).__name__} ({model.config.model_type}) computes its own; it cannot be scored or cut"
+                ) from failure
             yield
     finally:
         for module, previous in outer.items():
@@ -141,10 +145,3 @@ def on_interface(model: PreTrainedModel) -> bool:
             return True
     except NotOnInterfaceError:
         return False
-
-
-def _not_on_the_interface(model: PreTrainedModel) -> str:
-    return (
-        f"the attention of a model must go through transformers' attention interface, but "
-        f"{type(model).__name__} ({model.config.model_type}) computes its own; it cannot be scored or cut"
-    )

@@ -126,28 +126,24 @@ def has_auto_base(model: PreTrainedModel) -> bool:
 
 
 def model_class_of(config: PreTrainedConfig, *auto_names: str) -> type[PreTrainedModel] | None:
-    """Return the class that the first of some Auto classes makes of a config; None if all of them refuse it."""
-    for name in auto_names:
-        mapping = getattr(transformers, name)._model_mapping
-        if type(config) in mapping:
-            found: type[PreTrainedModel] = mapping[type(config)]
-            return found
-    return None
+    """Return the model class of a config, by the first Auto class that knows it; None if none of them does."""
+    mappings = (getattr(transformers, name)._model_mapping for name in auto_names)
+    return next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
 
 
 # Layers that differ
 
 
 def layers_differ(config: PreTrainedConfig) -> bool:
-    """Return whether a config has other numbers for some of its layers, as Gemma 4's; none has before 5.15."""
+    """Return whether a config gives layers different numbers, as Gemma 4's does; no config can before release 5.15."""
     return bool(getattr(config, "is_heterogeneous", False))
 
 
 @contextmanager
 def layers_unwarned() -> Iterator[None]:
-    """Let code read from a config the number for all layers where they differ, inside the block, without a warning.
+    """Silence transformers' warning, inside the block, of code that reads one number from a config whose layers differ.
 
-    transformers warns once of each such field. It cannot know that a slim class gives each layer its own size.
+    transformers cannot know that a slim class gives each layer its own size afterwards.
     """
     of_configs = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
 
@@ -166,7 +162,7 @@ def layers_unwarned() -> Iterator[None]:
 
 @contextmanager
 def never_asking() -> Iterator[None]:
-    """Refuse the code of a checkpoint, inside the block, instead of letting transformers ask on standard input.
+    """Refuse a checkpoint's own code, inside the block, by a RequestError; transformers would ask on standard input.
 
     `trust_remote_code=False` does not reach all loaders: `AutoProcessor` does not pass it to the image processor, nor a
     model to the models of its sub-configs. For these, a timeout of zero means no.
@@ -455,7 +451,7 @@ def forget_hooks(module: nn.Module) -> None:
 
 
 def share_tensors(model: nn.Module, other: nn.Module) -> None:
-    """Give a model the very parameters and buffers of another one, whose modules have the same names."""
+    """Replace a model's parameters and buffers by those of another model, whose modules have the same names."""
     for name, module in other.named_modules():
         if module._parameters or module._buffers:
             place = model.get_submodule(name)
@@ -471,7 +467,7 @@ def with_backend(tokenizer: Any, backend: Any) -> Any:
 
 
 def without_compiler(model: Any) -> Any:
-    """Return the model that `torch.compile` was given to make this one; other models as they are."""
+    """Return the model inside what `torch.compile` returned; any other model as it is."""
     return getattr(model, "_orig_mod", model)
 
 

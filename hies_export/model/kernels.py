@@ -132,11 +132,11 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
 def _repeat_groups(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Return keys and values repeated for every query head, (batch, heads, keys, width)."""
     heads = call.query.shape[1]
-
-    def repeat(tensor: Tensor) -> Tensor:
-        return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
-
-    return repeat(call.key), repeat(call.value)
+    key, value = (
+        tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+        for tensor in (call.key, call.value)
+    )
+    return key, value
 
 
 def _output_and_logsumexp(

@@ -10,7 +10,7 @@ from transformers import Conv1D
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is one of the two; a subclass, which may compute something else, is not."""
+    """Return whether a module is an `nn.Linear` or `Conv1D`, and no subclass, which may compute something else."""
     return type(module) in (nn.Linear, Conv1D)
 
 

@@ -28,9 +28,9 @@ _MAPPED: MutableMapping[torch.Tensor, tuple[Path, str]] = WeakIdKeyDictionary()
 
 
 def map_weights(model: torch.nn.Module, file: Path) -> None:
-    """Write a large model's weights to a file, and map them from there in place: other work may have their memory.
+    """Write the weights of a large model on the CPU to a file and map them from there, so that they take no memory.
 
-    The file must stay in its place for as long as the model is used.
+    The model is changed in place, and the file must stay for as long as it is used. A small model stays as it is.
     """
     if parameter_bytes(model) <= LARGE_BYTES or os.name == "nt":  # there, a file that is mapped cannot be removed
         return

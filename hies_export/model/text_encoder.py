@@ -83,7 +83,7 @@ class TextReader:
         return {name: found[name] for name in taken if name in found}
 
     def wrapped(self, encoder: PreTrainedModel, readout: Iterable[nn.Module], tokenizer: Any = None) -> Any:
-        """Return a copy of the SentenceTransformer with another encoder, other modules behind it and a tokenizer."""
+        """Return a copy of the SentenceTransformer with an encoder, the modules behind it, and perhaps a tokenizer."""
         first, *rest = self.given
         # deepcopy takes what its memo already holds for the finished copy.
         memo = {id(first.model): encoder, **{id(one): other for one, other in zip(rest, readout, strict=True)}}
@@ -124,21 +124,21 @@ class TextEncoder(PreTrainedModel):
         return width
 
     def hold(self, auto_model: PreTrainedModel) -> None:
-        """Take an encoder in place of the one there is."""
+        """Replace the encoder, in place."""
         self.auto_model, self.config = auto_model, auto_model.config
 
     def read_by(self, tokenizer: Any) -> None:
-        """Take another tokenizer for texts."""
+        """Replace the tokenizer, in place."""
         self.reader = TextReader(self.reader.wrapped(self.auto_model, self.readout, tokenizer))
 
     def wrapped(self, tokenizer: Any = None) -> Any:
-        """Return a SentenceTransformer of this model, which shares its weights, with a tokenizer or its own."""
+        """Return a SentenceTransformer that shares this model's weights, with a tokenizer, by default its own."""
         return self.reader.wrapped(self.auto_model, self.readout, tokenizer)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> EmbeddingOutput:
-        """Return the embeddings of tokens, (texts, tokens), of which the mask says which are real."""
+        """Return the embeddings of `input_ids`, (texts, tokens), and of the texts; a mask is 1 for real tokens."""
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}

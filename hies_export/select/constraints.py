@@ -36,18 +36,17 @@ def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float
             f"every score must be a finite number, but {UNIT_NAMES[module.kind]} {wrong[0]} of {module.name} has "
             f"{scores[wrong[0]].item()}; check the criterion, and the model's dtype"
         )
-    values = scores.double().view(module.groups, module.group_size).tolist()
-    units = [[g * module.group_size + j for j in range(module.group_size)] for g in range(module.groups)]
-    if unit == "group" or module.group_size == 1:
-        found = [(sum(v) / len(v), tuple(h)) for v, h in zip(values, units, strict=True)]
-    else:
-        ranked = [
-            sorted(zip(v, h, strict=True), key=lambda item: (item[0], -item[1]))
-            for v, h in zip(values, units, strict=True)
-        ]
-        # The means ascend, because the scores of each group do.
-        return [(sum(v for v, _ in b) / len(b), tuple(h for _, h in b)) for b in zip(*ranked, strict=True)]
-    return sorted(found, key=lambda item: (item[0], -item[1][0]))
+    size, values = module.group_size, scores.tolist()
+    groups = [[(values[u], u) for u in range(start, start + size)] for start in range(0, module.units, size)]
+
+    def joined(members: Sequence[tuple[float, int]]) -> tuple[float, tuple[int, ...]]:
+        return sum(score for score, _ in members) / len(members), tuple(u for _, u in members)
+
+    if unit == "group" or size == 1:
+        return sorted(map(joined, groups), key=lambda bundle: (bundle[0], -bundle[1][0]))
+    ranked = [sorted(group, key=lambda member: (member[0], -member[1])) for group in groups]
+    # The means ascend, because the scores of each group do.
+    return [joined(members) for members in zip(*ranked, strict=True)]
 
 
 def worst_first(scores: Mapping[str, Tensor], modules: Sequence[Units], unit: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -61,7 +60,7 @@ def worst_first(scores: Mapping[str, Tensor], modules: Sequence[Units], unit: st
 
 
 def bundles_lost(selection: Selection, modules: Sequence[Units], *, unit: str) -> dict[str, int]:
-    """Return how many bundles each module loses, for modules that lose any; `unit` is "group" or "query"."""
+    """Return how many bundles each module loses, without those that lose none; `unit` is "group" or "query"."""
     lost = {
         module.name: bundle_count(module, unit) * len(selection[module.name].removed) // module.units
         for module in modules
@@ -107,7 +106,7 @@ class Constraints:
         return [[module for module in modules if module.kind == kind] for kind in kinds]
 
     def uniform(self, part: Sequence[Units]) -> bool:
-        """Return whether the modules of one of the `parts` lose the same share."""
+        """Return whether all modules of a part, one of `parts`, lose the same share."""
         allocation = self.allocation
         return (allocation if isinstance(allocation, str) else allocation.get(part[0].kind)) == "uniform"
 
@@ -116,13 +115,13 @@ class Constraints:
         return self.min_heads if module.kind == ATTENTION else self.min_neurons
 
     def multiple(self, module: Units) -> int:
-        """Return what divides the number of units that a module keeps, if it loses any."""
+        """Return the number of which a module that loses units keeps a multiple."""
         if module.kind != ATTENTION:
             return self.neurons_multiple_of
         return self.multiple_of * (module.group_size if self.unit == "group" else 1)
 
     def protected(self, modules: Sequence[Units]) -> set[int]:
-        """Return the positions in `modules` of those that `keep_layers` lets lose nothing."""
+        """Return the positions in `modules` of those that lose nothing, by `keep_layers`."""
         found: set[int] = set()
         for kind in {module.kind for module in modules}:
             places = [i for i, module in enumerate(modules) if module.kind == kind]

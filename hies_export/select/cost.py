@@ -113,7 +113,7 @@ def saved_by(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) 
 
 @dataclass(frozen=True)
 class Goal:
-    """How much goes of a model: a share of the heads, or all but a share of its cost."""
+    """How much of a model is to go: a share of the heads, or all but a share of its cost."""
 
     heads: float | None = None
     ratio: float | None = None  # greatest share of the dense cost left

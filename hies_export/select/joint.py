@@ -92,18 +92,20 @@ def removed_jointly(
     sizes = {module.name: module.units // bundle_count(module, constraints.unit) for module in modules}
     options = dict(zip(sizes, map(set, removable_counts(modules, constraints)), strict=True))
     chains = chains_of(scores, modules, unit=constraints.unit)
-    tied = [part for part in constraints.parts(modules) if constraints.uniform(part)]
-    free = sizes.keys() - {module.name for part in tied for module in part}
-    allowed = [list(allowed_removals(_restricted(chain, free), sizes, options)) for chain in chains]
-    curves = [curve_of(chain, sizes, table) for chain in allowed]
-    # Unit by unit, whatever the constraints: `uniform_counts` applies them.
-    single = {module.name: range(module.units) for part in tied for module in part}
+    uniform = [part for part in constraints.parts(modules) if constraints.uniform(part)]
+    # Bundle by bundle, whatever the constraints: `uniform_counts` applies them.
+    every = {module.name: range(module.units) for part in uniform for module in part}
     bundles = {
-        name: [removal for chain in chains for removal in allowed_removals(_restricted(chain, {name}), sizes, single)]
-        for name in single
+        name: [removal for chain in chains for removal in allowed_removals(_restricted(chain, {name}), sizes, every)]
+        for name in every
     }
-    shares = [[[0] * len(part), *uniform_counts(part, constraints)] for part in tied]
-    curves += [_uniform_curve(part, counts, bundles, table) for part, counts in zip(tied, shares, strict=True)]
+    shares = [[[0] * len(part), *uniform_counts(part, constraints)] for part in uniform]
+    others = sizes.keys() - every.keys()
+    allowed = [list(allowed_removals(_restricted(chain, others), sizes, options)) for chain in chains]
+    curves = [
+        *(curve_of(chain, sizes, table) for chain in allowed),
+        *(_uniform_curve(part, counts, bundles, table) for part, counts in zip(uniform, shares, strict=True)),
+    ]
     # A chain over several modules may not reach the least cost of each: timings need not fall with every unit.
     least = 1 - sum(max(saved) for saved, _ in curves)
     check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
@@ -112,11 +114,12 @@ def removed_jointly(
         taken = least_loss_saving(saved, effects, 1 - ratio, grid=GRID)
     else:
         taken = by_slopes(curves, 1 - ratio)
-    removed: dict[str, set[int]] = {}
+    # Taken are numbers of removals of the chains, then places of the shares.
     gone = [removal for chain, count in zip(allowed, taken, strict=False) for removal in chain[:count]]
-    for part, counts, share in zip(tied, shares, taken[len(allowed) :], strict=True):
+    for part, counts, share in zip(uniform, shares, taken[len(allowed) :], strict=True):
         for module, count in zip(part, counts[share], strict=True):
             gone += bundles[module.name][:count]
+    removed: dict[str, set[int]] = {}
     for removal in gone:
         removed.setdefault(removal.module, set()).update(removal.units)
     return removed

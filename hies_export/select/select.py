@@ -121,7 +121,7 @@ def _without(removed: Mapping[str, Iterable[int]], modules: Sequence[Units]) -> 
 
 
 def _worst_first(scores: Scores, modules: Sequence[Units], unit: str, *, by_chains: bool) -> dict[str, list[int]]:
-    """Return the units of each module in the order in which its bundles go, by the chains or the scores."""
+    """Return the units of each module, those of its worst bundle first, by the scores or by the chains, if any."""
     if by_chains and scores.chains:
         order: dict[str, list[int]] = {module.name: [] for module in modules}
         for removal in chain.from_iterable(scores.chains):
@@ -167,7 +167,7 @@ def _counts_within(
 
 
 def _losses(scores: Scores, modules: Sequence[Units], options: Sequence[Sequence[int]], unit: str) -> list[list[float]]:
-    """Return the total score that each module loses with each of its numbers of bundles, the worst of them."""
+    """Return the total score of the worst bundles of each module, for each number of bundles in its `options`."""
     found = []
     for module, option in zip(modules, options, strict=True):
         lost = np.cumsum([0.0, *(score for score, _ in ranked_bundles(scores.scores[module.name], module, unit))])

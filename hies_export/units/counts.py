@@ -162,13 +162,9 @@ def count_parameters(model: torch.nn.Module) -> int:
 
 def count_both_parameters(dense: torch.nn.Module, slim: torch.nn.Module) -> Counted:
     """Count the parameters of two models, in all and in their layers."""
-    whole, inside = count_parameters(dense), _parameters_inside(dense)
-    backbone = Both(inside, _parameters_inside(slim)) if inside else None
-    return Counted(whole, count_parameters(slim), backbone=backbone)
-
-
-def _parameters_inside(model: torch.nn.Module) -> int:
-    return sum(count_parameters(model.get_submodule(layer)) for layer in layers_of(model))
+    models = (dense, slim)
+    inside = [sum(count_parameters(model.get_submodule(layer)) for layer in layers_of(model)) for model in models]
+    return Counted(*map(count_parameters, models), backbone=Both(*inside) if inside[0] else None)
 
 
 def layers_of(model: torch.nn.Module) -> list[str]:

@@ -74,7 +74,7 @@ class AttentionObserver:
         self.found: dict[nn.Module, FoundAttention] = {}
 
     def attention(self, call: AttentionCall) -> Tensor:
-        """Return a layer's attention output, detached from what came before it."""
+        """Record what feeds a call of the attention function, and return its output as a new leaf of the graph."""
         output = attend(call, self._visible)
         output = output.detach().transpose(1, 2).flatten(2).requires_grad_()  # (batch, tokens, heads * value width)
         if call.module not in self.found:

@@ -129,7 +129,7 @@ class HeadObserver(LinearObserver):
         self._found[call] = found
 
     def modules(self) -> tuple[list[FoundHeads], list[str]]:
-        """Return the heads in the order of the run, and why others cannot be cut."""
+        """Return the modules with heads in the order of the run, and for each that cannot be cut the reason."""
         found: list[FoundHeads] = []
         reasons: list[str] = []
         for heads in self._found.values():
@@ -161,7 +161,7 @@ class HeadObserver(LinearObserver):
         return readers <= {found.consumer}
 
     def _reason_against(self, found: FoundHeads) -> str:
-        """Return why heads cannot be cut; else an empty string."""
+        """Return why the heads of a module cannot be cut; "" if they can."""
         calls = [call for call in self.reads if call[0] == found.consumer]
         for call in calls:
             other = self._found.get(call)
@@ -179,7 +179,7 @@ class HeadObserver(LinearObserver):
 
 
 def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, nn.Parameter]) -> FoundHeads | None:
-    """Return the heads that are side by side in a linear layer's input, (..., heads * width), if they are heads.
+    """Return the heads that are side by side in a linear layer's input x, (..., heads * width); None if it has none.
 
     Some features must reach other tokens, and some a whole block (queries and keys). If there is a single head, some
     must reach one column each (values).
@@ -338,13 +338,13 @@ def head_counts(module: PrunableModule) -> Meanings:
 
 
 def without_first_group(module: PrunableModule) -> Kept:
-    """Return all groups but the first, or `without_first_query` of a module with one group."""
+    """Keep all groups but the first; of a module with one group, `without_first_query`."""
     if module.groups == 1:
         return without_first_query(module)
     return module.kept(range(module.group_size, module.units))
 
 
 def without_first_query(module: PrunableModule) -> Kept:
-    """Return all units but the first of every group; all units if a group has only one."""
+    """Keep all units but the first of every group; all units if a group has only one."""
     first = module.group_size > 1
     return module.kept(u for u in range(module.units) if not first or u % module.group_size)

@@ -36,6 +36,7 @@ def parameter_cuts(module: PrunableModule, kept: Kept) -> list[tuple[str, int, T
 
 
 def _cuts(module: PrunableModule, kept: Kept, *, parameters: bool) -> list[tuple[str, int, Tensor]]:
+    """Return name, axis and what stays of the producers, or else of the parameters, that lose indices."""
     slices = {part.tensor: part for part in module.slices if part.parameter == parameters}  # one for each tensor
     staying = {name: module.staying(name, kept) for name in slices}
     return [(n, slices[n].axis, index) for n, index in staying.items() if len(index) < len(slices[n].owner)]
