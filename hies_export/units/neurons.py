@@ -75,7 +75,7 @@ def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[FoundBlock]:
         calls.setdefault(call[0], []).append(call)
     blocks = []
     for of_layer in calls.values():
-        found = [_block(dense.reads[call], call, dense, reasons) for call in of_layer]
+        found = [_block(call, dense, reasons) for call in of_layer]
         first = found[0]
         if first is None or not all(other is not None and _equal(first, other) for other in found[1:]):
             continue
@@ -85,8 +85,9 @@ def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[FoundBlock]:
     return blocks
 
 
-def _block(read: Read, call: Call, dense: LinearObserver, reasons: dict[str, str]) -> FoundBlock | None:
+def _block(call: Call, dense: LinearObserver, reasons: dict[str, str]) -> FoundBlock | None:
     """Return the block whose consumer made a call, or None; add to `reasons` why a near miss is none."""
+    read = dense.reads[call]
     if not read.reach or not all(reach.at_token for reach in read.reach.values()):
         return None
     if all(reach.linear for reach in read.reach.values()):
@@ -95,13 +96,9 @@ def _block(read: Read, call: Call, dense: LinearObserver, reasons: dict[str, str
         return None  # such as the network that makes position biases: it sees no sample
     if reason := _reason_against(read, call, dense):
         reasons[read.layer] = reason
-    alone = all(dense.readers[source] == {call} for source in read.sources)
-    if (
-        reason
-        or not alone
-        or read.reach.keys() != read.sources
-        or len({name for name, _ in read.sources}) < len(read.sources)
-    ):
+        return None
+    examined_and_alone = {source for source in read.reach if dense.readers[source] == {call}}
+    if examined_and_alone != read.sources or len({name for name, _ in read.sources}) < len(read.sources):
         return None
     columns = {name: reach.column for (name, _), reach in read.reach.items()}
     # Parameters that all neurons share stay as they are.
@@ -150,10 +147,10 @@ def _equal(one: FoundBlock, other: FoundBlock) -> bool:
 
 
 def _name_layers(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, str]) -> list[FoundBlock]:
-    """Return the blocks inside of layers, named after the innermost module with all of their linear layers.
+    """Set name and module of the blocks inside of layers, and return those; the others are left out.
 
-    If that module has other linear layers, as an attention module has, or two blocks share it, a block is named after
-    its consumer.
+    `layers` is linear layer -> its element of an `nn.ModuleList`. A block is named after the innermost module with all
+    of its linear layers, or after its consumer if that module has other linear layers too or two blocks share it.
     """
     inside = []
     for block in blocks:
@@ -209,7 +206,7 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     for name, module in model.named_modules():
         kind = type(module).__name__
         named = _EXPERTS.fullmatch(name.rpartition(".")[2]) or "Experts" in kind
-        if named and any(True for _ in module.parameters()):
+        if named and next(module.parameters(), None) is not None:
             experts = "its neurons belong to a mixture of experts, of which each token sees a few,"
             raise _refusal(label, f"{experts} in {name} ({kind})")
     probe = Probe(model, positive=True)
