@@ -228,20 +228,15 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
     owned = _features_by_head(found, refuse)
     parameters = _parameter_slices(found, refuse)
     _add_gates(owned, found, refuse)
+    own = {key: head_of for key, head_of in owned.items() if (head_of >= 0).any()}
+    features = [Slice(layer, 0, head_of, per_group=per_group) for (layer, per_group), head_of in own.items()]
     return PrunableModule(
         name=found.name,
         kind=ATTENTION,
         units=heads,
         unit_width=found.value.shape[3],
         consumer=found.readers[0],
-        slices=(
-            *(
-                Slice(layer, 0, head_of, per_group=per_group)
-                for (layer, per_group), head_of in owned.items()
-                if (head_of >= 0).any()
-            ),
-            *parameters,
-        ),
+        slices=(*features, *parameters),
         groups=key_value_heads,
         key_width=found.query.shape[3],
     )
@@ -250,12 +245,8 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
 def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
     """Return which features of the layers in front of the attention make the queries, keys and values of which head."""
     owned: _Owned = {}
-    heads, key_value_heads = found.query.shape[1], found.key.shape[1]
-    for role, count, width in (
-        ("query", heads, found.query.shape[3]),
-        ("key", key_value_heads, found.key.shape[3]),
-        ("value", key_value_heads, found.value.shape[3]),
-    ):
+    for role, tensor in {"query": found.query, "key": found.key, "value": found.value}.items():
+        count, width = tensor.shape[1], tensor.shape[3]
         if not found.heads_of[role]:
             raise refuse(f"no linear layer in front of it gives the {role}")
         widths = torch.zeros(count, dtype=torch.int64)
@@ -276,7 +267,7 @@ def _add_features(owned: _Owned, layer: str, per_group: bool, head_of: Tensor) -
 
 
 def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:
-    """Return the rows of parameters outside of linear layers that belong to single heads."""
+    """Return the slices of parameters outside of linear layers whose rows belong to single heads."""
     slices = []
     for parameter, (per_group, head_of) in found.per_head.items():
         if (head_of_row := owner_of_rows(head_of)) is None:

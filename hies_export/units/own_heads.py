@@ -190,8 +190,8 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
     if not features or not _reaches_other_tokens(x, list(features.values())):
         return None
     single = head_of_columns(x, 1, features)
-    one = any((column >= 0).any() for column, _ in single.values())
-    for heads in (*_divisors(columns), *([1] if one else [])):
+    has_values = any((column >= 0).any() for column, _ in single.values())
+    for heads in (*_divisors(columns), *([1] if has_values else [])):  # the most heads that have whole blocks
         by_head = head_of_columns(x, columns // heads, features)
         if any(_of_whole_blocks(by_head[at][0], single[at][0], heads, columns // heads) for at in by_head):
             break
@@ -219,11 +219,9 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
             key_width = len(head_of) // heads
     owned = {layer: kinds for layer, kinds in owned.items() if kinds}
     width = columns // heads
-    placed = {}
-    for name, by_axis in head_of_axes(x, width, parameters).items():
-        if (axis := _axis(by_axis, heads)) is not None:
-            placed[name] = axis
-    groups = groups or (heads if one else 1)  # otherwise all heads share their values
+    axes = {name: _axis(by_axis, heads) for name, by_axis in head_of_axes(x, width, parameters).items()}
+    placed = {name: axis for name, axis in axes.items() if axis is not None}
+    groups = groups or (heads if has_values else 1)  # without values of their own, all heads share one
     return FoundHeads("", heads, groups, width, key_width or width, owned, placed)
 
 
