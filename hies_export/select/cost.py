@@ -97,10 +97,10 @@ def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[l
             round(share * bundle_count(module, constraints.unit)) if len(option) > 1 else 0
             for module, option in zip(modules, options, strict=True)
         ]
-        counts = [o[bisect_right(o, w) - 1] for o, w in zip(options, wanted, strict=True)]
         # A module at its min_heads would lose a smaller share than the others.
         if any(w > o[-1] for w, o in zip(wanted, options, strict=True)):
             break
+        counts = [o[bisect_right(o, w) - 1] for o, w in zip(options, wanted, strict=True)]
         if any(counts) and (not found or counts != found[-1]):
             found.append(counts)
     return found

@@ -101,7 +101,7 @@ def select_units(
     elif heads is not None:
         counts = _counts_of_share(scores, scored, heads, constraints)
     sizes = [bundle_count(module, constraints.unit) for module in scored]
-    most = [size - bool(constraints.least(module)) for module, size in zip(scored, sizes, strict=True)]
+    most = [size - 1 for size in sizes]
     assert counts is not None
     if len(counts) != len(sizes) or any(not 0 <= k <= limit for k, limit in zip(counts, most, strict=True)):
         raise PlanError(

@@ -295,20 +295,21 @@ def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[st
     given = tuple((name, tensor.shape) for name, tensor in inputs.items())
     shapes = (given, tuple((name, weight.shape) for name, weight in model.named_parameters()))
     known = _COUNTED.setdefault(model, {})
-    if shapes not in known:
-        # transformers reads the values of a padding mask, which meta tensors lack; and without one, the positions of a
-        # decoder's tokens, to see whether a row holds several texts. A mask changes no FLOPs.
-        meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
-        ids = meta.get("input_ids")
-        masked = {} if ids is None else forward_inputs(model, {**meta, "attention_mask": torch.ones_like(ids)})
-        for tensors in filter(None, (meta, masked)):
-            # NotImplementedError is a RuntimeError. Whatever fails of a mask that was not given, a real pass decides.
-            with suppress(RuntimeError if tensors is meta else Exception):
+    if shapes in known:
+        return dict(known[shapes])
+    # transformers reads the values of a padding mask, which meta tensors lack; and without one, the positions of a
+    # decoder's tokens, to see whether a row holds several texts. A mask changes no FLOPs.
+    meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
+    ids = meta.get("input_ids")
+    masked = {} if ids is None else forward_inputs(model, {**meta, "attention_mask": torch.ones_like(ids)})
+    # On values that are missing, torch raises a RuntimeError. Whatever fails with a mask that was not given, a real
+    # pass decides.
+    for tensors, failures in ((meta, RuntimeError), (masked, Exception)):
+        with suppress(failures):
+            if tensors:
                 known[shapes] = _count(share_weights(model, device="meta"), tensors)
-                break
-        else:
-            return _count(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
-    return dict(known[shapes])
+                return dict(known[shapes])
+    return _count(share_weights(model), {name: tensor.to(model.device) for name, tensor in inputs.items()})
 
 
 def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
