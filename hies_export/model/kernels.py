@@ -57,6 +57,7 @@ class VisibleKeys:
 
 
 def _facts(call: AttentionCall) -> MaskFacts:
+    """Return what the mask of a call does, for all calls with this mask and these numbers of queries and keys."""
     device, mask, queries, keys = call.query.device, call.mask, call.query.shape[2], call.key.shape[2]
     if mask is None:
         counts = torch.arange(1, queries + 1, device=device) if call.is_causal else torch.tensor([keys], device=device)

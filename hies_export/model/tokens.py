@@ -57,7 +57,7 @@ def token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def finds_end_by_padding(model: PreTrainedModel) -> bool:
-    """Return whether a model reads the last token that is not its config's padding token: a decoder that classifies."""
+    """Return whether a model classifies by the last token that is not padding, as a decoder with such a head does."""
     reads = "pad_token_id" in inspect.unwrap(type(model).forward).__code__.co_names
     return reads and "AutoModelForSequenceClassification" in _heads(model)
 

@@ -130,7 +130,7 @@ def _reason_against(read: Read, call: Call, dense: LinearObserver) -> str:
 
 
 def _one_each(reach: Reach, columns: int) -> bool:
-    """Return whether every feature reaches one column, and every column as many features as the others."""
+    """Return whether every feature reaches one column, and equally many features reach each column."""
     return bool((reach.column >= 0).all()) and evenly_owned(reach.column, columns)
 
 

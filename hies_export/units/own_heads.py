@@ -113,6 +113,7 @@ class HeadObserver(LinearObserver):
                 self._makers.setdefault(output, module)
 
     def _examine(self, call: Call, x: Tensor, leaves: dict[Call, Tensor], parameters: dict[str, nn.Parameter]) -> None:
+        """Find the heads in a layer's input, and the arguments since the last such layer that have values for each."""
         found = heads_in(x, leaves, parameters)
         if found is None:
             return
