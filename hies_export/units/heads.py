@@ -23,7 +23,7 @@ from ..model.kernels import VisibleKeys, attend
 from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
 from .own_heads import find_heads, head_counts, without_first_group, without_first_query
-from .probe import Probe, head_of_columns, head_of_features
+from .probe import Call, Probe, head_of_columns, head_of_features
 from .rehearse import Rehearsal, Wrong, rehearsed, same
 from .units import PrunableModule, Slice, owner_of_rows
 
@@ -97,11 +97,12 @@ class AttentionObserver:
         self._recent = {}
         return output.unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
 
-    def before(self, name: str, x: Tensor) -> None:
+    def before(self, call: Call, x: Tensor) -> None:
         """Record a linear layer if its input depends on the output of an attention module."""
         # Some layers run without gradients, such as those that only choose which keys are seen.
         if not x.requires_grad or not torch.is_grad_enabled():
             return
+        name = call[0]
         for found in self._waiting:
             if name in found.readers:
                 continue
@@ -114,9 +115,9 @@ class AttentionObserver:
                 found.columns = head_of_columns(x, width, {"": found.output, **found.leaves, **self._recent})
             found.leaves = {}  # frees the features, which would otherwise fill memory layer by layer
 
-    def after(self, name: str, features: Tensor) -> None:
+    def after(self, call: Call, features: Tensor) -> None:
         """Record the features that a linear layer returned."""
-        self._recent[name] = features
+        self._recent[call[0]] = features
 
 
 def _per_head(call: AttentionCall, roles: Mapping[str, Tensor]) -> dict[str, tuple[bool, Tensor]]:
@@ -324,8 +325,8 @@ class _HeadRehearsal(Rehearsal[FoundAttention]):
         self._read_by.setdefault(found.readers[0], []).append(found)
         return output
 
-    def _before(self, name: str, x: Tensor) -> None:
-        for found in self._read_by.pop(name, []):
+    def _before(self, call: Call, x: Tensor) -> None:
+        for found in self._read_by.pop(call[0], []):
             columns = self._modules[found.module].columns(self.kept[found.module].units)
             if found.read is None or not same(x, found.read[..., columns]):
                 self.wrong.append((found, "it joins the heads in another way"))

@@ -28,8 +28,8 @@ from ..errors import UnsupportedModelError
 from ..kinds import MLP
 from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
-from .probe import Probe
-from .reads import MIXED, Call, LinearObserver, Reach, Read
+from .probe import Call, Probe
+from .reads import MIXED, LinearObserver, Reach, Read
 from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
 from .units import AttributeCount, Kept, PrunableModule, Slice, owner_of_rows
 

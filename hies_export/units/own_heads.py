@@ -25,8 +25,8 @@ from ..kinds import ATTENTION
 from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
 from .neurons import common_module, evenly_owned, layers_of_linears
-from .probe import Probe, gradients_of, head_of_axes, head_of_columns, positive_weights
-from .reads import Call, LinearObserver, sample
+from .probe import Call, Probe, gradients_of, head_of_axes, head_of_columns, positive_weights
+from .reads import LinearObserver, sample
 from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
 from .units import AttributeCount, Kept, PrunableModule, Slice
 

@@ -8,7 +8,10 @@ gates. Derivatives then show which feature reaches which head. The model may be 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +22,9 @@ from ..data.batches import inputs_of
 from ..model.copies import copy_with
 from ..model.internals import ask_for_output_alone, configs_of, forget_hooks, forwards_set
 from ..model.linear import features_of, is_linear
+
+Call = tuple[str, int]
+"""A linear layer, and the number of its call in a run."""
 
 # Larger parameters are embeddings or experts, whose values do not matter: one number replaces all of them.
 _LARGEST_REAL_PARAMETER = 2**20
@@ -64,36 +70,22 @@ class Probe:
         self,
         batch: Mapping[str, Tensor],
         *,
-        before: Callable[[str, Tensor], None] | None = None,
-        after: Callable[[str, Tensor], None] | None = None,
+        before: Callable[[Call, Tensor], None],
+        after: Callable[[Call, Tensor], None] = lambda call, features: None,
     ) -> Any:
         """Run one forward pass, without labels, and return what the model returns.
 
-        Every linear layer calls `before` with its name and input, and `after` with its name and features, (...,
-        out_features), which are leaves that require a gradient. Random draws of the model are the same in every run.
+        In every call of a linear layer, `before` gets its input, and `after` its features, (..., out_features), which
+        are leaves that require a gradient. Random draws of the model are the same in every run.
         """
-        calls: dict[str, int] = {}
+        numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
 
-        def stand_in(name: str, layer: nn.Module) -> Callable[..., Tensor]:
-            out_features = features_of(layer)[0]
-
-            def forward(x: Tensor) -> Tensor:
-                if before is not None:
-                    before(name, x)
-                calls[name] = calls.get(name, -1) + 1
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {calls[name]}".encode()))
-                draw = torch.rand if self.positive else torch.randn
-                features = draw((*x.shape[:-1], out_features), generator=generator, dtype=torch.float32)
-                if self.positive:
-                    features.view(-1, out_features)[1::2].mul_(2).sub_(1)
-                if name in self.kept:
-                    features = features[..., self.kept[name]]
-                features.requires_grad_()
-                if after is not None:
-                    after(name, features)
-                return features.clone()  # a model may write into what a layer returns, but not into a leaf
-
-            return forward
+        def forward(name: str, out_features: int, x: Tensor) -> Tensor:
+            call = name, next(numbers[name])
+            before(call, x)
+            features = self._features(call, (*x.shape[:-1], out_features))
+            after(call, features)
+            return features.clone()  # a model may write into what a layer returns, but not into a leaf
 
         for reads in self.config_reads.values():
             reads.clear()
@@ -101,11 +93,23 @@ class Probe:
             name: self.model.get_parameter(name).detach().index_select(axis, kept)
             for name, (axis, kept) in self.kept_of_parameters.items()
         }
-        forwards = {module: stand_in(name, module) for name, module in self.model.named_modules() if is_linear(module)}
+        layers = [(name, module) for name, module in self.model.named_modules() if is_linear(module)]
+        forwards = {layer: partial(forward, name, features_of(layer)[0]) for name, layer in layers}
         inputs = {name: tensor.cpu() for name, tensor in inputs_of(batch).items()}
         with forwards_set(forwards), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed would reseed GPUs too
             return torch.func.functional_call(self.model, parts, kwargs=inputs, tie_weights=False)
+
+    def _features(self, call: Call, shape: tuple[int, ...]) -> Tensor:
+        name, number = call
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {number}".encode()))
+        draw = torch.rand if self.positive else torch.randn
+        features = draw(shape, generator=generator, dtype=torch.float32)
+        if self.positive:
+            features.view(-1, shape[-1])[1::2].mul_(2).sub_(1)
+        if name in self.kept:
+            features = features[..., self.kept[name]]
+        return features.requires_grad_()
 
 
 def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

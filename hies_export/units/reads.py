@@ -17,10 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .probe import Probe, features_in, gradients_of, positive_weights, ratios_of
-
-Call = tuple[str, int]
-"""A linear layer, and the number of its call in the run."""
+from .probe import Call, Probe, features_in, gradients_of, positive_weights, ratios_of
 
 MIXED, NOWHERE = -1, -2
 # A block has one producer, or gate and up. An input with more sources is on the path between layers, so features that
@@ -70,21 +67,18 @@ class LinearObserver:
         self._parameters = {id(p): name for name, p in probe.model.named_parameters() if id(p) in small}
         self._leaves: Any = WeakTensorKeyDictionary()
         self._inside = set(inside)
-        self._calls: dict[str, int] = {}
         self.reads: dict[Call, Read] = {}
         self.readers: dict[Call, set[Call]] = {}
         self.outputs = (0.0, 0.0)
 
-    def before(self, name: str, x: Tensor) -> None:
+    def before(self, call: Call, x: Tensor) -> None:
         """Record what the input of a linear layer depends on."""
-        self._calls[name] = self._calls.get(name, -1) + 1
-        call = (name, self._calls[name])
         leaves, parameters = self._leaves_of(x)
         constant = torch.is_grad_enabled() and not x.requires_grad
-        self.reads[call] = Read(name, x.shape[-1], set(leaves), constant, signature=signature(x))
+        self.reads[call] = Read(call[0], x.shape[-1], set(leaves), constant, signature=signature(x))
         for leaf in leaves:
             self.readers.setdefault(leaf, set()).add(call)
-        if name not in self._inside or not x.numel():
+        if call[0] not in self._inside or not x.numel():
             return
         with suppress(RuntimeError):  # the model wrote into what a derivative needs
             self._examine(call, x, leaves, parameters)
@@ -104,9 +98,9 @@ class LinearObserver:
         read.parameters = dict(zip(parameters, found[len(looked) :], strict=True))
         read.rows = sample(x)
 
-    def after(self, name: str, features: Tensor) -> None:
+    def after(self, call: Call, features: Tensor) -> None:
         """Remember the features of a linear layer."""
-        self._leaves[features] = (name, self._calls[name])
+        self._leaves[features] = call
 
     def end(self, outputs: Any) -> None:
         """Record which features the model's outputs depend on, and their signature."""

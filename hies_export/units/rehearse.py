@@ -17,7 +17,7 @@ from ..equal import FEW_STEPS, Difference
 from ..errors import UnsupportedModelError
 from ..kinds import UNIT_NAMES
 from ..model import modeling_hies
-from .probe import Probe
+from .probe import Call, Probe
 from .reads import LinearObserver, sample, signature, tensors_in
 from .units import AttributeCount, Kept, PrunableModule
 
@@ -128,14 +128,12 @@ class ConsumerRehearsal(Rehearsal[F]):
         """Run the probe, and compare what every linear layer reads."""
         self.pending = {module.consumer: f for f, module in self.pairs}
         self._columns = {module.consumer: module.columns(self.kept[f.module].units) for f, module in self.pairs}
-        self._calls: dict[str, int] = {}
         returned = self.probe.run(batch, before=self._before)
         if not _close(signature(*tensors_in(returned)), self._dense.outputs):
             self.wrong.append((self.latest, "the model's outputs change"))
 
-    def _before(self, name: str, x: Tensor) -> None:
-        self._calls[name] = self._calls.get(name, -1) + 1
-        dense = self._dense.reads.get((name, self._calls[name]))
+    def _before(self, call: Call, x: Tensor) -> None:
+        name, dense = call[0], self._dense.reads.get(call)
         columns = self._columns.get(name)
         if columns is not None:
             self.latest = self.pending.pop(name, self.latest)
