@@ -7,6 +7,7 @@ each group, so that all groups keep the same number. A bundle's score is the mea
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -214,8 +215,9 @@ def removable_counts(modules: Sequence[Units], constraints: Constraints) -> list
 def most_removable(modules: Sequence[Units], constraints: Constraints) -> list[int]:
     """Return the most bundles that each module may lose, without regard to `multiple_of`."""
     protected = constraints.protected(modules)
-    bundles = [bundle_count(module, constraints.unit) for module in modules]
-    return [
-        0 if i in protected else max(0, count - -(-constraints.least(module) // (module.units // count)))
-        for i, (module, count) in enumerate(zip(modules, bundles, strict=True))
-    ]
+    found = []
+    for place, module in enumerate(modules):
+        bundles = bundle_count(module, constraints.unit)
+        least = math.ceil(constraints.least(module) / (module.units // bundles))
+        found.append(0 if place in protected else max(0, bundles - least))
+    return found
