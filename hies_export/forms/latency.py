@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.folders import replace_file, user_cache
@@ -194,6 +195,7 @@ def _time_cuts(
 
 def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str) -> dict[str, Any]:
     """Return all that the times of cuts depend on, to be compared with that of cached cuts."""
+    described = json.dumps([asdict(module) for module in modules], default=Tensor.tolist)
     shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
     export = read_by(where.exporter.options, where.runtime, where.dtype)
     return {
@@ -206,7 +208,7 @@ def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: Timed
         "batch": {name: list(value.shape) for name, value in sorted(where.batch.items())},
         "model": [type(model).__name__, str(model.dtype)],
         "parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
-        "modules": hashlib.sha256(json.dumps([asdict(module) for module in modules]).encode()).hexdigest(),
+        "modules": hashlib.sha256(described.encode()).hexdigest(),
         "unit": unit,
         "width_step": _width_step(model, where.runtime),
     }
