@@ -27,10 +27,7 @@ def bundle_count(module: Units, unit: str) -> int:
 
 
 def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float, tuple[int, ...]]]:
-    """Return score and units of every bundle of a module, worst first; of equals the later unit comes first.
-
-    `scores` is (units,). Raises a NonFiniteError if one of them is NaN or infinite.
-    """
+    """Return score and units of every bundle of a module, worst first; of equals the later unit comes first."""
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
         raise NonFiniteError(

@@ -45,11 +45,7 @@ def check_reachable(
     constraints: Constraints = NONE,
     best: float | None = None,
 ) -> None:
-    """Refuse, by a PlanError, a budget that no selection meets.
-
-    `ratio` is the greatest cost allowed and `best` the lowest one possible, by default `lowest_ratio`, as shares of the
-    dense model's.
-    """
+    """Refuse, by a PlanError, a budget below the lowest possible cost, which is `best`, by default `lowest_ratio`."""
     best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
         names = ("unit", "min_heads", "min_neurons", "keep_layers", "multiple_of")

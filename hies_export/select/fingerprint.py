@@ -68,7 +68,6 @@ def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, S
 
 
 def _distance(made: Sequence[float], here: Sequence[float]) -> float:
-    """Return the largest difference of two fingerprints' numbers, as a share of the first one's norm."""
     return max(abs(one - other) for one, other in zip(made, here, strict=True)) / max(made[0], 1e-30)
 
 

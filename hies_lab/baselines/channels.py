@@ -31,8 +31,7 @@ from .names import CHANNELS
 def has_channels(modules: Sequence[PrunableModule]) -> bool:
     """Return whether all heads of all attention modules are equally wide in q, k, v and o."""
     width = modules[0].unit_width
-    owners = [part.owner for m in modules for part in m.slices if not part.parameter]
-    runs = [torch.unique_consecutive(owner, return_counts=True) for owner in owners]
+    runs = [torch.unique_consecutive(s.owner, return_counts=True) for m in modules for s in m.slices if not s.parameter]
     whole = all((lengths[owner >= 0] % width == 0).all() for owner, lengths in runs)
     return whole and all(m.key_width == m.unit_width == width for m in modules)
 
