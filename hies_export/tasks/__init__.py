@@ -12,12 +12,25 @@ and what reads rows, by `late.py`.
 """
 
 # ruff: noqa: F401
-from .classification import ImageClassification, TextClassification
-from .feature_extraction import FeatureExtraction
-from .fill_mask import FillMask
-from .image_text_to_text import ImageTextToText
-from .question_answering import QuestionAnswering
-from .registry import TASKS, register_task, task_of
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .registry import OWN, TASKS, register_task, task_of
 from .task import COLUMNS, Loss, Predictions, Task, Use, batched
-from .text_generation import TextGeneration
-from .token_classification import TokenClassification
+
+if TYPE_CHECKING:
+    from .classification import ImageClassification, TextClassification
+    from .feature_extraction import FeatureExtraction
+    from .fill_mask import FillMask
+    from .image_text_to_text import ImageTextToText
+    from .question_answering import QuestionAnswering
+    from .text_generation import TextGeneration
+    from .token_classification import TokenClassification
+
+
+def __getattr__(name: str) -> Any:
+    """Import the class of a task of this package when it is first asked for."""
+    for task, (file, _) in OWN.items():
+        if name == task.title().replace("-", ""):
+            return getattr(import_module(f".{file}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

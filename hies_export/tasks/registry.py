@@ -10,12 +10,18 @@ from ..errors import RequestError
 from .late import Tensor, data
 from .task import COLUMNS, Task
 
-# The tasks of this package, in the order of help and messages.
-_OWN = (
-    *("text-classification", "token-classification", "question-answering", "fill-mask", "feature-extraction"),
-    *("image-classification", "text-generation", "image-text-to-text"),
-)
-TASKS: Registry[type[Task]] = Registry("tasks", dict.fromkeys(_OWN, "tasks"))
+# The tasks of this package, in the order of help and messages: the file of each, and the class that loads its models.
+OWN = {
+    "text-classification": ("classification", "AutoModelForSequenceClassification"),
+    "token-classification": ("token_classification", "AutoModelForTokenClassification"),
+    "question-answering": ("question_answering", "AutoModelForQuestionAnswering"),
+    "fill-mask": ("fill_mask", "AutoModelForMaskedLM"),
+    "feature-extraction": ("feature_extraction", "AutoModel"),
+    "image-classification": ("classification", "AutoModelForImageClassification"),
+    "text-generation": ("text_generation", "AutoModelForCausalLM"),
+    "image-text-to-text": ("image_text_to_text", "AutoModelForImageTextToText"),
+}
+TASKS: Registry[type[Task]] = Registry("tasks", {name: f"tasks.{file}" for name, (file, _) in OWN.items()})
 
 
 def register_task(task: type[Task]) -> type[Task]:
@@ -26,6 +32,7 @@ def register_task(task: type[Task]) -> type[Task]:
 
     Returns:
         The class itself, so that this decorates it.
+
     Raises:
         RequestError: It names columns that a recipe has no field for.
 
@@ -75,10 +82,13 @@ def task_by_class(name: str, config: Any, *, embeds: bool = False) -> type[Task]
     from ..model.internals import auto_classes
 
     classes = auto_classes(name, config.model_type)
-    # One after the other, as a task of another package is imported when it is looked up.
-    found = next((task for task in TASKS.values() if task.auto_class in classes and not task.embeds), None)
-    embedding = TASKS["feature-extraction"]
-    return embedding if found is None and embeds and embedding.auto_class in classes else found
+    for known in TASKS:
+        # A task of this package is not imported to see which models it has, unless one was registered in its place.
+        auto_class = OWN[known][1] if known in OWN and known not in TASKS.data else TASKS[known].auto_class
+        if auto_class in classes and not TASKS[known].embeds:
+            return TASKS[known]
+    embedding = TASKS["feature-extraction"] if embeds else None
+    return embedding if embedding is not None and embedding.auto_class in classes else None
 
 
 def refuse_unknown(model: Any) -> None:

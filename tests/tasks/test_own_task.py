@@ -192,7 +192,10 @@ def test_only_tasks_are_registered() -> None:
     assert register_task(known) is known
 
 
-def test_a_task_that_takes_the_name_of_another_is_known_by_its_own_class() -> None:
+def test_tasks_are_known_by_the_classes_that_load_their_models() -> None:
+    assert {name: auto_class for name, (_, auto_class) in registry.OWN.items()} == {
+        name: TASKS[name].auto_class for name in registry.OWN
+    }
     with registries_restored():
         register_task(type("Other", (TASKS["fill-mask"],), {"auto_class": "AutoModelForNextSentencePrediction"}))
         found = registry.task_by_class("BertForNextSentencePrediction", BertConfig())
