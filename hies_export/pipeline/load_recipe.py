@@ -58,32 +58,12 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     model, reading = None, checkpoint.reading(metrics)
     if recipe.vocabulary:
         model, reading = _trimmed(checkpoint, reading, recipe.vocabulary, metrics, progress)
-    # By the untrimmed task, so that trimming changes nothing about where blocks of text are cut.
-    load = rows_of(recipe, reading.dense)
-    draws = Draws.of(recipe.options, recipe.calibration, recipe.compound)
-    splits = hold_out(splits_of(recipe), _promise(recipe, draws, reading.task, metrics), load)
-    drawn, judged = draw(splits, load, recipe.options, draws), evaluated(splits, load)
+    splits, drawn, judged = _draw(recipe, reading, metrics)
     model = model or _load(checkpoint, reading, progress)
     reading.task.config = model.config
-    rows = read_drawn(recipe, reading, drawn)
-    evaluation, untrimmed = reading.to_judge(judged, recipe.evaluation.batch_size)
-    rows = replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
+    rows = _batches(recipe, reading, drawn, judged)
     progress.stage("find the units that may go")
-    dtype = recipe.save_dtype or recipe.dtype
-    delivery = Delivery(
-        exporter=exporter_of(recipe.export, rows, reading.processor),
-        given=checkpoint.given or Unwrapped(model),
-        measure=MeasureOptions(ways, recipe.measure.repeats, recipe.measure.min_seconds),
-        compound=_compound(recipe, model, rows),
-        deploy=recipe.deploy,
-        source=source_of(model, checkpoint.folder, checkpoint.config, asked=dtype, **checkpoint.hub),
-        asked=_requested(recipe, splits),
-        reading=reading,
-        splits=splits,
-        in_order=_in_order(reading, judged),
-        evaluation_of=taken_from(judged),
-        began=began,
-    )
+    delivery = replace(_delivery(checkpoint, model, ways, rows, reading, splits, judged), began=began)
     pruning = _pruning(recipe, model, rows, metrics, delivery, progress)
     _check(recipe, pruning, delivery)
     return pruning, delivery
@@ -103,6 +83,15 @@ def _trimmed(
     return model, Reading(task, processor, dense.task, trimming)
 
 
+def _draw(recipe: PruningRecipe, reading: Reading, metrics: Sequence[str]) -> tuple[Splits, Drawn, datasets.Dataset]:
+    """Return the splits, with what is held out of them, the samples that decide what stays, and those that judge."""
+    # By the untrimmed task, so that trimming changes nothing about where blocks of text are cut.
+    load = rows_of(recipe, reading.dense)
+    draws = Draws.of(recipe.options, recipe.calibration, recipe.compound)
+    splits = hold_out(splits_of(recipe), _promise(recipe, draws, reading.task, metrics), load)
+    return splits, draw(splits, load, recipe.options, draws), evaluated(splits, load)
+
+
 def _load(checkpoint: _Checkpoint, reading: Reading, progress: Progress) -> PreTrainedModel:
     """Return the dense model; one of text then knows the padding token of its tokenizer."""
     progress.stage("load the model")
@@ -110,6 +99,40 @@ def _load(checkpoint: _Checkpoint, reading: Reading, progress: Progress) -> PreT
     if reading.task.text:
         settle_padding(model, tokenizer_of(reading.processor))
     return model
+
+
+def _batches(recipe: PruningRecipe, reading: Reading, drawn: Drawn, judged: datasets.Dataset) -> Rows:
+    """Return batches of the drawn samples and of those to evaluate on, by use."""
+    rows = read_drawn(recipe, reading, drawn)
+    evaluation, untrimmed = reading.to_judge(judged, recipe.evaluation.batch_size)
+    return replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
+
+
+def _delivery(
+    checkpoint: _Checkpoint,
+    model: PreTrainedModel,
+    ways: tuple[tuple[str, str | None], ...],
+    rows: Rows,
+    reading: Reading,
+    splits: Splits,
+    judged: datasets.Dataset,
+) -> Delivery:
+    """Return how the slim model is exported, timed in `ways`, saved and reported."""
+    recipe = checkpoint.recipe
+    dtype = recipe.save_dtype or recipe.dtype
+    return Delivery(
+        exporter=exporter_of(recipe.export, rows, reading.processor),
+        given=checkpoint.given or Unwrapped(model),
+        measure=MeasureOptions(ways, recipe.measure.repeats, recipe.measure.min_seconds),
+        compound=_compound(recipe, model, rows),
+        deploy=recipe.deploy,
+        source=source_of(model, checkpoint.folder, checkpoint.config, asked=dtype, **checkpoint.hub),
+        asked=_requested(recipe, splits),
+        reading=reading,
+        splits=splits,
+        in_order=_in_order(reading, judged),
+        evaluation_of=taken_from(judged),
+    )
 
 
 def _pruning(
