@@ -27,7 +27,7 @@ from hies_export.cli.arguments import read_overrides
 from hies_export.forms.form import Form
 from hies_export.forms.formats import Export
 from hies_export.forms.gguf.parity import as_stored
-from hies_export.forms.gguf.tensors import rounded
+from hies_export.forms.gguf.tensors import rounded_by_rows
 from hies_export.forms.machine import machine_facts
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.onnx.quantize import quantize_onnx
@@ -58,7 +58,7 @@ def main() -> None:
                 sizes: dict[str, Any] = {"batch": prepared.sample, "quantize": "int4", "smallest": smallest}
                 fewer = quantize_onnx(exported, Path(temporary) / "int4", rows=chosen, overwrite=True, **sizes)
                 table.add(f"int4, {layers}, {how}", in_onnx(fewer, batches), fewer.bytes)
-        for how, model in (("nearest", prepared.model), ("rows", rounded(prepared.model, rows))):
+        for how, model in (("nearest", prepared.model), ("rows", rounded_by_rows(prepared.model, rows))):
             table.add(f"Q4_0, {how}", in_torch(as_stored(model, "q4_0"), batches))
     print_times_of_llama(options.rounds)
     facts = machine_facts()
