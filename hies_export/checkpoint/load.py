@@ -105,7 +105,7 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         ('BertForSequenceClassification', True)
     """
     config = read_config(path, **hub_options(kwargs))
-    if config.get("pruned_heads"):
+    if any((config.get("pruned_heads") or {}).values()):
         return load_version4(path, **kwargs)[0]
     return load_weights(class_named(config, path), path, **kwargs)
 
