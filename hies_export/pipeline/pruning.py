@@ -103,7 +103,7 @@ class Pruning:
 
     @property
     def budget(self) -> Budget:
-        """How much is removed; not to be asked for where a plan says what stays."""
+        """How much to remove; an AssertionError where there is no budget, because a plan says what stays."""
         return self.options.goal
 
     @property

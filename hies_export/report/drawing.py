@@ -64,15 +64,15 @@ class Drawing:
         box = re.search(r'viewBox="([^"]*)"', svg)
         assert box is not None
 
-        def named(found: re.Match[str]) -> str:
-            """Return the tag of a group with its class, series and tooltip in place of its id."""
+        def group_tag(found: re.Match[str]) -> str:
+            """Return a <g> tag with class, series and tooltip in place of its id; an empty or unknown one without."""
             if found[1] not in self._parts or found[2]:
                 return f"<g{found[2]}>"
             kind, note, of = self._parts[found[1]]
             series = f' data-s="{html.escape(of)}"' if of else ""
             return f'<g class="{kind}"{series}>' + (f"<title>{html.escape(note)}</title>" if note else "")
 
-        body = re.sub(r'<g id="([^"]*)"[^>]*?(/?)>', named, svg.partition("<svg")[2].partition(">")[2])
+        body = re.sub(r'<g id="([^"]*)"[^>]*?(/?)>', group_tag, svg.partition("<svg")[2].partition(">")[2])
         # Nothing is drawn beyond the axes that has to be hidden, and a page has a font of its own.
         body = re.sub(r'(?s)<clipPath.*?</clipPath>| clip-path="[^"]*"', "", body).replace("xlink:href", "href")
         body = re.sub(r"font: (?:(\w+) )?([\d.]+px) [^;\"]*", r"font-weight: \1; font-size: \2", body)

@@ -62,7 +62,7 @@ def batches_of(
     is_data_set = isinstance(given, datasets.Dataset)
     if is_data_set and holds_inputs(model, given, columns):
         batches = check_batches(model, _of_inputs(model, given, processor, task), task, what=what)
-    elif is_data_set or columns is not None or _are_texts(given):
+    elif is_data_set or columns is not None or _has_texts(given):
         how: dict[str, Any] = {"processor": processor, "columns": columns, "max_length": max_length}
         rows, task = rows_to_read(given, what=what, task=task, **how)
         if not (batches := task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)):
@@ -81,7 +81,8 @@ def holds_inputs(model: PreTrainedModel, given: Any, columns: Mapping[str, Any] 
     return not isinstance(given, (list, tuple)) or any(isinstance(item, Mapping) for item in given)
 
 
-def _are_texts(given: Any) -> bool:
+def _has_texts(given: Any) -> bool:
+    """Return whether a list has a text, or a pair of texts; `_of_texts` refuses its other items."""
     return isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given)
 
 

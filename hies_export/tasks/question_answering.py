@@ -100,7 +100,11 @@ class QuestionAnswering(Task):
             self._answers(rows)
 
     def _answers(self, rows: datasets.Dataset) -> list[list[tuple[int, int]]]:
-        """Return the characters of its context where each answer to each question begins and ends, without blanks."""
+        """Return for each question the (start, end) of its answers in the context, in characters, without blanks around.
+
+        Raises:
+            DataError: An answer is malformed, blank, or not in the context.
+        """
         column = str(self.columns.label)
         pairs = zip(rows[self.columns.text[1]][:], rows[column][:], strict=True)
         return [
