@@ -366,7 +366,7 @@ def check_metrics(
 
 
 def _problem_of(metric: Metric, labels: int) -> str | None:
-    """Return why a metric fails on made-up predictions of a model with `labels` labels; None if it works or is untried."""
+    """Return why a metric fails on made-up predictions of `labels` labels; None if it works or is not tried."""
     kind, classes, sets = metric.of.removeprefix("own "), np.arange(labels), np.eye(2 * labels, labels, dtype=bool)
     sides = {
         "classes": (np.tile(classes, 2), np.concatenate([classes, np.roll(classes, 1)])),

@@ -100,7 +100,7 @@ class QuestionAnswering(Task):
             self._answers(rows)
 
     def _answers(self, rows: datasets.Dataset) -> list[list[tuple[int, int]]]:
-        """Return for each question the (start, end) of its answers in the context, in characters, without blanks around.
+        """Return for each question the (start, end) of its answers in the context, in characters without blanks.
 
         Raises:
             DataError: An answer is malformed, blank, or not in the context.

@@ -173,8 +173,8 @@ def quantize_blocks(
     """Return a matrix (inputs, outputs) in 4 bits as MatMulNBits takes it: weights, scales, zero points and bias.
 
     Weights are (outputs, blocks, BLOCK / 2) uint8, two to a byte, the first in its lower half. Scales are
-    (outputs, blocks) float32, zero points (outputs, blocks / 2) uint8, packed alike; blocks are inputs / BLOCK, and both
-    are rounded up. With the centred spread of the inputs, weights are rounded by it, and the bias (outputs,) keeps the
+    (outputs, blocks) float32, zero points (outputs, blocks / 2) uint8, packed alike; blocks, inputs / BLOCK, and
+    blocks / 2 are rounded up. With the centred spread of the inputs, weights are rounded by it, and the bias (outputs,) keeps the
     mean of the output; without a spread, the bias is None.
     """
     inputs, outputs = matrix.shape
