@@ -173,9 +173,9 @@ def quantize_blocks(
     """Return a matrix (inputs, outputs) in 4 bits as MatMulNBits takes it: weights, scales, zero points and bias.
 
     Weights are (outputs, blocks, BLOCK / 2) uint8, two to a byte, the first in its lower half. Scales are
-    (outputs, blocks) float32, zero points (outputs, blocks / 2) uint8, packed alike; blocks, inputs / BLOCK, and
-    blocks / 2 are rounded up. With the centred spread of the inputs, weights are rounded by it, and the bias (outputs,) keeps the
-    mean of the output; without a spread, the bias is None.
+    (outputs, blocks) float32, zero points (outputs, blocks / 2) uint8, packed alike. The numbers of blocks, inputs /
+    BLOCK, and of their pairs are rounded up. With the centred spread of the inputs, weights are rounded by it, and the
+    bias (outputs,) keeps the mean of the output; without a spread, the bias is None.
     """
     inputs, outputs = matrix.shape
     padded = np.pad(matrix, ((0, -inputs % BLOCK), (0, 0))).reshape(-1, BLOCK, outputs)
