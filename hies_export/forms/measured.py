@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict
 from torch import Tensor
 
+from ..model.memory import let_go
 from ..recipe.budget import LatencyBudget
 from ..recipe.sections import ExportSection
 from ..units import counts
@@ -155,6 +156,8 @@ def measure_both(
         latency += latency_rows(
             time([forms.form(name, runtime, bits) for name in names], in_lists, decode=True, **how), flops
         )
+        for model in (whole, slim):
+            let_go(model)  # the next runtime may hold weights of its own
     return Measurements(
         parameters=counts.count_both_parameters(whole, slim),
         bytes=StoredBytes(stored.dense, stored.slim, files.get("onnx"), files.get("gguf")),
