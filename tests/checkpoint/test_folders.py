@@ -54,46 +54,33 @@ def test_what_appears_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.M
     assert "b.json" in seen
 
 
-def a_run(folder: Path) -> None:
-    for name in ("plan.json", "scores.json", "notes.txt"):
-        (folder / name).touch()
+def of(*names: str) -> Callable[[Path], object]:
+    """Return a function that puts empty files into a folder."""
+
+    def make(folder: Path) -> None:
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).touch()
+
+    return make
 
 
-def a_quickstart(folder: Path) -> None:
-    for name in ("run/plan.json", "vit-digits/config.json"):
-        (folder / name).parent.mkdir()
-        (folder / name).touch()
+WRITTEN_HERE: dict[str, Callable[[Path], object]] = {
+    "a slim checkpoint": write,
+    "a run": of("plan.json", "scores.json", "notes.txt"),
+    "a quickstart": of("run/plan.json", "vit-digits/config.json"),
+    "an export": lambda folder: write_config(bert(), folder),
+    "nothing": of(),
+}
 
 
-def an_export(folder: Path) -> None:
-    write_config(bert(), folder)
-
-
-def nothing(folder: Path) -> None:
-    pass
-
-
-@pytest.mark.parametrize("make", [write, a_run, a_quickstart, an_export, nothing])
-def test_what_was_written_here_is_replaced_whole(make: Callable[[Path], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", WRITTEN_HERE)
+def test_what_was_written_here_is_replaced_whole(what: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    make(tmp_path / "out")
+    WRITTEN_HERE[what](tmp_path / "out")
     write(tmp_path / "out", "new")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["hies_plan.json", "sub"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
-def a_plan_among_other_files(folder: Path) -> None:
-    for name in ("plan.json", "report.json", "thesis.md"):
-        (folder / name).touch()
-
-
-def a_project_with_a_run(folder: Path) -> None:
-    (folder / "run").mkdir()
-    a_run(folder / "run")
-
-
-def a_checkpoint(folder: Path) -> None:
-    bert().save_pretrained(folder)
 
 
 def a_file(folder: Path) -> None:
@@ -106,12 +93,19 @@ def a_link_to_nowhere(folder: Path) -> None:
     folder.symlink_to(folder.with_name("nowhere"))
 
 
-@pytest.mark.parametrize(
-    "make", [a_plan_among_other_files, a_project_with_a_run, a_checkpoint, a_file, a_link_to_nowhere]
-)
-def test_anything_else_is_kept(make: Callable[[Path], object], tmp_path: Path) -> None:
+ANYTHING_ELSE: dict[str, Callable[[Path], object]] = {
+    "a plan among other files": of("plan.json", "report.json", "thesis.md"),
+    "a project with a run": of("run/plan.json", "run/scores.json"),
+    "a checkpoint": lambda folder: bert().save_pretrained(folder),
+    "a file": a_file,
+    "a link to nowhere": a_link_to_nowhere,
+}
+
+
+@pytest.mark.parametrize("what", ANYTHING_ELSE)
+def test_anything_else_is_kept(what: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    make(tmp_path / "out")
+    ANYTHING_ELSE[what](tmp_path / "out")
     before = sorted((p, p.read_bytes() if p.is_file() else None) for p in tmp_path.rglob("*"))
     with pytest.raises(OutputExistsError, match="out is something else; choose another folder, or move or delete"):
         write(tmp_path / "out", "new")

@@ -1,6 +1,7 @@
 """The refitted layers beside a plan: found, and refused if they are another plan's, damaged or another model's."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,19 +18,31 @@ from hies_export.checkpoint.save import REFIT, load_refit, read_refit
 from hies_export.select.fingerprint import digest_tensors
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """dense/, a run folder with plan.json and refit.safetensors, and slim/ with its refitted layers."""
-    bert().save_pretrained(tmp_path / "dense")
-    slim, plan, modules = random_cut(load(tmp_path / "dense"), text_batch())
+    folder = tmp_path_factory.mktemp("made")
+    bert(num_hidden_layers=2).save_pretrained(folder / "dense")
+    slim, plan, modules = random_cut(load(folder / "dense"), text_batch())
     layers = {f"{m.consumer}.weight": torch.randn_like(slim.get_submodule(m.consumer).weight) for m in modules}
     slim.load_state_dict(layers, strict=False)
-    (tmp_path / "run").mkdir()
-    save_file(layers, tmp_path / "run" / REFIT)
+    (folder / "run").mkdir()
+    save_file(layers, folder / "run" / REFIT)
     plan = replace(plan, compensation={"method": "least_squares", "refit": digest_tensors(layers)})
-    (tmp_path / "run" / "plan.json").write_text(plan.to_json())
-    save_slim(slim, tmp_path / "slim", plan=plan, batch=text_batch(), refitted=layers)
-    return tmp_path
+    (folder / "run" / "plan.json").write_text(plan.to_json())
+    save_slim(slim, folder / "slim", plan=plan, batch=text_batch(), refitted=layers)
+    return folder
+
+
+@pytest.fixture
+def project(made: Path, tmp_path: Path) -> Path:
+    """A copy of them to change."""
+    return shutil.copytree(made, tmp_path / "project")
+
+
+def forget(plan: Path) -> None:
+    """Make a plan that of a model that was not refitted."""
+    plan.write_text(replace(PruningPlan.from_file(plan), compensation={}).to_json())
 
 
 def test_they_are_found_beside_the_plan_or_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +69,7 @@ def test_what_was_not_refitted_is_said(how: str, project: Path, capsys: pytest.C
     if how == "lost":
         (project / "run" / REFIT).unlink()
     elif not said:
-        plan.write_text(replace(PruningPlan.from_file(plan), compensation={}).to_json())
+        forget(plan)
     options = [how] if how.startswith("--") else []
     assert hies("apply", plan, project / "dense", "-o", out, *options) == 0
     assert ("NOT refitted" in " ".join(capsys.readouterr().err.split())) is said
@@ -67,24 +80,21 @@ def test_what_was_not_refitted_is_said(how: str, project: Path, capsys: pytest.C
     assert all(torch.equal(cut[name], found[name]) for name in cut)
 
 
-@pytest.mark.parametrize("damage", ["another", "cut short", "no tensors", "absent", "not of this plan"])
+NO_TENSORS = "must be a safetensors file, but .* is none: (SafetensorError|FileNotFoundError)"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another": (lambda file: save_file({n: t + 1e-3 for n, t in load_file(file).items()}, file), "whose digest is"),
+    "not of this plan": (lambda file: forget(file.with_name("plan.json")), "this plan names none"),
+    "cut short": (lambda file: file.write_bytes(file.read_bytes()[:-4]), NO_TENSORS),
+    "absent": (Path.unlink, NO_TENSORS),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_others_are_refused(damage: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, plan = project / "run" / REFIT, project / "run" / "plan.json"
-    if damage == "another":
-        tensors = load_file(file)
-        next(iter(tensors.values())).view(-1)[-1] += 1e-3
-        save_file(tensors, file)
-    elif damage == "absent":
-        file.unlink()
-    elif damage == "not of this plan":
-        plan.write_text(replace(PruningPlan.from_file(plan), compensation={}).to_json())
-    else:
-        file.write_bytes(file.read_bytes()[:-4] if damage == "cut short" else b"nothing")
-    said = {"another": "whose digest is", "not of this plan": "this plan names none"}
-    with pytest.raises(
-        PlanError,
-        match=said.get(damage, "must be a safetensors file, but .* is none: (SafetensorError|FileNotFoundError)"),
-    ):
+    change, said = DAMAGE[damage]
+    change(file)
+    with pytest.raises(PlanError, match=said):
         read_refit(PruningPlan.from_file(plan), file)
     assert hies("apply", plan, project / "dense", "-o", project / "out", "--refit", file) == 2
     assert REFIT in capsys.readouterr().err

@@ -74,13 +74,10 @@ def test_a_page_is_written_over_pages_only(tmp_path: Path, told: Any) -> None:
     assert contents(tmp_path) == before
 
 
-def test_python_is_refused_as_well(project: Path) -> None:
+def test_python_is_refused_as_well(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = PruningRecipe.from_yaml(project / "recipe.yaml", {"output": project})
     with pytest.raises(OutputExistsError, match="holds the model"):
         hies_export.run(recipe, overwrite=True)
-
-
-def test_what_is_read_from_the_home_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "rows").mkdir()
     with pytest.raises(OutputExistsError, match="rows is the data"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import causal_lm, generative_tokenizer, save_text_model
+from support.models import causal_lm, generative_tokenizer
 from support.runs import run_project, without_tracing
 
 import hies_export
@@ -56,39 +56,32 @@ def test_apply_takes_the_plan(ran: Path, tmp_path: Path, told: Any) -> None:
 
 
 def test_bench_compares_the_dense_and_the_slim_model_of_a_run(ran: Path, told: Any) -> None:
-    quick = ["--shape", "1x8", "--repeats", "2", "--json"]
-    code, err, found = told("bench", ran, *quick)
+    code, err, found = told("bench", ran, "--shape", "1x8", "--repeats", "2", "--json")
     assert (code, found["a"], found["b"]) == (0, str(ran.parent / "model"), str(ran / "slim"))
     assert f"A is its dense model, {ran.parent / 'model'}; B is {ran / 'slim'}" in err
-    _, _, found = told("bench", ran, ran.parent / "model", *quick)
-    assert (found["a"], found["b"]) == (str(ran / "slim"), str(ran.parent / "model"))
-    _, _, found = told("bench", ran, ran, *quick)
-    assert (found["a"], found["b"]) == (str(ran / "slim"), str(ran / "slim"))
-
-
-def test_bench_without_the_dense_model_measures_the_noise(ran: Path, tmp_path: Path, told: Any) -> None:
-    values = json.loads((ran / "report.json").read_text())
-    values["details"]["run"]["recipe"]["model"] = str(tmp_path / "nowhere")
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "slim").symlink_to(ran / "slim")
-    (alone / "report.json").write_text(json.dumps(values))
-    code, err, found = told("bench", alone, "--shape", "1x8", "--repeats", "2", "--json")
-    assert (code, found["a"], found["b"]) == (0, str(alone / "slim"), str(alone / "slim"))
-    assert "its dense model is gone: its slim model is timed" in err
 
 
 @pytest.fixture
 def compared(monkeypatch: Any, told: Any) -> Any:
-    """Run `bench` without timing anything, and return the two models that it would time."""
+    """Run `bench` without timing anything; return the two models that it would time, and what it says."""
     taken: list[tuple[str, str]] = []
     monkeypatch.setattr("hies_export.pipeline.bench.bench", lambda a, b, **_: taken.append((a, b)) or [])
 
-    def run(*command: str | Path) -> tuple[str, str]:
-        told("bench", *command)
-        return taken[-1]
+    def run(*command: str | Path) -> tuple[tuple[str, str], str]:
+        said = told("bench", *command)[1]
+        return taken[-1], said
 
     return run
+
+
+def test_bench_without_the_dense_model_measures_the_noise(ran: Path, tmp_path: Path, compared: Any) -> None:
+    values = json.loads((ran / "report.json").read_text())
+    values["details"]["run"]["recipe"]["model"] = str(tmp_path / "nowhere")
+    (tmp_path / "slim").symlink_to(ran / "slim")
+    (tmp_path / "report.json").write_text(json.dumps(values))
+    both, said = compared(tmp_path)
+    assert both == (str(tmp_path / "slim"), str(tmp_path / "slim"))
+    assert "its dense model is gone: its slim model is timed" in said
 
 
 def test_bench_takes_the_revision_of_the_dense_model_along(
@@ -107,7 +100,7 @@ def test_bench_takes_the_revision_of_the_dense_model_along(
         return ran.parent / "model"
 
     monkeypatch.setattr("hies_export.report.provenance.fetch", snapshot)
-    assert compared(run) == (str(ran.parent / "model"), str(run / "slim"))
+    assert compared(run)[0] == (str(ran.parent / "model"), str(run / "slim"))
     assert fetched == [("me/dense", "c0ffee")]
 
 
@@ -117,42 +110,44 @@ def test_bench_of_runs_takes_exports_where_only_those_are_timed(ran: Path, tmp_p
     (run / "gguf").mkdir()
     for file in (run / "gguf" / "model.gguf", run / "gguf" / "config.json", alone):
         file.write_bytes(b"{}")
-    graph, gguf, slim, ort = *(str(run / name) for name in ("onnx", "gguf", "slim")), ("--runtime", "onnxruntime-cpu")
-    assert compared(run, run, *ort) == (graph, graph)
-    assert compared(run, run, *ort, "--runtime", "torch") == (slim, slim)
-    assert compared(run, run, *ort, "--dtype", "float16") == (slim, slim)
-    assert compared(run, run) == (slim, slim)
-    assert compared(graph, run) == (graph, graph)
-    assert compared(slim, run, *ort) == (slim, slim)
-    assert compared(run, run, "--runtime", "llamacpp") == (gguf, gguf)
-    assert compared(run, run, "--runtime", "llamacpp", *ort) == (slim, slim)
-    assert compared(alone, run) == (str(alone), gguf)
+    graph, gguf, slim, dense = (str(p) for p in (run / "onnx", run / "gguf", run / "slim", ran.parent / "model"))
+    ort = ("--runtime", "onnxruntime-cpu")
+    for asked, both in (
+        ((run, run, *ort), (graph, graph)),
+        ((run, run, *ort, "--runtime", "torch"), (slim, slim)),
+        ((run, run, *ort, "--dtype", "float16"), (slim, slim)),
+        ((run, run), (slim, slim)),
+        ((run, dense), (slim, dense)),
+        ((graph, run), (graph, graph)),
+        ((slim, run, *ort), (slim, slim)),
+        ((run, run, "--runtime", "llamacpp"), (gguf, gguf)),
+        ((run, run, "--runtime", "llamacpp", *ort), (slim, slim)),
+        ((alone, run), (str(alone), gguf)),
+    ):
+        assert compared(*asked)[0] == both, asked
+    # Exports that lie beside a checkpoint are not a run's.
+    shutil.copytree(dense, tmp_path / "model")
+    shutil.copytree(graph, tmp_path / "model" / "onnx")
+    assert compared(tmp_path / "model", *ort)[0] == (str(tmp_path / "model"), str(tmp_path / "model"))
 
 
-def test_bench_leaves_the_exports_of_others_alone(ran: Path, tmp_path: Path, compared: Any) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(ran.parent / "model", model)
-    shutil.copytree(ran / "onnx", model / "onnx")
-    assert compared(model, "--runtime", "onnxruntime-cpu") == (str(model), str(model))
+NO_CHECKPOINTS = {
+    "sweep.json": "the folder of a sweep",
+    "journal-a-1.jsonl": "the folder of a sweep",
+    "plan.json": "a folder of scores and their plan",
+    "report.json": "the folder of a run",
+    "thesis.md": "something else",
+}
 
 
-@pytest.mark.parametrize(
-    ("file", "what"),
-    [
-        ("sweep.json", "the folder of a sweep"),
-        ("journal-a-1.jsonl", "the folder of a sweep"),
-        ("plan.json", "a folder of scores and their plan"),
-        ("report.json", "the folder of a run"),
-        ("thesis.md", "something else"),
-    ],
-)
 @pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("bench",), ("export", "-o", "x")])
-def test_what_is_no_checkpoint_is_named(
-    command: tuple[str, ...], file: str, what: str, tmp_path: Path, told: Any
-) -> None:
-    (tmp_path / file).touch()
-    code, err, _ = told(command[0], tmp_path, *command[1:])
-    assert (code, f"{tmp_path} is {what}" in err) == (2, True), err
+def test_what_is_no_checkpoint_is_named(command: tuple[str, ...], tmp_path: Path, told: Any) -> None:
+    for file, what in NO_CHECKPOINTS.items():
+        folder = tmp_path / file
+        folder.mkdir()
+        (folder / file).touch()
+        code, err, _ = told(command[0], folder, *command[1:])
+        assert (code, f"{folder} is {what}" in err) == (2, True), err
 
 
 def test_the_slim_model_nearby_is_named(ran: Path, told: Any) -> None:
@@ -165,15 +160,11 @@ def test_the_slim_model_nearby_is_named(ran: Path, told: Any) -> None:
 
 
 def test_a_checkpoint_with_a_graph_beside_it_and_what_was_pushed_are_checkpoints(tmp_path: Path) -> None:
-    save_text_model(tmp_path)
-    for name in ("model.onnx", "report.json", "plan.json"):
-        (tmp_path / name).write_text("{}")
-        assert contents(tmp_path) is Contents.CHECKPOINT
-    for name in ("openvino_model.xml", "openvino_model.bin"):
-        (tmp_path / name).write_text("")
+    for name in ("config.json", "model.safetensors", "model.onnx", "report.json", "plan.json", "openvino_model.xml"):
+        (tmp_path / name).touch()
     assert contents(tmp_path) is Contents.CHECKPOINT
-    for weights in tmp_path.glob("*.safetensors"):
-        weights.unlink()
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.onnx").unlink()
+    (tmp_path / "openvino_model.bin").touch()
     assert contents(tmp_path) is Contents.OPENVINO
     assert contents("user/repository") is Contents.NOTHING

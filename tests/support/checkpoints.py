@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hies_export.model.tokens import synthetic_batch
 from support.families import architecture, decoder, gpt2
-from support.models import bert, llama, llava, vit
+from support.models import bert, llava, vit
 
 
 def llava_batch() -> dict[str, Tensor]:
@@ -29,7 +29,6 @@ def batch_for(model: PreTrainedModel) -> dict[str, Tensor]:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama groups": decoder("Llama"),
     "llama bfloat16, tied": lambda: decoder("Llama", tie_word_embeddings=True)().to(torch.bfloat16),
-    "llama classifier": llama,
     "bert": bert,
     "bert masked, tied": architecture("Bert", "ForMaskedLM"),
     "vit, older names": vit,
