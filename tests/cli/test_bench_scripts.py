@@ -47,24 +47,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             del sys.modules[name]
 
 
-def session_of(gpu: Any, folder: Path, *, seconds: float = 60.0, **options: Any) -> tuple[Any, Path]:
-    """Return a session that writes nothing on the terminal, and the file of its lines."""
-    console = Console(quiet=True)
-    session = gpu.Session(folder / "gpu.json", device="cpu", repeats=2, console=console, seconds=seconds, **options)
-    return session, folder / "gpu.jsonl"
+def session_of(gpu: Any, folder: Path, **options: Any) -> Any:
+    """Return a session that writes nothing on the terminal."""
+    how = {"device": "cpu", "repeats": 2, "console": Console(quiet=True), "seconds": 60.0}
+    return gpu.Session(folder / "gpu.json", **(how | options))
 
 
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def lines_of(session: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in session.out.with_suffix(".jsonl").read_text().splitlines()]
 
 
 def test_models_are_timed_and_what_cannot_be_is_named(gpu: Any, tmp_path: Path) -> None:
-    session, file = session_of(gpu, tmp_path)
+    session = session_of(gpu, tmp_path)
     shape = gpu.bert("tiny", **gpu.TINY, vocab_size=100, max_position_embeddings=64)
     both = ["torch", "onnxruntime-cuda"]
     gpu.time_models(session, shape, runtimes=both, dtypes=["float32"], sizes=[(2, 12)])
     gpu.time_scoring(session, shape, dtype="float32", size=(2, 12))
-    lines = lines_of(file)
+    lines = lines_of(session)
     assert [line["row"]["model"] for line in lines if "row" in line] == ["tiny -0%", "tiny -30%", "tiny -50%", "tiny"]
     (missing,) = (line["missing"] for line in lines if "missing" in line)
     assert missing.startswith("tiny, onnxruntime-cuda, float32: ")
@@ -75,8 +74,13 @@ def test_models_are_timed_and_what_cannot_be_is_named(gpu: Any, tmp_path: Path) 
     assert [table["rows"] for table in found["tables"]] == [session.latency, session.scoring]
 
 
-def test_checks_that_fail_are_told_and_the_rest_goes_on(gpu: Any, tmp_path: Path) -> None:
-    session, file = session_of(gpu, tmp_path)
+def test_what_fails_or_takes_too_long_is_told_and_the_rest_goes_on(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now))
+    session = session_of(gpu, tmp_path, seconds=0.3, started=now)
 
     def beyond(device: str) -> dict[str, Any]:
         return {"beyond": ["BERT: 2e-3"], "on": device}
@@ -84,10 +88,21 @@ def test_checks_that_fail_are_told_and_the_rest_goes_on(gpu: Any, tmp_path: Path
     def broken(device: str) -> dict[str, Any]:
         raise ZeroDivisionError("no kernel")
 
-    for check in (broken, beyond, lambda device: {"fine": True}):
+    def long(device: str) -> None:
+        nonlocal now
+        now = 30.0
+        signal.pause()
+
+    for check in (broken, beyond, lambda device: {"fine": True}, long):
         session.check(check)
-    first, second, third = lines_of(file)
-    assert first["missing"] == "check: broken: ZeroDivisionError: no kernel"
+    session.attempt("next", lambda: pytest.fail("begun"))
+    assert session.missing == [
+        "check: broken: ZeroDivisionError: no kernel",
+        "check: long: it was stopped 0.2 s after the 0.005 minutes were over",
+        "next: the 0.005 minutes were over before it began",
+    ]
+    first, second, third, *_ = lines_of(session)
+    assert first["missing"] == session.missing[0]
     assert (second["ok"], second["found"]["on"], third["ok"]) == (False, "cpu", True)
 
 
@@ -104,27 +119,6 @@ def test_files_that_cannot_be_written_are_named(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit, match="2"):
         run_script(BENCH / "gpu.py", "--dry", "--out", tmp_path / "file" / "gpu")
     assert "--out must name files that can be written" in capsys.readouterr().err
-
-
-def test_what_takes_too_long_is_named_and_the_rest_goes_on(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.5)
-    now = 0.0
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now))
-    session, _ = session_of(gpu, tmp_path, seconds=0.5, started=now)
-
-    def too_long() -> None:
-        nonlocal now
-        now = 30.0
-        signal.pause()
-
-    session.attempt("long", too_long)
-    session.attempt("next", lambda: pytest.fail("begun"))
-    assert session.missing == [
-        "long: it was stopped 0.5 s after the 0.00833 minutes were over",
-        "next: the 0.00833 minutes were over before it began",
-    ]
 
 
 def test_the_script_hands_its_arguments_on(tmp_path: Path) -> None:

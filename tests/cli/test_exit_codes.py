@@ -50,11 +50,6 @@ def small_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def by_onnx(file: Path) -> None:
-    graph = onnx_ir.Graph([], [], nodes=[], opset_imports={"": 20}, name="x" * 1000)
-    onnx_ir.save(onnx_ir.Model(graph, ir_version=10), file)
-
-
 def by_datasets(file: Path) -> None:
     try:
         WRITERS["Python"](file)
@@ -62,11 +57,12 @@ def by_datasets(file: Path) -> None:
         raise DatasetGenerationError("An error occurred while generating the dataset") from error
 
 
+GRAPH = onnx_ir.Graph([], [], nodes=[], opset_imports={"": 20}, name="x" * 1000)
 WRITERS: dict[str, Callable[[Path], object]] = {
     "Python": lambda file: file.write_bytes(bytes(1000)),
     "safetensors": lambda file: save_file({"weight": torch.zeros(1000)}, file),
     "tokenizers": lambda file: generative_tokenizer().backend_tokenizer.save(str(file)),
-    "onnx": by_onnx,
+    "onnx": lambda file: onnx_ir.save(onnx_ir.Model(GRAPH, ir_version=10), file),
     "arrow": lambda file: pyarrow.parquet.write_table(pyarrow.table({"a": range(1000)}), file),
     "datasets": by_datasets,
 }
@@ -100,9 +96,3 @@ def test_a_bug_keeps_its_traceback_also_beside_a_failure_of_the_system(run_comma
     for function in (run, raising(KeyError("missing"))):
         with pytest.raises(KeyError, match="missing"):
             run_command(function)
-
-
-def test_what_the_parser_refuses_is_2(told: Any) -> None:
-    for arguments in ([], ["unheard-of"], ["run"], ["apply", "plan.json", "model"], ["bench", "a", "--repeats", "two"]):
-        code, err, _ = told(*arguments)
-        assert (code, "usage: hies-export" in err) == (2, True)

@@ -5,7 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import onnxruntime
 import pytest
 import tokenizers
 import torch
@@ -14,7 +13,7 @@ from support.neurons import half
 from support.vocabularies import TOKENIZERS, byte_level, pages, reader, unigram, wordpiece
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from hies_export import export_onnx, find_modules, prune_units
+from hies_export import find_modules, prune_units
 from hies_export.data.batches import PIECE_KEY
 from hies_export.errors import DataError, RequestError, UnsupportedModelError
 from hies_export.forms.gguf.vocabulary import find_vocabulary
@@ -227,21 +226,6 @@ def test_llama_cpp_gets_the_rows_that_stay(kind: str) -> None:
     assert [merge for merge in whole.merges if {*merge.split(), "".join(merge.split())} <= {*found.tokens}] == [
         *found.merges
     ]
-
-
-def test_onnx_runtime_gives_the_outputs_of_the_rows_that_stay(tmp_path: Path) -> None:
-    tokenizer = wordpiece()
-    model = reader("BertForMaskedLM", tokenizer, num_hidden_layers=1)
-    trimmed = trim_vocabulary(model, tokenizer, FIRST)
-    read = trimmed.processor(list(FIRST[:2]), return_tensors="pt", padding=True)
-    batch = {name: read[name] for name in ("input_ids", "attention_mask")}
-    export_onnx(trimmed.model, tmp_path / "onnx", batch=batch, processor=trimmed.processor)
-    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
-    read = AutoTokenizer.from_pretrained(tmp_path / "onnx")(FIRST[3], return_tensors="np")
-    inputs = {one.name: dict(read).get(one.name, 0 * read["input_ids"]) for one in session.get_inputs()}
-    with torch.no_grad():
-        expected = model.eval()(**tokenizer(FIRST[3], return_tensors="pt")).logits[..., list(trimmed.kept.rows)]
-    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), expected, rtol=1e-4, atol=1e-4)
 
 
 CHATS = {
