@@ -106,10 +106,18 @@ def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "three" / "model.safetensors")) == set(slim.state_dict())
 
 
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("damage", ["missing", "changed"])
+@pytest.mark.parametrize(
+    ("damage", "large", "dtype"),
+    [
+        ("missing", False, None),
+        ("missing", True, None),
+        ("changed", False, None),
+        ("changed", False, torch.float16),
+        ("changed", True, None),
+    ],
+)
 def test_a_save_that_loads_as_another_model_is_not_kept(
-    damage: str, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, large: bool, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save, "LARGE_BYTES", 0 if large else save.LARGE_BYTES)
     batch = image_batch()
@@ -130,7 +138,7 @@ def test_a_save_that_loads_as_another_model_is_not_kept(
     changed = "has others for vit.layers.1.attention.q_proj" if large else "differs by"
     match = "q_proj.weight'] did not" if damage == "missing" else changed
     with pytest.raises(ReloadMismatchError, match=match):
-        save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
+        save_slim(slim, tmp_path / "slim", plan=plan, batch=batch, dtype=dtype)
     assert list(tmp_path.iterdir()) == []
 
 

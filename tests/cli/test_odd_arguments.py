@@ -1,15 +1,11 @@
 """Values that no command can use end in a sentence and exit code 2, before anything is loaded."""
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import save_project
-
-from hies_export.cli.arguments import add_recipe, read_recipe
-from hies_export.pipeline.recipe import PruningRecipe
 
 LONG, SURROGATE = "x" * 300, "a\udcff"
 
@@ -84,14 +80,3 @@ def test_numbers_and_texts(command: str, message: str, said: Any) -> None:
 )
 def test_changes_of_a_recipe(change: str, message: str, folder: Path, said: Any) -> None:
     assert message in said("score", folder / "recipe.yaml", "--set", change)
-
-
-def test_values_are_yaml_and_all_are_applied(folder: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_recipe(parser)
-    recipe_file = str(folder / "recipe.yaml")
-    assert read_recipe(parser.parse_args([recipe_file])) == PruningRecipe.from_yaml(recipe_file)
-    changes = ("--set", "prune.budget={heads: 0.25}", "--set", "measure.shapes=[[1, 8]]", "--set", "prune.alpha=auto")
-    recipe = read_recipe(parser.parse_args([recipe_file, *changes, "-o", "elsewhere"]))
-    assert (recipe.prune.budget.heads, recipe.prune.alpha) == (0.25, "auto")
-    assert (recipe.measure.shapes, recipe.output) == (((1, 8),), Path("elsewhere"))

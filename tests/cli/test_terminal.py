@@ -3,12 +3,9 @@
 import io
 import json
 import logging
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,15 +137,3 @@ def test_the_result_is_the_last_line_and_only_when_asked_for(run_command: Callab
     assert run_command(run)[:2] == (0, "a table\n")
     table, result = run_command(run, json=True).out.splitlines()
     assert (table, json.loads(result)) == ("a table", {"heads": 3, "text": "two\nlines"})
-
-
-def test_the_result_is_last_also_in_a_file_which_is_written_in_blocks(tmp_path: Path) -> None:
-    code = """
-from rich.console import Console
-from hies_export.cli.terminal import print_json
-Console().print("a table")
-print_json({"heads": 3})
-"""
-    with (tmp_path / "out").open("w") as file:
-        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
-    assert (tmp_path / "out").read_text() == 'a table\n{"heads": 3}\n'
