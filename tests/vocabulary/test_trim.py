@@ -109,7 +109,7 @@ def test_outputs_are_those_of_the_dense_model_also_when_loaded(name: str, tmp_pa
     state = {key: value.clone() for key, value in model.state_dict().items()}
     trimmed = trim_vocabulary(model, tokenizer, FIRST)
     slim, rows = trimmed.model, list(trimmed.kept.rows)
-    assert slim.config.vocab_size == len(rows) < model.config.vocab_size == len(tokenizer) + 7
+    assert slim.config.vocab_size == len(rows) < model.config.vocab_size
     for text in FIRST[:5]:
         dense_inputs = {"input_ids": torch.tensor([ids(tokenizer, text)])}
         inputs = {"input_ids": torch.tensor([ids(trimmed.processor, text)])}
@@ -135,7 +135,8 @@ def test_outputs_are_those_of_the_dense_model_also_when_loaded(name: str, tmp_pa
     loaded, info = type(slim).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
-    assert all(torch.equal(value, slim.state_dict()[key]) for key, value in loaded.state_dict().items())
+    written = slim.state_dict()
+    assert all(torch.equal(value, written[key]) for key, value in loaded.state_dict().items())
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert [ids(again, text) for text in pages()] == [ids(trimmed.processor, text) for text in pages()]
     assert loaded.get_input_embeddings().padding_idx in (None, again.pad_token_id)
