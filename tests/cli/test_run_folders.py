@@ -93,13 +93,9 @@ def test_bench_takes_the_revision_of_the_dense_model_along(
     record["recipe"] |= {"model": "me/dense", "revision": "half"}
     record["digests"]["model"] = "c0ffee"
     (run / "report.json").write_text(json.dumps(values))
-    fetched: list[tuple[str, str]] = []
-
-    def snapshot(model: str, revision: str) -> Path:
-        fetched.append((model, revision))
-        return ran.parent / "model"
-
-    monkeypatch.setattr("hies_export.report.provenance.fetch", snapshot)
+    fetched: list[Any] = []
+    fetch = "hies_export.report.provenance.fetch"
+    monkeypatch.setattr(fetch, lambda *asked: fetched.append(asked) or ran.parent / "model")
     assert compared(run)[0] == (str(ran.parent / "model"), str(run / "slim"))
     assert fetched == [("me/dense", "c0ffee")]
 
