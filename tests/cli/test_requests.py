@@ -109,15 +109,12 @@ score RECIPE -o model
 export ./none -o out
 export model -o model
 export model -o out --format none
-bench ./none
 bench model ./none
 bench model --runtime none
 bench model --rows none.yaml
 inspect ./none
 inspect none.json
 report none
-report model
-push none a/b
 push model a/b
 apply none.json model -o out
 apply plan.json ./none -o out
