@@ -118,7 +118,7 @@ def trapped(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[P
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("name", TRAPS)
 def test_no_command_runs_it_or_asks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
-    """Transformers, which is told to, runs it at the end: the trap works."""
+    """At the end transformers asks, and runs it: the trap works."""
 
     def refuse(*_: object, **__: object) -> None:
         raise RequestError("not traced in this test")
@@ -142,6 +142,7 @@ def test_no_command_runs_it_or_asks(name: str, tmp_path: Path, monkeypatch: pyte
         assert not written.exists(), command
     assert sys.stdin.read() == "y\n" * 100
     assert any(TRAPS[name][2] in message for message in said)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     with suppress(Exception):  # what is loaded then is no model
         TRAPS[name][1](checkpoint)
     assert written.exists()
