@@ -132,6 +132,13 @@ def test_bad_pruned_heads_are_refused(pruned: dict[str, list[int]], match: str, 
     assert not (tmp_path / "slim").exists()
 
 
+def test_a_model_that_lost_no_heads_loads_as_it_is(tmp_path: Path) -> None:
+    model, batch = bert(), text_batch(labels=False)
+    model.save_pretrained(tmp_path)
+    write_config(tmp_path, {"0": []})
+    assert torch.equal(first_output(hies_export.load(tmp_path), batch), first_output(model, batch))
+
+
 def test_a_tensor_that_is_missing_is_refused(tmp_path: Path) -> None:
     folder = save_pruned(vit(), tmp_path)
     weights = load_file(folder / "model.safetensors")
