@@ -39,34 +39,29 @@ def onnx_run(folder, batch):
     return dict(zip([o.name for o in session.get_outputs()], session.run(None, feed), strict=True))
 
 
+class Processor:
+    def save_pretrained(self, folder):
+        settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<a>"]}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 @pytest.fixture(scope="module")
 def uneven_export(tmp_path_factory):
     torch.manual_seed(0)
     model = cut_bert(bert(num_hidden_layers=2), (3, 1))
     folder = tmp_path_factory.mktemp("uneven") / "onnx"
     # An unpadded batch of one, without token types: the graph must have three inputs and open axes.
-    return model, export_onnx(model, folder, batch=text_batch(1, 9))
+    return model, export_onnx(model, folder, batch=text_batch(1, 9), processor=Processor())
 
 
-@pytest.mark.parametrize("shape", [(1, 9), (1, 2), (2, 9), (3, 17), (9, 9), (5, 32)])
-@pytest.mark.parametrize("padded", [False, True])
-def test_uneven_bert_equals_torch_at_every_shape(uneven_export, shape, padded):
+@pytest.mark.parametrize(("shape", "padded"), [((1, 2), False), ((3, 17), True), ((9, 32), True)])
+def test_uneven_bert_equals_torch_with_mask_and_token_types_at_every_shape(uneven_export, shape, padded):
     model, exported = uneven_export
     batch = text_batch(*shape, padding=padded, labels=False)
     batch["token_type_ids"] = (batch["input_ids"] % 2).contiguous()
     with torch.no_grad():
         want = model(**batch).logits.numpy()
     np.testing.assert_allclose(onnx_run(exported.folder, batch)["logits"], want, atol=1e-5)
-
-
-def test_the_mask_and_the_token_types_reach_the_graph(uneven_export):
-    _, exported = uneven_export
-    plain = {**BATCH, "token_type_ids": torch.zeros(2, 9, dtype=torch.long)}
-    padded = {**plain, "attention_mask": text_batch(2, 9)["attention_mask"]}
-    other = {**plain, "token_type_ids": torch.ones(2, 9, dtype=torch.long)}
-    logits = [onnx_run(exported.folder, batch)["logits"] for batch in (plain, padded, other)]
-    assert np.abs(logits[0][1] - logits[1][1]).max() > 1e-4
-    assert np.abs(logits[0] - logits[2]).max() > 1e-4
 
 
 def test_names_axes_fusions_and_files_are_optimums(uneven_export):
@@ -86,7 +81,13 @@ def test_names_axes_fusions_and_files_are_optimums(uneven_export):
     assert exported.bytes == exported.file.stat().st_size
     weight_bytes = sum(p.numel() * 4 for p in model.parameters())
     assert weight_bytes < exported.bytes < 1.5 * weight_bytes + 50_000
-    assert sorted(path.name for path in exported.folder.iterdir()) == ["config.json", "model.onnx"]
+    assert sorted(path.name for path in exported.folder.iterdir()) == [
+        "config.json",
+        "model.onnx",
+        "tokenizer_config.json",
+    ]
+    settings = json.loads((exported.folder / "tokenizer_config.json").read_text())
+    assert settings == {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<a>"]}
     config = json.loads((exported.folder / "config.json").read_text())
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert config["dtype"] == "float32"
@@ -111,11 +112,10 @@ def test_vit_has_an_open_batch_and_fuses_without_a_sound_and_with_its_weights_be
     weights = exported.folder / "model.onnx_data"
     assert weights.stat().st_size > sum(p.numel() * 4 for p in model.parameters()) * 0.8
     assert exported.bytes == weights.stat().st_size + exported.file.stat().st_size
-    for rows in (1, 3, 16):
-        batch = {"pixel_values": torch.randn(rows, 3, 16, 16)}
-        with torch.no_grad():
-            want = model(**batch).logits.numpy()
-        np.testing.assert_allclose(onnx_run(exported.folder, batch)["logits"], want, atol=1e-5)
+    batch = {"pixel_values": torch.randn(16, 3, 16, 16)}
+    with torch.no_grad():
+        want = model(**batch).logits.numpy()
+    np.testing.assert_allclose(onnx_run(exported.folder, batch)["logits"], want, atol=1e-5)
 
 
 def test_base_model_in_half_precision_from_a_training_model_left_as_found(tmp_path):
@@ -152,7 +152,7 @@ def fake_trace(model, sample, provider):
 def test_a_graph_that_differs_is_a_parity_error_and_nothing_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(export_module, "trace_onnx", fake_trace)
     with pytest.raises(ParityError, match=r"torch has logits \(2, 3\), it has logits \(2, 9\)"):
-        export_onnx(bert(), tmp_path / "onnx", batch=BATCH)
+        export_onnx(bert(num_hidden_layers=1), tmp_path / "onnx", batch=BATCH)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,7 +164,7 @@ def test_exporter_failure_gives_its_reason_in_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(OnnxExporter, "export", refuse)
     with pytest.raises(ExportError, match=r"Bert.*ValueError: unsupported operator long trace$") as caught:
-        export_onnx(bert(), tmp_path / "onnx", batch=BATCH)
+        export_onnx(bert(num_hidden_layers=1), tmp_path / "onnx", batch=BATCH)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert list(tmp_path.iterdir()) == []
 
@@ -179,15 +179,13 @@ def test_a_fixed_axis_is_an_export_error(tmp_path, monkeypatch):
         return original(self, model, sample, config)
 
     monkeypatch.setattr(OnnxExporter, "export", fix_the_batch)
-    with pytest.raises(
-        ExportError, match="axis batch_size of 'pixel_values' must be dynamic, and the trace fixed it at 2"
-    ):
+    with pytest.raises(ExportError, match="axis batch_size of 'pixel_values' must be dynamic, .* fixed it at 2"):
         export_onnx(vit(num_hidden_layers=1), tmp_path / "onnx", batch={"pixel_values": torch.randn(4, 3, 16, 16)})
 
 
 def test_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(export_module, "trace_onnx", None)
-    model, batch = bert(), BATCH
+    model, batch = bert(num_hidden_layers=1), BATCH
     with pytest.raises(OutputExistsError, match="must not exist"):
         export_onnx(model, tmp_path, batch=batch)
     with pytest.raises(RecipeError, match=r"2 problems(.|\n)*got 'tpu'(.|\n)*got 'int4'"):
@@ -210,19 +208,6 @@ def test_refused_before_any_work(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_older_optimum_can_read_the_tokenizer(tmp_path, monkeypatch):
-    class Processor:
-        def save_pretrained(self, folder):
-            settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<a>"]}
-            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-    monkeypatch.setattr(export_module, "trace_onnx", fake_trace)
-    monkeypatch.setattr(export_module, "check_parity", lambda *args: 0.0)
-    exported = export_onnx(bert(), tmp_path / "onnx", batch=BATCH, processor=Processor())
-    settings = json.loads((exported.folder / "tokenizer_config.json").read_text())
-    assert settings == {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<a>"]}
-
-
 def test_compare_outputs():
     want = {"logits": np.array([[1.0, -30.0]], dtype=np.float32), "present": np.array([0.5], dtype=np.float32)}
     near, far = ({**want, "logits": want["logits"] + apart} for apart in (0.02, 0.05))
@@ -230,11 +215,11 @@ def test_compare_outputs():
     # Of every output by itself: what is little beside the logits may be much in the cache.
     cache = {**want, "present": want["present"] + 0.02}
     assert compare_outputs(want, near, label="x", dtype="float32") == pytest.approx(0.02, rel=1e-2)
-    assert compare_outputs(want, far, label="x", dtype="float16") == pytest.approx(0.05, rel=1e-2)
     with pytest.raises(ParityError, match=r"logits .* within 0\.001 .* on x differ by 0\.05, where .* is 30; nothing"):
         compare_outputs(want, far, label="x", dtype="float32")
     with pytest.raises(ParityError, match=r"logits .* within 0\.02 .* differ by inf"):
         compare_outputs(want, lost, label="x", dtype="float16")
+    assert compare_outputs(want, far, label="x", dtype="float16") == pytest.approx(0.05, rel=1e-2)
     with pytest.raises(ParityError, match=r"present .* differ by 0\.02, where the largest number is 0\.5"):
         compare_outputs(want, cache, label="x", dtype="float32")
 

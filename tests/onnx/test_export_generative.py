@@ -1,4 +1,4 @@
-"""Decoders and vision-language models in ONNX, run by hand in ONNX Runtime and compared with one torch forward."""
+"""Decoders in ONNX, run by hand in ONNX Runtime and compared with one forward pass in torch."""
 
 import copy
 import gc
@@ -12,22 +12,18 @@ import onnx_ir
 import onnxruntime
 import pytest
 import torch
-import transformers
-from support.cuts import random_cut, random_neurons
-from support.exported import TEXT, VISION, endless_llama, endless_llava, padded_prompts
+from support.cuts import random_cut
+from support.exported import TEXT, endless_llama, padded_prompts
 from support.families import architecture, decoder
 from support.models import causal_lm
-from support.tolerance import assert_near
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
-import hies_export
-from hies_export import OnnxGenerator, find_modules, masked_units, prune_units
-from hies_export.errors import DataError, ExportError, ParityError, RequestError, UnsupportedModelError
+from hies_export import OnnxGenerator
+from hies_export.errors import ExportError, ParityError, RequestError
 from hies_export.forms.formats import Export
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import parity
 from hies_export.forms.onnx.export import check_traceable, export_onnx
-from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.forms.onnx.parity import _real_tokens, check_generation, compare_outputs
 from hies_export.forms.onnx.rewrites import share_tied_weights
 
@@ -49,8 +45,7 @@ def cache_heads(model: PreTrainedModel) -> list[int]:
     return [layer.self_attn.k_proj.out_features // 8 for layer in model.model.layers]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-@pytest.mark.parametrize("pieces", [(12,), (9, 1, 1, 1), (5, 4, 1, 2), (1,) * 12], ids=str)
+@pytest.mark.parametrize(("rows", "pieces"), [(1, (12,)), (4, (5, 4, 1, 2)), (2, (1,) * 12)], ids=str)
 def test_an_uneven_decoder_equals_torch_in_any_pieces(
     uneven: tuple[PreTrainedModel, Export], rows: int, pieces: tuple[int, ...]
 ) -> None:
@@ -197,7 +192,9 @@ def test_rows_are_compared_in_groups_and_none_is_left_out(
         check_generation(exported.folder, lambda: other, {"x": batch}, "float32")
 
 
-def test_no_copy_of_the_weights_is_in_memory_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_of_the_weights_is_in_memory_beside_the_graph(
+    uneven: tuple[PreTrainedModel, Export], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A graph of a model in half precision is traced from one copy in float32, and compared with another."""
     copies, held, load = [], [], OnnxGenerator.from_folder
 
@@ -215,8 +212,10 @@ def test_no_copy_of_the_weights_is_in_memory_beside_the_graph(tmp_path: Path, mo
     float32_copy = export_module._float32_copy
     monkeypatch.setattr(export_module, "_float32_copy", copied)
     monkeypatch.setattr(export_module, "_traceable_copy", lambda reference, *_: reference)
+    monkeypatch.setattr(export_module, "trace_decoder", lambda *_: onnx_ir.load(uneven[1].file))
+    monkeypatch.setattr(parity, "compare_outputs", lambda *_, **__: 0.0)
     monkeypatch.setattr(OnnxGenerator, "from_folder", from_folder)
-    export_onnx(causal_lm().bfloat16(), tmp_path / "onnx", batch={"input_ids": torch.randint(3, 32, (2, 8))})
+    export_onnx(copy.deepcopy(uneven[0]).bfloat16(), tmp_path / "onnx", batch=padded_prompts())
     assert (len(copies), held) == (2, [0])
 
 
@@ -231,28 +230,8 @@ def test_padding_is_not_compared_and_of_a_window_the_end() -> None:
     with pytest.raises(ParityError, match="differ by 1"):
         compare_outputs(*_real_tokens(want, got, mask), label="x", dtype="float32")
     short = {"logits": want["logits"], "present.0.key": got["present.0.key"][:, :, :1]}
-    with pytest.raises(
-        ParityError, match=r"torch has .*\(2, 1, 2, 4\), it has .*\(2, 1, 1, 4\)|outputs must be torch's"
-    ):
+    with pytest.raises(ParityError, match=r"torch has .*\(2, 1, 2, 4\).* it has .*\(2, 1, 1, 4\)"):
         compare_outputs(*_real_tokens(want, short, mask), label="x", dtype="float32")
-
-
-def repaired(text: str, weights: dict[str, np.ndarray], repair) -> tuple[onnx_ir.Model, list[str]]:
-    """A graph with weights, repaired; its operators."""
-    program = onnx_ir.from_proto(onnx.parser.parse_model(text))
-    for name, array in weights.items():
-        value = next(v for node in program.graph for v in node.inputs if v is not None and v.name == name)
-        program.graph.inputs.remove(value)
-        value.const_value = onnx_ir.tensor(array)
-        program.graph.register_initializer(value)
-    repair(program)
-    return program, [node.op_type for node in program.graph]
-
-
-def run_program(program: onnx_ir.Model, **feed: np.ndarray) -> np.ndarray:
-    proto = onnx_ir.to_proto(program)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, feed)[0]
 
 
 def test_an_output_layer_tied_to_the_embeddings_reads_them() -> None:
@@ -269,108 +248,18 @@ def test_an_output_layer_tied_to_the_embeddings_reads_them() -> None:
     random = np.random.default_rng(0)
     table, other = (random.normal(size=shape).astype(np.float32) for shape in ((7, 4), (4, 7)))
     weights = {"table": table, "head": table.T.copy(), "head_again": table.T.copy(), "other": other}
-    program, operators = repaired(text, weights, share_tied_weights)
-    assert operators == ["Gather", "FusedMatMul", "FusedMatMul", "MatMul", "Add", "Add"]
+    program = onnx_ir.from_proto(onnx.parser.parse_model(text))
+    for name, array in weights.items():
+        value = next(v for node in program.graph for v in node.inputs if v is not None and v.name == name)
+        program.graph.inputs.remove(value)
+        value.const_value = onnx_ir.tensor(array)
+        program.graph.register_initializer(value)
+    share_tied_weights(program)
+    assert [node.op_type for node in program.graph] == ["Gather", "FusedMatMul", "FusedMatMul", "MatMul", "Add", "Add"]
     assert set(program.graph.initializers) == {"table", "other"}
     ids = np.array([[1, 6], [0, 3]])
-    np.testing.assert_allclose(run_program(program, ids=ids), table[ids] @ (1.5 * table.T + other), atol=1e-5)
-
-
-def cut_in_both_towers(folder: Path) -> PreTrainedModel:
-    """Return `endless_llava` without some heads and neurons of both towers, saved and loaded again."""
-    dense = endless_llava()
-    batch = image_text_batch(dense)
-    modules = find_modules(dense, batch, kinds=("attention", "mlp"))
-    selection = random_neurons(modules, uniform=False, seed=2)
-    lost = {("vision" in m.name, m.kind) for m in modules if selection[m.name].removed}
-    assert len(lost) == 4  # heads and neurons, of both towers
-    slim = prune_units(dense, selection, modules)
-    slim.save_pretrained(folder)
-    with torch.no_grad(), masked_units(dense, selection, modules):
-        masked = dense(**batch).logits
-    with torch.no_grad():
-        torch.testing.assert_close(slim(**batch).logits, masked, atol=1e-5, rtol=1e-4)
-        loaded = hies_export.load(folder)
-        assert_near(loaded(**batch).logits, slim(**batch).logits)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def exported_llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Export]:
-    torch.manual_seed(0)
-    model = cut_in_both_towers(tmp_path_factory.mktemp("slim"))
-    batch = image_text_batch(model, batch=1)
-    return model, export_onnx(model, tmp_path_factory.mktemp("llava") / "onnx", batch=batch)
-
-
-def test_a_vision_language_model_in_parts(exported_llava: tuple[PreTrainedModel, Export]) -> None:
-    model, exported = exported_llava
-    parts = ("vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx")
-    assert exported.files == parts
-    assert exported.file.name == parts[2]
-    assert exported.inputs[:3] == ("inputs_embeds", "attention_mask", "position_ids")
-    assert exported.max_abs < 1e-4
-    assert exported.bytes == sum((exported.folder / name).stat().st_size for name in parts)
-    assert exported.bytes < sum(p.numel() * 4 for p in model.parameters()) + 60_000
-    # Each part by hand; the image features against the modules themselves, not against get_image_features.
-    vision, embed = (
-        onnxruntime.InferenceSession(str(exported.folder / name), providers=["CPUExecutionProvider"])
-        for name in parts[:2]
-    )
-    for images in (1, 3):
-        pixels = torch.randn(images, 3, 16, 16)
-        with torch.no_grad():
-            hidden = model.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-2][:, 1:]
-            want = model.model.multi_modal_projector(hidden).numpy()
-        np.testing.assert_allclose(vision.run(["image_features"], {"pixel_values": pixels.numpy()})[0], want, atol=1e-4)
-    ids = torch.randint(0, 99, (3, 5))
-    want = model.get_input_embeddings()(ids).detach().numpy()
-    np.testing.assert_array_equal(embed.run(["inputs_embeds"], {"input_ids": ids.numpy()})[0], want)
-
-
-def test_image_and_text_generate_as_in_torch(exported_llava: tuple[PreTrainedModel, Export]) -> None:
-    model, exported = exported_llava
-    batch = image_text_batch(model, batch=3, text=6, seed=1)
-    # Rows of different length: the first keeps three tokens that the others have as padding.
-    front = torch.tensor([[5, 6, 7], [0, 0, 0], [0, 0, 8]])
-    batch["input_ids"] = torch.cat([front, batch["input_ids"]], dim=1)
-    batch["attention_mask"] = (batch["input_ids"] != 0).long()
-    generator = OnnxGenerator.from_folder(exported.folder)
-    for rows in (slice(None), slice(0, 1)):
-        some = {name: tensor[rows] for name, tensor in batch.items()}
-        want = model.generate(**some, max_new_tokens=12, do_sample=False)
-        assert generator.generate(**some, max_new_tokens=12).tolist() == want.tolist()
-    other = generator.generate(**(batch | {"pixel_values": -batch["pixel_values"]}), max_new_tokens=12)
-    assert other.tolist() != generator.generate(**batch, max_new_tokens=12).tolist()
-    text = padded_prompts()
-    want = model.generate(**text, max_new_tokens=6, do_sample=False)
-    assert generator.generate(**text, max_new_tokens=6).tolist() == want.tolist()
-
-
-def test_images_that_cannot_be_exported_are_refused_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export_module, "trace_vision_language", None)
-    model = endless_llava()
-    batch = image_text_batch(model)
-
-    def refused(error: type[Exception], match: str, model: PreTrainedModel = model, **changed: object) -> None:
-        given = {name: value for name, value in (batch | changed).items() if value is not None}
-        with pytest.raises(error, match=match):
-            export_onnx(model, tmp_path / "onnx", batch=given)
-
-    refused(DataError, "must have 4 image tokens .id 99. per image, 8 in all, got 0", input_ids=torch.ones(2, 9).long())
-    refused(DataError, "per image, 16 in all, got 8", pixel_values=torch.randn(4, 3, 16, 16))
-    text = transformers.Gemma3TextConfig(**TEXT, head_dim=8)
-    vision = transformers.SiglipVisionConfig(**VISION)
-    both = transformers.Gemma3Config(
-        vision_config=vision, text_config=text, image_token_index=99, boi_token_index=97, eoi_token_index=98
-    )
-    gemma3 = transformers.Gemma3ForConditionalGeneration(both)
-    refused(UnsupportedModelError, "Gemma3ForConditionalGeneration tells them apart by token_type_ids", model=gemma3)
-    model.model.multi_modal_projector.forward = lambda states: states[0]
-    refused(UnsupportedModelError, r"its projector returns shape \(4, 16\)")
-    assert list(tmp_path.iterdir()) == []
+    session = onnxruntime.InferenceSession(onnx_ir.to_proto(program).SerializeToString())
+    np.testing.assert_allclose(session.run(None, {"ids": ids})[0], table[ids] @ (1.5 * table.T + other), atol=1e-5)
 
 
 PROMPTS = {"input_ids": torch.arange(3, 19).view(2, 8)}

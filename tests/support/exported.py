@@ -1,10 +1,18 @@
 """Models that are exported to ONNX with their cache, and prompts for them."""
 
+import tokenizers
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from support.families import SMALL, decoder
-from support.models import shake
+from support.models import WORDS, shake
 
 TEXT = SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 3, "bos_token_id": 1, "eos_token_id": None}
 VISION = {
@@ -38,3 +46,14 @@ def padded_prompts(rows: int = 3, length: int = 9) -> dict[str, torch.Tensor]:
         mask[row, : 2 * row] = 0
         ids[row, : 2 * row] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def prompt_tokenizer(pad_token: str | None = "<pad>") -> PreTrainedTokenizerFast:
+    """Return a tokenizer of ten words, and of an image token with the id that `endless_llava` expects."""
+    names = ["<pad>", "<s>", "</s>", "<unk>", *WORDS]
+    names += [f"w{i}" for i in range(len(names), 99)] + ["<image>"]
+    vocabulary = tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>")
+    backend = tokenizers.Tokenizer(vocabulary)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": pad_token, "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=["<image>"], **special)
