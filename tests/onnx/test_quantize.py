@@ -14,12 +14,12 @@ import pytest
 import torch
 from support.models import bert as tiny_bert
 from support.models import cut_bert, llava
+from support.runs import hies
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from hies_export import HiesError, OnnxGenerator, OutputExistsError, ParityError, RequestError, load, prune
+from hies_export import OnnxGenerator, OutputExistsError, ParityError, RequestError, load, prune
 from hies_export.calibrate.moments import Spread
-from hies_export.cli.main import main
-from hies_export.forms.formats import Export, Given, export_options
+from hies_export.forms.formats import Export, Given, add_graphs, export_options
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import quantize as quantize_module
 from hies_export.forms.onnx.export import export_onnx
@@ -42,9 +42,9 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(0, 200, (4, 12), generator=generator), "attention_mask": mask}
 
 
-def encoder(layers: int = 2) -> BertForSequenceClassification:
+def encoder() -> BertForSequenceClassification:
     torch.manual_seed(0)
-    shape = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192, "num_hidden_layers": layers}
+    shape = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192, "num_hidden_layers": 1}
     config = BertConfig(**shape, vocab_size=200, max_position_embeddings=32, num_labels=3, initializer_range=0.2)
     return BertForSequenceClassification(config).eval()
 
@@ -52,14 +52,14 @@ def encoder(layers: int = 2) -> BertForSequenceClassification:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense") / "model"
-    encoder(1).save_pretrained(folder)
+    encoder().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, batch: dict[str, torch.Tensor]) -> Export:
-    model = cut_bert(encoder(), (8, 5))
-    return export_onnx(model, tmp_path_factory.mktemp("float") / "onnx", batch=batch)
+    """The layers of its attention, cut to 5 of 8 heads, are too small for 8 bits: 128 x 80."""
+    return export_onnx(cut_bert(encoder(), [5]), tmp_path_factory.mktemp("float") / "onnx", batch=batch)
 
 
 def logits(file: Path, batch: dict[str, torch.Tensor]) -> np.ndarray:
@@ -80,11 +80,10 @@ def test_a_folder_has_optimums_names_and_gives_nearly_the_same(
     assert found.bytes == found.file.stat().st_size < 0.65 * exported.bytes
     settings = json.loads((found.folder / "ort_config.json").read_text())["quantization"]
     assert (settings["per_channel"], settings["weights_dtype"], settings["is_static"]) == (True, "QInt8", False)
-    # The layers of attention cut to 5 of 8 heads are 128 x 80; pooler and blocks are larger, the classifier is not.
-    assert (found.how.quantize, found.facts["layers"]) == ("int8", {"int8": 9, "float32": 5})
+    # Both layers of the block and the pooler are in 8 bits, the classifier is not.
+    assert (found.how.quantize, found.facts["layers"]) == ("int8", {"int8": 3, "float32": 5})
     kinds = Counter(node.op_type for node in onnx.load(found.file).graph.node)
-    # Queries, keys and values of the other attention are one product.
-    assert (kinds["MatMulIntegerToFloat"], kinds["MatMul"] + kinds["Gemm"]) == (7, 5)
+    assert (kinds["MatMulIntegerToFloat"], kinds["MatMul"] + kinds["Gemm"]) == (3, 5)
     one, two = logits(exported.file, batch), logits(found.file, batch)
     assert found.max_abs == pytest.approx(np.abs(one - two).max(), rel=1e-3)
     assert 0 < np.sqrt(np.mean((one - two) ** 2)) < 0.1 * np.sqrt(np.mean(one**2))
@@ -93,56 +92,66 @@ def test_a_folder_has_optimums_names_and_gives_nearly_the_same(
 def test_the_command_and_the_result_of_prune_write_the_same_folder(
     checkpoint: Path, batch: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(checkpoint), "--quantize", "int8", "-o", str(tmp_path / "one"), "--json"]) == 0
+    assert hies("export", checkpoint, "--quantize", "int8", "-o", tmp_path / "one", "--json") == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["quantize"], summary["layers"]) == ("int8", {"int8": 7, "float32": 1})
-    assert main(["bench", str(tmp_path / "one"), str(tmp_path / "one"), "--shape", "1x8", "--repeats", "2"]) == 0
-    result = prune(load(checkpoint), [batch] * 4, budget={"heads": 0.25}, min_heads=4)
+    # Queries, keys and values are one product.
+    kinds = Counter(node.op_type for node in onnx.load(tmp_path / "one" / "model_quantized.onnx").graph.node)
+    assert kinds["MatMulIntegerToFloat"] == 5
+    assert hies("bench", tmp_path / "one", tmp_path / "one", "--shape", "1x8", "--repeats", "2") == 0
+    result = prune(load(checkpoint), [batch] * 4, budget={"heads": 0.25}, min_heads=4, criterion="l2")
     found = result.export_onnx(tmp_path / "two", quantize="int8")
     assert found.how.quantize == "int8"
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
-    for other in (["--provider", "cuda"], ["--dtype", "float16"]):
-        assert main(["export", str(checkpoint), "--quantize", "int8", *other, "-o", str(tmp_path / "three")]) == 2
-        assert "quantize: int8 needs provider: cpu and dtype: float32" in capsys.readouterr().err
     with pytest.raises(RequestError, match="got cpu and float16"):
         result.export_onnx(tmp_path / "three", quantize="int8", dtype="float16")
     assert not (tmp_path / "three").exists()
-    arguments = ["export", str(checkpoint), "--quantize", "int8", "--format", "gguf", "-o", str(tmp_path / "three")]
-    assert main(arguments) == 2
-    assert "--quantize is for --format onnx, got int8; give gguf --dtype q8_0 or q4_0" in capsys.readouterr().err
-    config = json.loads((checkpoint / "config.json").read_text())
-    quantised = shutil.copytree(checkpoint, tmp_path / "gptq")
-    (quantised / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    )
-    assert main(["export", str(quantised), "--quantize", "int8", "-o", str(tmp_path / "three")]) == 2
-    assert "gptq is quantised; give the checkpoint that it was made from" in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "three").exists()
 
 
-@pytest.mark.parametrize("limit", [1000, 2**31], ids=["more than protobuf holds", "as much"])
+@pytest.mark.parametrize(
+    ("options", "quantised", "said"),
+    [
+        (["--provider", "cuda"], {}, "quantize: int8 needs provider: cpu and dtype: float32"),
+        (["--dtype", "float16"], {}, "quantize: int8 needs provider: cpu and dtype: float32"),
+        (["--format", "gguf"], {}, "--quantize is for --format onnx, got int8; give gguf --dtype q8_0 or q4_0"),
+        ([], {"quant_method": "gptq", "bits": 4}, "gptq is quantised; give the checkpoint that it was made from"),
+    ],
+    ids=["provider", "dtype", "format", "checkpoint"],
+)
+def test_what_the_command_refuses(
+    options: list[str],
+    quantised: dict[str, Any],
+    said: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = shutil.copytree(checkpoint, tmp_path / "model")
+    if quantised:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    assert hies("export", source, "--quantize", "int8", *options, "-o", tmp_path / "out") == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_weights_beside_the_float32_graph_come_along(
-    limit: int, batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A float32 graph of more than 2 GB has them there."""
+    """A float32 graph of more than 2 GB has them there, and one in 8 bits may have them or not."""
     monkeypatch.setattr(export_module, "INSIDE_BYTES", 1000)
-    exported = export_onnx(encoder(1), tmp_path / "onnx", batch=batch)
+    exported = export_onnx(encoder(), tmp_path / "onnx", batch=batch)
     assert (exported.folder / "model.onnx_data").is_file()
-    monkeypatch.setattr(export_module, "INSIDE_BYTES", limit)
-    found = quantize_onnx(exported, tmp_path / "onnx-int8", batch=batch)
+    found = []
+    for limit in (1000, 2**31):
+        monkeypatch.setattr(export_module, "INSIDE_BYTES", limit)
+        found.append(quantize_onnx(exported, tmp_path / f"int8-{limit}", batch=batch))
     shutil.rmtree(exported.folder)
-    assert np.isfinite(logits(found.file, batch)).all()
-    files = [path for path in found.folder.iterdir() if path.name.startswith("model")]
-    assert len(files) == 1 + (limit == 1000)
-    assert found.bytes == sum(path.stat().st_size for path in files)
-
-
-def test_the_export_that_is_quantised_is_not_replaced(
-    exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    copied = replace(exported, folder=shutil.copytree(exported.folder, tmp_path / "onnx"))
-    with pytest.raises(OutputExistsError, match="must not delete what is read, but the output folder .* is the export"):
-        quantize_onnx(copied, copied.folder, batch=batch, overwrite=True)
+    for one, count in zip(found, (2, 1), strict=True):
+        assert np.isfinite(logits(one.file, batch)).all()
+        files = [path for path in one.folder.iterdir() if path.name.startswith("model")]
+        assert len(files) == count
+        assert one.bytes == sum(path.stat().st_size for path in files)
 
 
 @pytest.fixture(scope="module")
@@ -243,37 +252,37 @@ def test_a_bias_keeps_the_mean_output_of_every_layer() -> None:
     assert np.abs((x @ rounded - x @ matrix).mean(0)).max() > 1e-3
 
 
-def test_models_of_small_layers_of_several_graphs_and_for_gpus_are_refused(
+def test_what_has_no_form_in_fewer_bits_is_refused(
     exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    small = {"input_ids": batch["input_ids"] % 50, "attention_mask": batch["attention_mask"]}
     too_small = "needs a linear layer of 16,384 weights or more, but all are smaller"
-    with pytest.raises(RequestError, match=too_small):
-        export_in_bits(tiny_bert(), tmp_path / "out", export_options(quantize="int8"), Given(small))
+    for model, bits, said in (
+        (tiny_bert(), "int8", too_small),
+        (encoder(), "int4", "int4 is for models that generate.* got an encoder; use int8"),
+        (llava(), "int8", "needs a single graph, got a vision-language model; leave it out"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            export_in_bits(model, tmp_path / "out", export_options(quantize=bits), Given(batch))
     with pytest.raises(RequestError, match=too_small):
         check_quantizable(tiny_bert(vocab_size=2**14), "int8")
-    with pytest.raises(RequestError, match="int4 is for models that generate.* got an encoder; use int8"):
-        export_in_bits(encoder(), tmp_path / "out", export_options(quantize="int4"), Given(small))
     for provider, dtype in (("cuda", "float32"), ("cpu", "float16")):
         elsewhere = replace(exported, how=export_options(provider=provider, dtype=dtype))
         with pytest.raises(RequestError, match=f"provider: cpu and dtype: float32, got {provider} and {dtype}"):
             quantize_onnx(elsewhere, tmp_path / "out", batch=batch)
-    with pytest.raises(RequestError, match="needs a single graph, got a vision-language model; leave it out"):
-        export_in_bits(llava(), tmp_path / "out", export_options(quantize="int8"), Given(small))
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_folder_and_a_graph_too_far_away_are_refused(
+def test_an_existing_folder_the_export_itself_and_a_graph_too_far_away_are_refused(
     exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "file").touch()
-    with pytest.raises(OutputExistsError, match="there"):
-        quantize_onnx(exported, tmp_path / "there", batch=batch)
+    copied = replace(exported, folder=shutil.copytree(exported.folder, tmp_path / "onnx"))
+    with pytest.raises(OutputExistsError, match="onnx"):
+        quantize_onnx(exported, copied.folder, batch=batch)
+    with pytest.raises(OutputExistsError, match="must not delete what is read, but the output folder .* is the export"):
+        quantize_onnx(copied, copied.folder, batch=batch, overwrite=True)
     monkeypatch.setattr(quantize_module, "FEWER_BITS", 1e-4)
-    with pytest.raises(ParityError, match="logits are .* away from .* nothing was kept") as refused:
+    with pytest.raises(ParityError, match="logits are .* away from .* nothing was kept"):
         quantize_onnx(exported, tmp_path / "out", batch=batch)
-    assert isinstance(refused.value, HiesError)
     assert not (tmp_path / "out").exists()
 
 
@@ -296,3 +305,20 @@ def test_graphs_are_compared_at_real_tokens(name: str, shape: tuple[int, ...], p
     other[name][1] = 9.0
     with pytest.raises(ParityError, match=f"its {name} are"):
         largest_difference(dense, other, batch)
+
+
+def test_beside_a_checkpoint_weights_keep_their_name_and_the_graph_has_those_of_the_hub(tmp_path: Path) -> None:
+    source, checkpoint = tmp_path / "onnx-int8", tmp_path / "slim"
+    source.mkdir()
+    checkpoint.mkdir()
+    (source / "model_quantized.onnx").write_text("graph")
+    (source / "model_quantized.onnx_data").write_text("weights")
+    file = source / "model_quantized.onnx"
+    export = Export("onnx", source, file, (file.name,), 5, export_options(quantize="int8"))
+    add_graphs([export], checkpoint)
+    assert {file.name: file.read_text() for file in (checkpoint / "onnx").iterdir()} == {
+        "model_quantized.onnx": "graph",
+        "model_qint8_avx512_vnni.onnx": "graph",
+        "model_quantized.onnx_data": "weights",
+    }
+    assert (source / "model_quantized.onnx").read_text() == "graph"

@@ -140,7 +140,7 @@ def test_a_search_does_not_trace_its_further_cuts(
 ) -> None:
     model, batch, traces = learned
     predict = predictor(Exporter(ExportSection(), Given(batch, traces=traces)), runtime, bits)
-    for slim in (model, *cuts(model, batch, 3)):
+    for slim in (model, cuts(model, batch, 2)[1]):
         with torch.no_grad():
             want = slim(**batch).logits
         torch.testing.assert_close(
