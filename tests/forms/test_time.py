@@ -151,9 +151,6 @@ def test_impossible_timings(clock):
         compare_latency(dense, slim, batch=BATCH, repeats=0, warmup=-1, min_seconds=-2)
     with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 4 threads"):
         compare_latency(dense, Fake(clock, "S", [1.0], threads=4), batch=BATCH)
-    slim.cuda_graph = True
-    with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 2 threads, as a CUDA gra"):
-        compare_latency(dense, slim, batch=BATCH)
 
 
 def test_a_cuda_graph_that_is_given_up_in_the_first_run_is_not_compared_with_one(clock):
@@ -170,8 +167,8 @@ def test_a_cuda_graph_that_is_given_up_in_the_first_run_is_not_compared_with_one
         compare_latency(dense, slim, batch=BATCH)
 
 
-def naive_interval(base_ms, other_ms, draws, seed, *, total=False):
-    """Loads, drawn one at a time, and in each the copies of the base and the rounds."""
+def naive_intervals(base_ms, other_ms, draws, seed):
+    """Of the median ratio and of that of totals: loads, drawn one at a time, in each the base's copies and rounds."""
     random, found = np.random.default_rng(seed), []
     for _ in range(draws):
         slim, dense = [], []
@@ -181,8 +178,8 @@ def naive_interval(base_ms, other_ms, draws, seed, *, total=False):
             rounds = random.integers(len(other), size=len(other))
             slim.append(other[rounds])
             dense.append(base[rounds][:, copies].mean(axis=1))
-        found.append(np.sum(slim) / np.sum(dense) if total else np.median(np.divide(slim, dense)))
-    return np.percentile(found, (2.5, 97.5)).tolist()
+        found.append((np.median(np.divide(slim, dense)), np.sum(slim) / np.sum(dense)))
+    return np.percentile(found, (2.5, 97.5), axis=0).T.tolist()
 
 
 @pytest.mark.parametrize("loads", [1, 4])
@@ -192,28 +189,17 @@ def test_the_interval_equals_a_naive_bootstrap_over_loads_copies_and_rounds(load
     base = [10 * (1 + 0.03 * random.standard_normal((1, 2))) + 0.2 * random.standard_normal((12, 2))] * loads
     base = [times * (1 + 0.03 * random.standard_normal()) for times in base]
     other = [8 * (1 + 0.03 * random.standard_normal()) + 0.2 * random.standard_normal(12) for _ in range(loads)]
+    of_median, of_totals = naive_intervals(base, other, 3000, 1)
     ratio, *ends = ratio_with_interval(base, other)
-    assert ends == pytest.approx(naive_interval(base, other, 3000, 1), rel=4e-3)
+    assert ends == pytest.approx(of_median, rel=4e-3)
     assert ratio == np.median(np.concatenate([o / b.mean(axis=1) for o, b in zip(other, base, strict=True)]))
     ratio, *ends = ratio_with_interval(base, other, total=True)
-    assert ends == pytest.approx(naive_interval(base, other, 3000, 1, total=True), rel=4e-3)
+    assert ends == pytest.approx(of_totals, rel=4e-3)
     assert ratio == pytest.approx(np.sum(other) / np.mean(base, axis=-1).sum())
 
 
-def test_one_copy_loaded_once_has_the_bootstrap_of_scipy():
-    from scipy.stats import bootstrap
-
-    base, other = np.random.default_rng(0).uniform(1, 2, (2, 30))
-    options = {"method": "percentile", "n_resamples": 20_000, "rng": np.random.default_rng(1)}
-    independent = bootstrap((other / base,), np.median, **options).confidence_interval
-    _, *ends = ratio_with_interval([base[:, None]], [other])
-    assert ends == pytest.approx([independent.low, independent.high], abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("loads", "at_least", "at_most", "total"), [(1, 0.0, 0.7, False), (5, 0.88, 1.0, True), (5, 0.88, 1.0, False)]
-)
-def test_only_with_several_loads_intervals_hold_what_the_next_load_gives(loads, at_least, at_most, total):
+@pytest.mark.parametrize(("loads", "at_least", "at_most"), [(1, 0.0, 0.7), (5, 0.85, 1.0)])
+def test_only_with_several_loads_intervals_hold_what_the_next_load_gives(loads, at_least, at_most):
     """Copies that differ by 1.6 % and rounds by 1 %, as measured of ONNX Runtime on the CPU; 30 rounds in all."""
     random = np.random.default_rng(11)
 
@@ -222,10 +208,10 @@ def test_only_with_several_loads_intervals_hold_what_the_next_load_gives(loads, 
         for _ in range(loads):
             copies = np.array([10, 8, 10]) * (1 + 0.016 * random.standard_normal(3))
             times.append(copies * (1 + 0.01 * random.standard_normal((30 // loads, 3))))
-        _, low, high = ratio_with_interval([t[:, [0, 2]] for t in times], [t[:, 1] for t in times], total=total)
+        _, low, high = ratio_with_interval([t[:, [0, 2]] for t in times], [t[:, 1] for t in times])
         return low <= 0.8 <= high
 
-    assert at_least <= np.mean([holds() for _ in range(200)]) <= at_most
+    assert at_least <= np.mean([holds() for _ in range(100)]) <= at_most
 
 
 def test_loads_of_unequal_length_count_alike():
@@ -356,28 +342,42 @@ def test_every_model_runs_equally_often_after_each_other(count: int) -> None:
     assert again == dict.fromkeys(range(count), 1 if count > 1 else 2)
 
 
-class Compiling(Runtime):
-    """Take a while for every new shape, as a runtime does that compiles kernels for it, and the same time after."""
+class Told(Runtime):
+    """A model that computes nothing, and took as many milliseconds as its source says."""
 
-    provider, dtype, threads = "fake", "float32", 2
+    provider, dtype = "told", "float32"
 
-    def __init__(self, source: tuple[float, float], *, threads: int):
-        self.milliseconds, self.first = source
-        self.shapes: set[tuple[int, ...]] = set()
+    def __init__(self, source: Any, *, threads: int):
+        self.source, self.threads = source, threads
 
     def prepare(self, batch: Any) -> Any:
-        return tuple(batch["input_ids"].shape)
+        return batch
 
     def run(self, feed: Any) -> Any:
-        self.shapes.add(feed)
+        return feed
 
     def time_ns(self, feed: Any) -> int:
-        new = feed not in self.shapes
-        self.run(feed)
-        return round(1e6 * (self.milliseconds * feed[1] + (self.first if new else 0)))
+        return int(self.source * 1e6)
 
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         return {}
+
+
+class Compiling(Told):
+    """Take a while for every new shape, as a runtime does that compiles kernels for it, and the same time after."""
+
+    def __init__(self, source: tuple[float, float], *, threads: int):
+        super().__init__(source, threads=threads)
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def run(self, feed: Any) -> Any:
+        self.shapes.add(tuple(feed["input_ids"].shape))
+
+    def time_ns(self, feed: Any) -> int:
+        shape, (per_token, first) = tuple(feed["input_ids"].shape), self.source
+        new = shape not in self.shapes
+        self.run(feed)
+        return round(1e6 * (per_token * shape[1] + (first if new else 0)))
 
 
 @pytest.mark.parametrize("count", [1, 7, 100])
@@ -401,33 +401,12 @@ def test_rows_are_run_through_and_the_first_run_of_a_shape_is_not_timed(
     assert (row.flops_ratio, row.realised, row.dense_p90_ms, row.tokens_per_second) == (None, None, None, None)
 
 
-class Fixed(Compiling):
-    """A model of known times: the source is its milliseconds."""
-
-    provider, dtype = "clock", "float32"
-
-    def __init__(self, source: Any, *, threads: int):
-        self.threads, self.source = threads, source
-
-    def prepare(self, batch: Any) -> Any:
-        return batch
-
-    def time_ns(self, feed: Any) -> int:
-        return int(self.source * 1e6)
-
-    def run(self, feed: Any) -> Any:
-        return feed
-
-    def fetch(self, result: Any) -> dict[str, np.ndarray]:
-        return {"logits": np.zeros(1)}
-
-
 def test_forms_on_several_runtimes_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other(Fixed):
+    class Other(Told):
         provider = "another clock"
         loads = 3
 
-    for name, of in (("one", Fixed), ("two", Other)):
+    for name, of in (("one", Told), ("two", Other)):
         monkeypatch.setitem(RUNTIMES, name, of)
     forms = [Form("", name, source) for name, source in (("one", 8.0), ("one", 4.0), ("two", 2.0), ("two", 1.0))]
     timed = time(forms, {(1, 8): [{}]}, repeats=8)
@@ -440,65 +419,40 @@ def test_forms_on_several_runtimes_are_compared_with_the_first(monkeypatch: pyte
     assert (alone.ms, alone.ratio, alone.repeats) == (8.0, 1.0, 10)
 
 
-SPEED = {"dense": 10.0, "slim": 8.0, "int8": 4.0}
+class Recorded(Told):
+    """Times of a list that the number of the copy decides, in ms for 40 tokens; copies differ by 1.6 %."""
 
-
-class Recorded(Runtime):
-    """Times of a list that the number of the copy decides, in ms for 40 tokens."""
-
-    provider, dtype = "list", "float32"
+    loads = 5
     number: Any
-    apart = 0.0  # standard deviation of copies
 
     def __init__(self, source: Any, *, threads: int):
-        self.threads = threads
+        super().__init__(source, threads=threads)
         self.random = np.random.default_rng(next(type(self).number))
-        self.speed = SPEED[source] * (1 + self.apart * self.random.standard_normal())
-
-    def prepare(self, batch: Any) -> Any:
-        return batch["input_ids"].shape[1] / 40
-
-    def run(self, feed: Any) -> Any:
-        return None
+        self.speed = source * (1 + 0.016 * self.random.standard_normal())
 
     def time_ns(self, feed: Any) -> int:
-        return round(1e6 * self.speed * feed * (1 + 0.01 * self.random.standard_normal()))
-
-    def fetch(self, result: Any) -> dict[str, np.ndarray]:
-        return {}
-
-
-def recorded(
-    monkeypatch: pytest.MonkeyPatch, what: str, loads: int, apart: float, *names: str, first: int = 0
-) -> list[Timed]:
-    for name, value in (("loads", loads), ("apart", apart), ("number", itertools.count(first))):
-        monkeypatch.setattr(Recorded, name, value, raising=False)
-    monkeypatch.setitem(RUNTIMES, "recorded", Recorded)
-    lengths = np.random.default_rng(7).integers(5, 60, 96) if what == "rows" else [40]
-    batches = [{"input_ids": torch.zeros(8, int(length), dtype=torch.int64)} for length in lengths]
-    forms: list[Any] = [Form(name, "recorded", name) for name in names]  # type: ignore[arg-type]
-    return time(forms, rows_by_shape({8: batches}) if what == "rows" else {(8, 40): batches}, repeats=30)
+        tokens = feed["input_ids"].shape[1]
+        return round(1e6 * self.speed * tokens / 40 * (1 + 0.01 * self.random.standard_normal()))
 
 
 @pytest.mark.parametrize("what", ["one", "rows"])
-def test_an_interval_holds_the_truth_where_copies_differ(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    control, slim, int8 = recorded(monkeypatch, what, 5, 0.02, *SPEED)
-    assert control.low <= 1 <= control.high or what == "one"
-    assert slim.low <= 0.8 <= slim.high
-    assert int8.low <= 0.4 <= int8.high
-
-
-@pytest.mark.parametrize("what", ["one", "rows"])
-@pytest.mark.parametrize("apart", [0.0, 0.016])
-def test_a_model_against_itself_stays_within_its_control(
-    what: str, apart: float, monkeypatch: pytest.MonkeyPatch
+def test_intervals_hold_the_truth_and_a_model_against_itself_stays_within_its_control(
+    what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gc, "collect", lambda: 0)
-    found = [recorded(monkeypatch, what, 5, apart, "dense", "dense", first=100 * number) for number in range(20)]
+    monkeypatch.setitem(RUNTIMES, "recorded", Recorded)
+    lengths = np.random.default_rng(7).integers(5, 60, 48) if what == "rows" else [40]
+    batches = [{"input_ids": torch.zeros(8, int(length), dtype=torch.int64)} for length in lengths]
+    forms: list[Any] = [Form("", "recorded", speed) for speed in (10.0, 8.0, 10.0)]  # type: ignore[arg-type]
+    found = []
+    for draw in range(20):
+        monkeypatch.setattr(Recorded, "number", itertools.count(100 * draw), raising=False)
+        shapes = rows_by_shape({8: batches}) if what == "rows" else {(8, 40): batches}
+        found.append(time(forms, shapes, repeats=30))
     # By chance, 95 % intervals of five loads miss a truth now and then.
-    assert sum(control.low <= 1 <= control.high for control, _ in found) >= 16
-    assert sum(again.low <= 1 <= again.high for _, again in found) >= 16
-    assert sum(max(one.low for one in both) <= min(one.high for one in both) for both in found) >= 18
+    for index, truth in enumerate((1.0, 0.8, 1.0)):
+        assert sum(one[index].low <= truth <= one[index].high for one in found) >= 15
+    assert sum(max(one.low, again.low) <= min(one.high, again.high) for one, _, again in found) >= 17
 
 
 def times(*rows: list[tuple[float, float, float]], noisy: tuple[bool, ...] = (False, False)) -> list[Timed]:

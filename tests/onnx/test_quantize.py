@@ -75,8 +75,7 @@ def test_a_folder_has_optimums_names_and_gives_nearly_the_same(
     before = exported.file.read_bytes()
     found = quantize_onnx(exported, tmp_path / "onnx-int8", batch=batch)
     assert exported.file.read_bytes() == before
-    assert {"model_quantized.onnx", "ort_config.json", "config.json"} <= {file.name for file in found.folder.iterdir()}
-    assert not (found.folder / "model.onnx").exists()
+    assert {path.name for path in found.folder.iterdir()} == {"model_quantized.onnx", "ort_config.json", "config.json"}
     assert found.bytes == found.file.stat().st_size < 0.65 * exported.bytes
     settings = json.loads((found.folder / "ort_config.json").read_text())["quantization"]
     assert (settings["per_channel"], settings["weights_dtype"], settings["is_static"]) == (True, "QInt8", False)
@@ -103,35 +102,20 @@ def test_the_command_and_the_result_of_prune_write_the_same_folder(
     found = result.export_onnx(tmp_path / "two", quantize="int8")
     assert found.how.quantize == "int8"
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
-    with pytest.raises(RequestError, match="got cpu and float16"):
-        result.export_onnx(tmp_path / "three", quantize="int8", dtype="float16")
-    assert not (tmp_path / "three").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "quantised", "said"),
-    [
-        (["--provider", "cuda"], {}, "quantize: int8 needs provider: cpu and dtype: float32"),
-        (["--dtype", "float16"], {}, "quantize: int8 needs provider: cpu and dtype: float32"),
-        (["--format", "gguf"], {}, "--quantize is for --format onnx, got int8; give gguf --dtype q8_0 or q4_0"),
-        ([], {"quant_method": "gptq", "bits": 4}, "gptq is quantised; give the checkpoint that it was made from"),
-    ],
-    ids=["provider", "dtype", "format", "checkpoint"],
-)
-def test_what_the_command_refuses(
-    options: list[str],
-    quantised: dict[str, Any],
-    said: str,
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    source = shutil.copytree(checkpoint, tmp_path / "model")
-    if quantised:
-        config = json.loads((source / "config.json").read_text())
-        (source / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
-    assert hies("export", source, "--quantize", "int8", *options, "-o", tmp_path / "out") == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+def test_what_the_command_refuses(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gptq = shutil.copytree(checkpoint, tmp_path / "gptq")
+    config = json.loads((checkpoint / "config.json").read_text())
+    fields = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (gptq / "config.json").write_text(json.dumps(fields))
+    for source, options, said in (
+        (checkpoint, ["--provider", "cuda"], "quantize: int8 needs provider: cpu and dtype: float32"),
+        (checkpoint, ["--format", "gguf"], "--quantize is for --format onnx, got int8; give gguf --dtype q8_0 or q4_0"),
+        (gptq, [], "gptq is quantised; give the checkpoint that it was made from"),
+    ):
+        assert hies("export", source, "--quantize", "int8", *options, "-o", tmp_path / "out") == 2
+        assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
 
 
@@ -170,22 +154,16 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Export:
 def test_a_decoder_generates_in_few_bits(
     bits: Quantize, operator: str, apart: float, decoder: Export, tmp_path: Path
 ) -> None:
-    prompt = {
-        "input_ids": torch.arange(18).reshape(2, 9) % 25 + 5,
-        "attention_mask": torch.ones(2, 9, dtype=torch.int64),
-    }
+    prompt = {"input_ids": torch.arange(18).reshape(2, 9) % 25 + 5, "attention_mask": torch.ones(2, 9).long()}
     found = quantize_onnx(decoder, tmp_path / bits, batch=prompt, quantize=bits)
     kinds = Counter(node.op_type for node in onnx.load(found.file).graph.node)
     # Of the layer: query, key and value in one, output, gate with up, and down. The head of 32 tokens is small.
     assert found.facts["layers"] == {"int8": 0, bits: 4, "float32": 1}
     assert kinds[operator] == 4
     assert found.bytes < 0.5 * decoder.bytes
-    one, two = (OnnxGenerator.from_folder(export.folder) for export in (decoder, found))
-    logits = [
-        generator.step(generator.prompt(prompt["input_ids"]), prompt["attention_mask"])[0] for generator in (one, two)
-    ]
-    assert (logits[1] - logits[0]).square().mean().sqrt() < apart * logits[0].square().mean().sqrt()
-    assert two.generate(**prompt, max_new_tokens=4).shape == (2, 13)
+    one, two = (OnnxRuntime(export.folder, threads=1).compute(prompt)["logits"] for export in (decoder, found))
+    assert np.square(two - one).mean() < apart**2 * np.square(one).mean()
+    assert OnnxGenerator.from_folder(found.folder).generate(**prompt, max_new_tokens=4).shape == (2, 13)
 
 
 def stored(node: onnx.NodeProto, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -241,7 +219,7 @@ def test_rows_round_4_bits_so_that_outputs_change_less(decoder: Export, tmp_path
     assert apart < 0.1 * rounding
 
 
-def test_a_bias_keeps_the_mean_output_of_every_layer() -> None:
+def test_a_bias_keeps_the_mean_output_of_a_layer() -> None:
     matrix = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
     x = np.random.default_rng(1).normal(loc=1, size=(500, 48))
     *arrays, bias = quantize_blocks(matrix, Spread.of(torch.from_numpy(x), centred=True))
@@ -288,11 +266,7 @@ def test_an_existing_folder_the_export_itself_and_a_graph_too_far_away_are_refus
 
 @pytest.mark.parametrize(
     ("name", "shape", "padding"),
-    [
-        ("last_hidden_state", (2, 3, 4), (0, 2)),
-        ("start_logits", (2, 3), (0, 2)),
-        ("present.0.key", (2, 5, 3, 4), (0, slice(None), 2)),
-    ],
+    [("start_logits", (2, 3), (0, 2)), ("present.0.key", (2, 5, 3, 4), (0, slice(None), 2))],
 )
 def test_graphs_are_compared_at_real_tokens(name: str, shape: tuple[int, ...], padding: Any) -> None:
     batch = {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
@@ -300,8 +274,6 @@ def test_graphs_are_compared_at_real_tokens(name: str, shape: tuple[int, ...], p
     other = {name: dense[name].copy()}
     other[name][padding] = 9.0
     assert largest_difference(dense, other, batch) == 0
-    with pytest.raises(ParityError, match=f"its {name} are"):
-        largest_difference(dense, other, {"attention_mask": torch.ones(2, 3)})
     other[name][1] = 9.0
     with pytest.raises(ParityError, match=f"its {name} are"):
         largest_difference(dense, other, batch)
