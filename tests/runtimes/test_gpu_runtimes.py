@@ -78,23 +78,13 @@ def test_a_feed_keeps_its_memory_and_computes_what_the_cpu_does(folders, session
         np.testing.assert_allclose(step["logits"], want["logits"], atol=1e-5)
 
 
-def test_what_the_session_is_asked_for(folders, sessions):
-    opened, _ = sessions
+@pytest.mark.parametrize(("precision", "tf32"), [("ieee", "0"), ("tf32", "1")])
+def test_what_the_session_is_asked_for(folders, sessions, monkeypatch, precision, tf32):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
     OnTheCpu(folders["bert"][0], threads=1)
-    options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": "1", "use_tf32": "0"}
+    options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": "1", "use_tf32": tf32}
     providers = [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
-    assert opened == [(providers, {"record_ep_graph_assignment_info": "1"})]
-
-
-def test_tf32_is_what_torch_was_told(folders, sessions):
-    opened, _ = sessions
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        OnTheCpu(folders["bert"][0], threads=1)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-    assert opened[0][0][0][1]["use_tf32"] == "1"
+    assert sessions[0] == [(providers, {"record_ep_graph_assignment_info": "1"})]
 
 
 def test_only_prepared_batches_are_captured(folders, sessions, monkeypatch):
@@ -147,18 +137,14 @@ def test_a_part_that_falls_back_is_named(folders, sessions, caplog):
         def _open(self, file):
             session = super()._open(file)
             self.cuda_graph = False
-            return SimpleNamespace(
-                get_providers=session.get_providers,
-                get_inputs=session.get_inputs,
-                get_outputs=session.get_outputs,
-                get_modelmeta=session.get_modelmeta,
-                get_provider_graph_assignment_info=lambda: [part("CPUExecutionProvider", "Add"), part("Other", *ab)],
-            )
+            placed = [part("CPUExecutionProvider", "Add"), part("Other", "GatherND", "Cast", "Cast")]
+            kept = ("get_providers", "get_inputs", "get_outputs", "get_modelmeta")
+            told = {name: getattr(session, name) for name in kept}
+            return SimpleNamespace(**told, get_provider_graph_assignment_info=lambda: placed)
 
     def part(provider, *operators):
         return SimpleNamespace(ep_name=provider, get_nodes=lambda: [SimpleNamespace(op_type=op) for op in operators])
 
-    ab = ("GatherND", "Cast", "Cast")
     Both(folders["bert"][0], threads=1)
     assert "onnxruntime-cuda runs a part of model.onnx on Other: 2 Cast, 1 GatherND" in caplog.text
 
@@ -237,29 +223,23 @@ def test_a_machine_without_the_provider_is_told_what_to_install(folders):
         load_runtime("onnxruntime-cuda", folders["bert"][0])
 
 
-def test_a_provider_that_falls_back_silently_is_an_error(folders, monkeypatch):
-    """As where CUDA's libraries do not load: the package knows the provider, the session runs elsewhere."""
+@pytest.fixture
+def promised(monkeypatch):
+    """As where CUDA's libraries do not load: the package knows the provider, and what it runs is elsewhere."""
     everything = [*onnxruntime.get_available_providers(), "CUDAExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: everything)
     monkeypatch.setattr(gpu_runtimes, "_refusal", lambda provider: None)
-    original = OnnxRuntime._session_on
-    monkeypatch.setattr(
-        OnnxRuntime, "_session_on", lambda self, file, _, **c: original(self, file, everything[1:2], **c)
-    )
-    with pytest.raises(
-        MissingRuntimeError, match="must run on CUDAExecutionProvider, and its session fell back to CPU"
-    ):
+
+
+def test_a_provider_that_falls_back_silently_is_an_error(folders, sessions, promised):
+    with pytest.raises(MissingRuntimeError, match="run on CUDAExecutionProvider, and its session fell back to CPU"):
         load_runtime("onnxruntime-cuda", folders["bert"][0])
 
 
-def test_operators_that_all_fall_back_are_an_error(folders, sessions, monkeypatch):
+def test_operators_that_all_fall_back_are_an_error(folders, sessions, promised):
     class Elsewhere(OnTheCpu):
-        requested = "CUDAExecutionProvider"
-        provider = "CUDAExecutionProvider"
+        requested = provider = "CUDAExecutionProvider"
 
-    everything = [*onnxruntime.get_available_providers(), "CUDAExecutionProvider"]
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: everything)
-    monkeypatch.setattr(gpu_runtimes, "_refusal", lambda provider: None)
     with pytest.raises(MissingRuntimeError, match="every operator fell back to CPUExecutionProvider"):
         Elsewhere(folders["bert"][0], threads=1)
 
