@@ -1,5 +1,7 @@
 """Cascades answer as their two models do: in memory, and as one file in plain ONNX Runtime and in OpenVINO."""
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from hies_export import Cascade, load_runtime
 from hies_export.errors import ParityError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cascade import export as export_module
+from hies_export.forms.cascade.export import CascadeForm
 from hies_export.forms.cascade.join import join_graphs
 from hies_export.forms.cascade.threshold import margins
 from hies_export.forms.formats import Export
@@ -47,15 +50,6 @@ def texts(rows: int = 48, size: int = 8) -> Batches:
     return [{"input_ids": (i * m), "attention_mask": m} for i, m in zip(ids.split(size), mask.split(size), strict=True)]
 
 
-def noisy(model: PreTrainedModel, share: float = 0.02) -> PreTrainedModel:
-    """A model of the same shapes with other answers for some rows; its embeddings stay."""
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "embeddings" not in name:
-            parameter.data += share * parameter.data.std().nan_to_num(0.0) * torch.randn_like(parameter)
-    return model
-
-
 @pytest.fixture(scope="module")
 def models() -> tuple[PreTrainedModel, PreTrainedModel]:
     """The slim model has fewer heads."""
@@ -63,9 +57,19 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.fixture(scope="module")
-def exported(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
-    cascade = Cascade.choose(*models, texts(), disagreement=0.2)
-    return cascade.export_onnx(tmp_path_factory.mktemp("cascade") / "onnx")
+def parts(models: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Export]:
+    folder = tmp_path_factory.mktemp("parts")
+    return [export_onnx(model, folder / name, batch=texts()[0]) for name, model in zip("sd", models, strict=True)]
+
+
+def joined(models: Any, parts: list[Export], folder: Path) -> Export:
+    answers = predict(models[1], texts()).values
+    return CascadeForm(disagreement=0.2).join(*parts, folder, batches=texts(), answers=answers)
+
+
+@pytest.fixture(scope="module")
+def exported(models: Any, parts: list[Export], tmp_path_factory: pytest.TempPathFactory) -> Export:
+    return joined(models, parts, tmp_path_factory.mktemp("cascade") / "onnx")
 
 
 def by_hand(models: Any, batch: dict[str, torch.Tensor], threshold: float) -> torch.Tensor:
@@ -86,22 +90,17 @@ def between(margin: torch.Tensor) -> float:
 def run(file: Path, batch: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """ONNX Runtime as its own users run it."""
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    given = {**batch}
-    if "input_ids" in batch:
-        given["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    given = {**batch, "token_type_ids": torch.zeros(next(iter(batch.values())).shape[:2], dtype=torch.int64)}
     names = [output.name for output in session.get_outputs()]
-    return dict(
-        zip(names, session.run(None, {n.name: given[n.name].numpy() for n in session.get_inputs()}), strict=True)
-    )
+    fed = {node.name: given[node.name].numpy() for node in session.get_inputs()}
+    return dict(zip(names, session.run(None, fed), strict=True))
 
 
 def three_batches(models: Any, batches: Batches, threshold: float) -> dict[str, dict[str, torch.Tensor]]:
     """Batches of which no, some and all rows are passed on."""
-    width = max(batch["input_ids"].shape[1] for batch in batches) if "input_ids" in batches[0] else 0
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-    assert all(value.shape[1] == width for value in rows.values()) or not width
-    order = margins(predict(models[0], batches).values).argsort()
-    unsure = int((margins(predict(models[0], batches).values) <= threshold).sum())
+    found = margins(predict(models[0], batches).values)
+    order, unsure = found.argsort(), int((found <= threshold).sum())
     assert 3 <= unsure <= len(order) - 3
     picked = {"none": order[-3:], "some": order[unsure - 2 : unsure + 3], "all": order[:3]}
     return {name: {key: value[index] for key, value in rows.items()} for name, index in picked.items()}
@@ -118,10 +117,9 @@ def test_unsure_rows_are_answered_by_the_dense_model(models: Any) -> None:
         assert cascade.passed_on == int((sure <= threshold).sum())
 
 
-def test_any_two_runtimes(models: Any, tmp_path: Path) -> None:
+def test_any_two_runtimes(models: Any, parts: list[Export], tmp_path: Path) -> None:
     batch = texts()[0]
-    export = export_onnx(models[0], tmp_path / "slim", batch=batch)
-    cascade = Cascade(load_runtime("onnxruntime-cpu", export.folder), models[1], threshold=1.0)
+    cascade = Cascade(load_runtime("onnxruntime-cpu", parts[0].folder), models[1], threshold=1.0)
     torch.testing.assert_close(cascade.logits(batch), by_hand(models, batch, 1.0), atol=1e-4, rtol=0)
     with pytest.raises(RequestError, match=r"from two PyTorch models and held-out rows"):
         cascade.export_onnx(tmp_path / "cascade")
@@ -139,9 +137,10 @@ def test_one_file_answers_as_both_models(models: Any, exported: Export) -> None:
     assert exported.facts["shared_bytes"] >= 4 * (200 + 32) * 128
 
 
-def test_weights_of_both_graphs_are_stored_once_whatever_their_names(models: Any, tmp_path: Path) -> None:
-    batch = texts()[0]
-    files = [export_onnx(model, tmp_path / name, batch=batch).file for name, model in zip("sd", models, strict=True)]
+def test_weights_of_both_graphs_are_stored_once_whatever_their_names(
+    models: Any, parts: list[Export], tmp_path: Path
+) -> None:
+    batch, files = texts()[0], [part.file for part in parts]
     weights = [
         {one.name: onnx.numpy_helper.to_array(one) for one in onnx.load(file).graph.initializer} for file in files
     ]
@@ -189,9 +188,11 @@ def test_images(tmp_path: Path) -> None:
     shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
     config = ViTConfig(**shape, image_size=16, patch_size=4, num_labels=4, initializer_range=0.2)
     dense = ViTForImageClassification(config).eval()
-    slim = ViTForImageClassification(config).eval()
-    slim.load_state_dict(dense.state_dict())
-    pair = noisy(slim, 0.6), dense
+    slim = copy.deepcopy(dense)
+    for name, parameter in slim.named_parameters():
+        if "embeddings" not in name:
+            parameter.data += 0.6 * parameter.data.std().nan_to_num(0.0) * torch.randn_like(parameter)
+    pair = slim, dense
     batches = [{"pixel_values": pixels} for pixels in torch.randn(40, 3, 16, 16).split(8)]
     exported = Cascade.choose(*pair, batches, disagreement=0.2).export_onnx(tmp_path / "onnx")
     for name, batch in three_batches(pair, batches, exported.facts["promise"].threshold).items():
@@ -207,44 +208,43 @@ def test_in_openvino(models: Any, exported: Export) -> None:
         np.testing.assert_allclose(runtime.prediction(batch), wanted, atol=1e-3, err_msg=name)
 
 
+@pytest.fixture
+def threshold(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[float], float]], None]:
+    """Let graphs be joined at another threshold than the one that was chosen."""
+    join = export_module.join_graphs
+    return lambda other: monkeypatch.setattr(
+        export_module, "join_graphs", lambda slim, dense, chosen: join(slim, dense, other(chosen))
+    )
+
+
 def test_a_file_that_answers_otherwise_is_not_kept(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Any, parts: list[Export], threshold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined = export_module.join_graphs
-    monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, threshold: joined(slim, dense, 1e9))
-    cascade = Cascade.choose(*models, texts(), disagreement=0.2)
+    threshold(lambda chosen: 1e9)
     with pytest.raises(ParityError, match="must agree with its two models to"):
-        cascade.export_onnx(tmp_path / "onnx")
+        joined(models, parts, tmp_path / "onnx")
+    threshold(lambda chosen: -1.0)
+    monkeypatch.setitem(export_module.OTHER_PROGRAM, "float32", 1e9)
+    with pytest.raises(ParityError, match=r"keep the promised disagreement of 0.2, but changes \d+ of 48"):
+        joined(models, parts, tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
 
 
 def test_near_the_threshold_either_answer_is_right(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Any, parts: list[Export], threshold: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16 a margin is another one in the joined graph."""
-    joined, cascade = export_module.join_graphs, Cascade.choose(*models, texts(), disagreement=0.2)
     # What a margin may move by is a share of the largest logit.
     largest = max(1.0, *(predict(model, texts()).values.abs().max().item() for model in models))
     monkeypatch.setattr(export_module, "RESOLUTION", 0.5 / largest)
-    monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, at: joined(slim, dense, at - 0.4))
-    exported = cascade.export_onnx(tmp_path / "onnx")
+    threshold(lambda chosen: chosen - 0.4)
+    exported = joined(models, parts, tmp_path / "onnx")
     rows = torch.cat([torch.from_numpy(run(exported.file, batch)["passed_on"]) for batch in texts()])
     assert rows.double().mean() < exported.facts["promise"].passed_on
     assert exported.max_abs < 1e-4
-    monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, at: joined(slim, dense, at - 0.6))
+    threshold(lambda chosen: chosen - 0.6)
     with pytest.raises(ParityError, match="must agree with its two models to"):
-        cascade.export_onnx(tmp_path / "worse")
-
-
-def test_a_file_that_breaks_its_promise_is_not_kept(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joined, cascade = export_module.join_graphs, Cascade.choose(*models, texts(), disagreement=0.2)
-    monkeypatch.setitem(export_module.OTHER_PROGRAM, "float32", 1e9)
-    monkeypatch.setattr(export_module, "join_graphs", lambda slim, dense, _: joined(slim, dense, -1.0))
-    with pytest.raises(ParityError, match=r"keep the promised disagreement of 0.2, but changes \d+ of 48"):
-        cascade.export_onnx(tmp_path / "onnx")
-    assert not (tmp_path / "onnx").exists()
+        joined(models, parts, tmp_path / "worse")
 
 
 def test_what_cannot_be_a_cascade_is_refused(models: Any) -> None:
@@ -260,11 +260,8 @@ def test_what_cannot_be_a_cascade_is_refused(models: Any) -> None:
     ):
         with pytest.raises(RequestError, match=rf"two classifiers of the same classes.*{said}"):
             Cascade(slim, other, threshold=0.5)
-        if "sets" in said:
-            with pytest.raises(
-                RequestError, match=r"two classifiers of the same classes, got Bert.* with sets of labels"
-            ):
-                Cascade(load_runtime("torch", slim), other, threshold=0.5)
+    with pytest.raises(RequestError, match="two classifiers of the same classes, got Bert.* with sets of labels"):
+        Cascade(load_runtime("torch", slim), other, threshold=0.5)
     for threshold in (-0.1, float("nan")):
         with pytest.raises(RequestError, match=rf"threshold must be .* 0 or more, got {threshold}"):
             Cascade(slim, dense, threshold=threshold)

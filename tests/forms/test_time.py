@@ -15,7 +15,7 @@ import torch
 from hies_export.errors import NonFiniteError, RecipeError
 from hies_export.forms import time as clocks
 from hies_export.forms.form import Form
-from hies_export.forms.measured import latency_rows, realised_share
+from hies_export.forms.measured import LatencyRow, latency_rows, realised_share, with_contradictions
 from hies_export.forms.runtimes import base as runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime
 from hies_export.forms.time import (
@@ -251,12 +251,16 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
     assert (loaded, large.form) == (["dense", "slim", "slim", "dense"], replace(both[0], bytes=2 << 30))
 
 
-def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
+def test_a_row_has_the_keys_of_report_json_in_their_order(clock, monkeypatch):
+    monkeypatch.setattr(clocks, "gpu_facts", lambda: {"clocks.sm": "1410"})
     dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
     slim.dtype = "float16"
+    with pytest.raises(RecipeError, match="decode step needs models that generate from a cache, and these do not"):
+        compare_latency(dense, slim, control=control, batch=BATCH, phase="decode")
     for runner, size in ((dense, 900), (slim, 600), (control, 800)):
         runner.peak_memory_bytes, runner.decodes = lambda feed, size=size: size, True
     found = compare_latency(dense, slim, control=control, batch=BATCH, phase="decode", repeats=6)
+    assert dense.feed == slim.feed == control.feed == {"step of": BATCH}
     (row,) = map(asdict, latency_rows(found, {(4, 128): FlopCount(10, 8, (4, 128))}))
     assert " ".join(row) == (
         "runtime provider dtype phase batch sequence dense_ms slim_ms ratio ratio_low ratio_high realised flops_ratio "
@@ -266,7 +270,8 @@ def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
     assert (row["provider"], row["dtype"], row["phase"]) == ("fake", "float32 / float16", "decode")
     assert (row["batch"], row["sequence"], row["dense_ms"], row["slim_ms"], row["ratio"]) == (4, 128, 10.0, 5.0, 0.5)
     assert row["tokens_per_second"] == {"dense": 400.0, "slim": 800.0}
-    assert row["peak_bytes"] == {"dense": 800, "slim": 600}
+    # Dense is the second copy: the first one loaded also paid for the kernels.
+    assert (row["peak_bytes"], row["gpu_clock_mhz"]) == ({"dense": 800, "slim": 600}, 1410.0)
     assert (row["realised"], row["flops_ratio"]) == (None, None)
     once = [replace(one, phase="forward", form=Form("", "torch", Path())) for one in found]
     (forward,) = latency_rows(once, {(4, 128): FlopCount(10, 8, (4, 128))})
@@ -279,27 +284,6 @@ def test_the_interval_depends_on_the_seed_only():
     # A bootstrapped median only takes values of the sample, so that two seeds may well agree.
     intervals = {ratio_with_interval([base[:, None]], [other], seed=seed) for seed in (*range(10), *range(10))}
     assert 1 < len(intervals) <= 10
-
-
-def test_the_step_of_a_decoder_is_timed_by_the_same_loop(clock):
-    dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
-    with pytest.raises(RecipeError, match="decode step needs models that generate from a cache, and these do not"):
-        compare_latency(dense, slim, control=control, batch=BATCH, phase="decode")
-    for runner in (dense, slim, control):
-        runner.decodes = True
-    assert compare_latency(dense, slim, control=control, batch=BATCH, phase="decode", repeats=6)[1].ratio == 0.5
-    assert dense.feed == slim.feed == control.feed == {"step of": BATCH}
-
-
-def test_memory_and_clock_are_those_of_a_gpu(clock, monkeypatch):
-    monkeypatch.setattr(clocks, "gpu_facts", lambda: {"clocks.sm": "1410"})
-    dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
-    assert compare_latency(dense, slim, control=control, batch=BATCH, repeats=6)[0].peak_bytes is None
-    for runner, size in ((dense, 900), (slim, 600), (control, 800)):
-        runner.peak_memory_bytes = lambda feed, size=size: size
-    found = compare_latency(dense, slim, control=control, batch=BATCH, repeats=6)
-    # Dense is the second copy: the first one loaded also paid for the kernels.
-    assert [(one.peak_bytes, one.clock_mhz) for one in found] == [(800, 1410.0), (600, 1410.0)]
 
 
 def test_realised_share():
@@ -483,16 +467,36 @@ def test_the_first_quiet_shape_decides_or_one_at_which_the_fastest_is_clear() ->
     assert ratios(times(apart, other, noisy=(True, True))) == [1.0, 0.6, 0.4]
 
 
-def test_rows_in_mixed_order_are_cut_into_batches() -> None:
+def test_rows_in_mixed_order_are_cut_into_batches_and_have_the_size_of_those_that_they_fill() -> None:
     batches = [{"input_ids": torch.arange(start, start + 6).view(6, 1)} for start in (0, 6, 12)]
     found = in_mixed_order(batches, 3)
     assert [len(batch["input_ids"]) for batch in found] == [3] * 6
     rows = torch.cat([batch["input_ids"] for batch in found]).flatten().tolist()
-    assert sorted(rows) == list(range(18))
-    assert rows != sorted(rows)
+    assert sorted(rows) == list(range(18)) != rows
     assert [len(batch["input_ids"]) for batch in in_mixed_order(batches, 1000)] == [6]
+    uneven = [{"input_ids": torch.zeros(rows, 5)} for rows in (8, 8, 2)]
+    assert [*rows_by_shape({8: uneven, 32: uneven, 4: uneven})] == [(8, 5), (4, 5)]
 
 
-def test_rows_have_the_size_of_the_batches_that_they_fill() -> None:
-    batches = [{"input_ids": torch.zeros(rows, 5)} for rows in (8, 8, 2)]
-    assert [*rows_by_shape({8: batches, 32: batches, 4: batches})] == [(8, 5), (4, 5)]
+def a_row(batch: int, sequence: int, dense_ms: float, slim_ms: float, **other: Any) -> LatencyRow:
+    numbers: dict[str, Any] = {
+        **{"runtime": "torch", "batch": batch, "sequence": sequence, "dense_ms": dense_ms, "slim_ms": slim_ms},
+        **{"ratio": 0.8, "ratio_low": 0.8, "ratio_high": 0.8},
+        **{"control_ratio": 1.0, "control_low": 1.0, "control_high": 1.0},
+    }
+    return LatencyRow(**(numbers | other))
+
+
+def test_a_row_that_took_longer_than_a_larger_one_of_its_kind_is_noisy() -> None:
+    def noisy(*rows: LatencyRow) -> list[bool]:
+        return [row.noisy for row in with_contradictions(rows)]
+
+    whole = a_row(8, 128, 20.0, 16.0)
+    assert noisy(a_row(1, 128, 30.0, 5.0), whole) == [True, False]
+    assert noisy(whole, a_row(8, 64, 5.0, 18.0)) == [False, True]
+    assert noisy(a_row(1, 128, 21.0, 16.5), whole) == [False, False]  # within a tenth
+    assert noisy(a_row(1, 512, 90.0, 80.0), whole) == [False, False]  # longer: neither is the larger one
+    assert noisy(whole, a_row(8, 128, 30.0, 25.0)) == [False, False]
+    assert noisy(a_row(1, 128, 1.0, 1.0, noisy=True), whole) == [True, False]
+    for other in ({"runtime": "x"}, {"dtype": "float16"}, {"phase": "decode"}, {"provider": "cuda"}):
+        assert noisy(a_row(1, 128, 30.0, 25.0), replace(whole, **other)) == [False, False]

@@ -10,7 +10,7 @@ from support.exported import endless_llama, padded_prompts, prompt_tokenizer
 from support.models import bert
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hies_export import OnnxGenerator, bench, export_onnx, load_runtime
+from hies_export import OnnxGenerator, export_onnx
 from hies_export.cli.main import main
 from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, RecipeError, RequestError
@@ -75,25 +75,6 @@ def test_an_encoder_does_not_generate(tmp_path: Path) -> None:
     onnx.save(onnx.parser.parse_model(graph), encoder / "model.onnx")
     with pytest.raises(RequestError, match="takes input_ids, .*: an encoder does not generate"):
         OnnxGenerator.from_folder(encoder)
-
-
-def test_a_decoder_prefills_alike_in_both_runtimes(decoder: tuple[PreTrainedModel, Path, Path]) -> None:
-    model, _, folder = decoder
-    model.config.use_cache = False
-    batch = padded_prompts()
-    outputs = []
-    for runtime in (load_runtime("torch", model), load_runtime("onnxruntime-cpu", folder)):
-        outputs.append(runtime.fetch(runtime.run(runtime.prepare(batch))))
-    want, got = outputs
-    assert {name: array.shape for name, array in want.items()} == {name: array.shape for name, array in got.items()}
-    assert want["present.0.value"].shape == (3, 3, 9, 8)
-    real = batch["attention_mask"].bool().numpy()
-    assert abs(want["logits"] - got["logits"])[real].max() < 1e-4
-    rows = bench(folder, folder, shapes=[(2, 8)], repeats=6)
-    assert [(row.runtime, row.phase) for row in rows] == [
-        *(("onnxruntime-cpu", "prefill"), ("onnxruntime-cpu", "decode"))
-    ]
-    assert rows[1].dense_ms > 0
 
 
 def test_the_command_continues_prompts_as_the_checkpoint_does(

@@ -5,7 +5,6 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -196,28 +195,6 @@ def test_rows_round_4_bits_so_that_outputs_change_less(decoder: Export, tmp_path
     )
     assert np.square(three - one).mean() < 0.7 * np.square(two - one).mean()
 
-    # The graph is the float32 graph with each matrix and bias as they are stored, up to activations in 8 bits.
-    written = onnx.load(found.file)
-    arrays = {value.name: onnx.numpy_helper.to_array(value) for value in written.graph.initializer}
-    for node in [node for node in written.graph.node if node.op_type == "MatMulNBits"]:
-        matrix, bias = stored(node, arrays)
-        product, plain = node.output[0], f"{node.output[0]}_plain"
-        parts = [onnx.numpy_helper.from_array(matrix, f"{plain}_w"), onnx.numpy_helper.from_array(bias, f"{plain}_b")]
-        written.graph.initializer.extend(parts)
-        place = list(written.graph.node).index(node)
-        written.graph.node.remove(node)
-        made = [
-            onnx.helper.make_node("MatMul", [node.input[0], f"{plain}_w"], [plain]),
-            onnx.helper.make_node("Add", [plain, f"{plain}_b"], [product]),
-        ]
-        for offset, new in enumerate(made):
-            written.graph.node.insert(place + offset, new)
-    onnx.save(written, tmp_path / "model.onnx")
-    plain = OnnxRuntime(tmp_path / "model.onnx", threads=1).compute(prompt)["logits"]
-    apart = np.square(plain - three).mean() / np.square(one).mean()
-    rounding = np.square(plain - one).mean() / np.square(one).mean()
-    assert apart < 0.1 * rounding
-
 
 def test_a_bias_keeps_the_mean_output_of_a_layer() -> None:
     matrix = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
@@ -264,18 +241,13 @@ def test_an_existing_folder_the_export_itself_and_a_graph_too_far_away_are_refus
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "padding"),
-    [("start_logits", (2, 3), (0, 2)), ("present.0.key", (2, 5, 3, 4), (0, slice(None), 2))],
-)
-def test_graphs_are_compared_at_real_tokens(name: str, shape: tuple[int, ...], padding: Any) -> None:
+def test_graphs_are_compared_at_real_tokens() -> None:
     batch = {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-    dense = {name: np.ones(shape, np.float32)}
-    other = {name: dense[name].copy()}
-    other[name][padding] = 9.0
+    dense, other = ({"start_logits": np.ones((2, 3), np.float32)} for _ in range(2))
+    other["start_logits"][0, 2] = 9.0
     assert largest_difference(dense, other, batch) == 0
-    other[name][1] = 9.0
-    with pytest.raises(ParityError, match=f"its {name} are"):
+    other["start_logits"][1] = 9.0
+    with pytest.raises(ParityError, match="its start_logits are"):
         largest_difference(dense, other, batch)
 
 

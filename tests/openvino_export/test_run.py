@@ -13,6 +13,7 @@ from support.sentences import WIDTH, dense, sentence_folder
 from hies_export import RecipeError
 from hies_export.checkpoint.sentence import read_served
 from hies_export.forms import deployment
+from hies_export.forms.machine import machine_facts
 from hies_export.forms.runtimes.base import load_runtime
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.tasks import TASKS
@@ -43,6 +44,7 @@ def test_a_run_writes_judges_and_times_it(tmp_path: Path) -> None:
     linked = {path.name for path in (out / "slim" / "openvino").iterdir()}
     assert linked == {"openvino_model.xml", "openvino_model.bin"}
     report = json.loads((out / "report.json").read_text())
+    assert report["environment"]["openvino"] == machine_facts()["openvino"] is not None
     exported = report["exported"]
     assert (exported["format"], exported["quantize"], exported["file"]) == (
         *("openvino", "int8"),
@@ -64,10 +66,10 @@ def test_a_run_writes_judges_and_times_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_is_a_way_to_deploy_and_a_budget_times_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("openvino", "int8") in deployment.find_ways(TASKS["text-classification"], ["openvino"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     budget = {"latency": {"ratio": 0.99, "runtime": "openvino", "dtype": "int8", "batch": 2, "sequence": 16}}
     fields = QUICK | {"prune": {"criterion": "l2", "budget": budget}}
     folder = save_project(tmp_path, train=16, validation=20, **fields)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert hies("run", folder / "recipe.yaml") == 0
     report = json.loads((folder / "out" / "report.json").read_text())
     timed = report["details"]["outcome"]["budget"]["latency"]

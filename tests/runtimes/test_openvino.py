@@ -1,17 +1,13 @@
 """OpenVINO on graphs of `export_onnx`: its outputs, what it computes in, its cache, and its refusals."""
 
-import json
-
 import numpy as np
 import onnx
 import pytest
 import torch
 from support.cuts import random_cut
-from support.models import bert, causal_lm, save_project, text_batch
-from support.runs import hies
+from support.models import bert, causal_lm, text_batch
 
-from hies_export import DataError, ExportError, RecipeError, RequestError, bench, export_onnx
-from hies_export.forms.machine import machine_facts
+from hies_export import DataError, ExportError, RecipeError, RequestError, export_onnx
 from hies_export.forms.runtimes.base import check_dtypes, load_runtime
 from hies_export.model.tokens import positions_of
 
@@ -95,24 +91,3 @@ def test_what_it_refuses(openvino, folder, tmp_path):
         load_runtime("openvino", folder)
     with pytest.raises(RequestError, match="a dtype must be one of float32, bfloat16, int8 on openvino, got 'float16'"):
         check_dtypes(["float16"], ["openvino"])
-
-
-@pytest.mark.slow
-def test_a_run_and_a_comparison_on_it(openvino, tmp_path):
-    prune, measure = {"alpha": 0.5, "budget": {"heads": 0.4}}, {"runtimes": ["openvino"], "shapes": [[2, 16]]}
-    project = save_project(
-        tmp_path,
-        train=12,
-        validation=20,
-        calibration={"samples": 8, "batch_size": 3},
-        prune=prune,
-        measure={**measure, "dtypes": ["float32", "bfloat16"], "repeats": 2},
-    )
-    assert hies("run", project / "recipe.yaml") == 0
-    report = json.loads((project / "out" / "report.json").read_text())
-    found = [(row["runtime"], row["provider"], row["dtype"]) for row in report["latency"]]
-    assert found == [("openvino", "CPU", "float32"), ("openvino", "CPU", "bfloat16")]
-    assert report["environment"]["openvino"] == machine_facts()["openvino"] is not None
-    models, shape = (project / "model", project / "out" / "slim"), [[1, 8]]
-    rows = bench(*models, runtimes=["openvino", "torch"], shapes=shape, dtypes=["bfloat16"], repeats=2)
-    assert [(row.runtime, row.dtype) for row in rows] == [("openvino", "bfloat16"), ("torch", "bfloat16")]
