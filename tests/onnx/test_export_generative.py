@@ -32,8 +32,11 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
+Uneven = tuple[PreTrainedModel, Export]
+
+
 @pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Export]:
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Uneven:
     torch.manual_seed(0)
     slim, _, _ = random_cut(endless_llama(), {"input_ids": torch.randint(3, 99, (2, 8))})
     folder = tmp_path_factory.mktemp("uneven") / "onnx"
@@ -46,9 +49,7 @@ def cache_heads(model: PreTrainedModel) -> list[int]:
 
 
 @pytest.mark.parametrize(("rows", "pieces"), [(1, (12,)), (4, (5, 4, 1, 2)), (2, (1,) * 12)], ids=str)
-def test_an_uneven_decoder_equals_torch_in_any_pieces(
-    uneven: tuple[PreTrainedModel, Export], rows: int, pieces: tuple[int, ...]
-) -> None:
+def test_an_uneven_decoder_equals_torch_in_any_pieces(uneven: Uneven, rows: int, pieces: tuple[int, ...]) -> None:
     model, exported = uneven
     batch = padded_prompts(rows, 12)
     mask, where = batch["attention_mask"], positions(batch["attention_mask"])
@@ -82,7 +83,7 @@ def test_an_uneven_decoder_equals_torch_in_any_pieces(
             )
 
 
-def test_names_axes_sizes_and_files_are_optimums(uneven: tuple[PreTrainedModel, Export]) -> None:
+def test_names_axes_sizes_and_files_are_optimums(uneven: Uneven) -> None:
     model, exported = uneven
     heads = cache_heads(model)
     assert len(set(heads)) > 1  # or the test would prove nothing
@@ -153,7 +154,7 @@ def test_fused_for_cuda_in_half_precision_with_tied_weights_once(tmp_path: Path)
 
 
 def test_a_decoder_that_differs_is_a_parity_error_and_nothing_is_kept(
-    uneven: tuple[PreTrainedModel, Export], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uneven: Uneven, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, exported = uneven
     other = copy.deepcopy(model)
@@ -165,9 +166,7 @@ def test_a_decoder_that_differs_is_a_parity_error_and_nothing_is_kept(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_are_compared_in_groups_and_none_is_left_out(
-    uneven: tuple[PreTrainedModel, Export], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_compared_in_groups_and_none_is_left_out(uneven: Uneven, monkeypatch: pytest.MonkeyPatch) -> None:
     model, exported = uneven
     batch = {"input_ids": torch.randint(3, 50, (5, 8)), "attention_mask": torch.ones(5, 8, dtype=torch.int64)}
     batch["input_ids"][4, 2] = 77
@@ -187,7 +186,7 @@ def test_rows_are_compared_in_groups_and_none_is_left_out(
 
 
 def test_no_copy_of_the_weights_is_in_memory_beside_the_graph(
-    uneven: tuple[PreTrainedModel, Export], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uneven: Uneven, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph of a model in half precision is traced from one copy in float32, and compared with another."""
     copies, held, load = [], [], OnnxGenerator.from_folder

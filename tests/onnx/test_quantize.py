@@ -32,9 +32,11 @@ from hies_export.forms.onnx.quantize import (
 from hies_export.forms.runtimes.bits import quantize_blocks
 from hies_export.forms.runtimes.ort import OnnxRuntime
 
+Batch = dict[str, torch.Tensor]
+
 
 @pytest.fixture(scope="module")
-def batch() -> dict[str, torch.Tensor]:
+def batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
     mask = torch.ones(4, 12, dtype=torch.int64)
     mask[1, 7:] = 0
@@ -56,21 +58,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory, batch: dict[str, torch.Tensor]) -> Export:
+def exported(tmp_path_factory: pytest.TempPathFactory, batch: Batch) -> Export:
     """The layers of its attention, cut to 5 of 8 heads, are too small for 8 bits: 128 x 80."""
     return export_onnx(cut_bert(encoder(), [5]), tmp_path_factory.mktemp("float") / "onnx", batch=batch)
 
 
-def logits(file: Path, batch: dict[str, torch.Tensor]) -> np.ndarray:
+def logits(file: Path, batch: Batch) -> np.ndarray:
     """ONNX Runtime as its own users run it."""
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     given = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
     return session.run(["logits"], {node.name: given[node.name].numpy() for node in session.get_inputs()})[0]
 
 
-def test_a_folder_has_optimums_names_and_gives_nearly_the_same(
-    exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_a_folder_has_optimums_names_and_gives_nearly_the_same(exported: Export, batch: Batch, tmp_path: Path) -> None:
     before = exported.file.read_bytes()
     found = quantize_onnx(exported, tmp_path / "onnx-int8", batch=batch)
     assert exported.file.read_bytes() == before
@@ -88,7 +88,7 @@ def test_a_folder_has_optimums_names_and_gives_nearly_the_same(
 
 
 def test_the_command_and_the_result_of_prune_write_the_same_folder(
-    checkpoint: Path, batch: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert hies("export", checkpoint, "--quantize", "int8", "-o", tmp_path / "one", "--json") == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -119,7 +119,7 @@ def test_what_the_command_refuses(checkpoint: Path, tmp_path: Path, capsys: pyte
 
 
 def test_weights_beside_the_float32_graph_come_along(
-    batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A float32 graph of more than 2 GB has them there, and one in 8 bits may have them or not."""
     monkeypatch.setattr(export_module, "INSIDE_BYTES", 1000)
@@ -207,9 +207,7 @@ def test_a_bias_keeps_the_mean_output_of_a_layer() -> None:
     assert np.abs((x @ rounded - x @ matrix).mean(0)).max() > 1e-3
 
 
-def test_what_has_no_form_in_fewer_bits_is_refused(
-    exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_what_has_no_form_in_fewer_bits_is_refused(exported: Export, batch: Batch, tmp_path: Path) -> None:
     too_small = "needs a linear layer of 16,384 weights or more, but all are smaller"
     for model, bits, said in (
         (tiny_bert(), "int8", too_small),
@@ -228,7 +226,7 @@ def test_what_has_no_form_in_fewer_bits_is_refused(
 
 
 def test_an_existing_folder_the_export_itself_and_a_graph_too_far_away_are_refused(
-    exported: Export, batch: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Export, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = replace(exported, folder=shutil.copytree(exported.folder, tmp_path / "onnx"))
     with pytest.raises(OutputExistsError, match="onnx"):

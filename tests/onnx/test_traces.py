@@ -20,6 +20,8 @@ from hies_export.forms.onnx import export as export_module
 from hies_export.forms.traces import Traces
 from hies_export.recipe.sections import ExportSection
 
+Batch = dict[str, Tensor]
+Learned = tuple[PreTrainedModel, Batch, Traces]
 TRACERS = {name: getattr(export_module, name) for name in ("trace_onnx", "trace_decoder")}
 
 
@@ -34,19 +36,19 @@ def llama() -> PreTrainedModel:
     return causal_lm(num_attention_heads=8, num_key_value_heads=4)
 
 
-def texts() -> dict[str, Tensor]:
+def texts() -> Batch:
     return text_batch(2, 9, labels=False)
 
 
-def images() -> dict[str, Tensor]:
+def images() -> Batch:
     return {"pixel_values": torch.randn(2, 3, 16, 16)}
 
 
-def prompts() -> dict[str, Tensor]:
+def prompts() -> Batch:
     return {"input_ids": torch.randint(5, 32, (2, 9))}
 
 
-def cuts(model: PreTrainedModel, batch: dict[str, Tensor], count: int) -> list[PreTrainedModel]:
+def cuts(model: PreTrainedModel, batch: Batch, count: int) -> list[PreTrainedModel]:
     """Return cuts of all modules to different numbers of heads and neurons, with weights that a refit might give."""
     modules = find_modules(model, batch, kinds=("attention", "mlp"))
     generator, made = torch.Generator().manual_seed(0), []
@@ -105,7 +107,7 @@ def described(file: Path) -> tuple[list[Any], list[str]]:
     ids=["vit", "llama", "gpt2"],
 )
 def test_the_graph_is_that_of_a_new_trace(
-    make: Callable[[], PreTrainedModel], sample: Callable[[], dict[str, Tensor]], tmp_path: Path, traced: list[str]
+    make: Callable[[], PreTrainedModel], sample: Callable[[], Batch], tmp_path: Path, traced: list[str]
 ) -> None:
     torch.manual_seed(0)
     model, batch, traces = make(), sample(), Traces()
@@ -124,7 +126,7 @@ def test_the_graph_is_that_of_a_new_trace(
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, dict[str, Tensor], Traces]:
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
     """A model, a batch, and what the graphs of the model and of one cut of it say."""
     torch.manual_seed(0)
     # Wide enough for layers in 8 bits.
@@ -136,7 +138,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
 
 @pytest.mark.parametrize(("runtime", "bits"), [("onnxruntime-cpu", "float32"), ("onnxruntime-cpu-int8", None)])
 def test_a_search_does_not_trace_its_further_cuts(
-    learned: tuple[PreTrainedModel, dict[str, Tensor], Traces], runtime: str, bits: str | None, traced: list[str]
+    learned: Learned, runtime: str, bits: str | None, traced: list[str]
 ) -> None:
     model, batch, traces = learned
     predict = predictor(Exporter(ExportSection(), Given(batch, traces=traces)), runtime, bits)
@@ -150,10 +152,7 @@ def test_a_search_does_not_trace_its_further_cuts(
 
 
 def test_a_wrong_graph_is_not_kept(
-    learned: tuple[PreTrainedModel, dict[str, Tensor], Traces],
-    tmp_path: Path,
-    traced: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    learned: Learned, tmp_path: Path, traced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch, traces = learned
     slim, right = cuts(model, batch, 2)[1], Traces.resized
