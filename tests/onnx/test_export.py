@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 import torch
 from support.models import bert, cut_bert, text_batch, vit
@@ -24,6 +25,7 @@ from hies_export.errors import (
 )
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx.parity import compare_outputs
+from hies_export.forms.onnx.trace import name_axes
 from hies_export.progress import quiet
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids")
@@ -139,8 +141,6 @@ def test_base_model_in_half_precision_from_a_training_model_left_as_found(tmp_pa
 
 def fake_trace(model, sample, provider):
     """A graph that returns one label too many, with none of the cost of tracing."""
-    import onnx_ir
-
     graph = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 20]>
         g (int64[batch, sequence] input_ids) => (float[batch, sequence] logits)
@@ -169,18 +169,17 @@ def test_exporter_failure_gives_its_reason_in_one_line(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fixed_axis_is_an_export_error(tmp_path, monkeypatch):
-    from transformers.exporters import OnnxExporter
-
-    original = OnnxExporter.export
-
-    def fix_the_batch(self, model, sample, config):
-        config.dynamic, config.dynamic_shapes = False, None
-        return original(self, model, sample, config)
-
-    monkeypatch.setattr(OnnxExporter, "export", fix_the_batch)
-    with pytest.raises(ExportError, match="axis batch_size of 'pixel_values' must be dynamic, .* fixed it at 2"):
-        export_onnx(vit(num_hidden_layers=1), tmp_path / "onnx", batch={"pixel_values": torch.randn(4, 3, 16, 16)})
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x", "axis batch_size of 'x' must be dynamic, and the trace fixed it at 2"),
+        ("mask", "must have the input 'mask', and the exporter dropped it"),
+    ],
+)
+def test_a_fixed_axis_and_a_dropped_input_are_export_errors(name, said):
+    graph = """<ir_version: 10, opset_import: ["" : 20]> g (float[2, s] x) => (float[2, s] y) { y = Identity(x) }"""
+    with pytest.raises(ExportError, match=said):
+        name_axes(onnx_ir.from_proto(onnx.parser.parse_model(graph)), {name: {0: "batch_size"}})
 
 
 def test_refused_before_any_work(tmp_path, monkeypatch):
