@@ -33,7 +33,7 @@ def cut_in_both_towers() -> PreTrainedModel:
     modules = find_modules(dense, image_text_batch(dense), kinds=("attention", "mlp"))
     selection = random_neurons(modules, uniform=False, seed=2)
     assert len({("vision" in m.name, m.kind) for m in modules if selection[m.name].removed}) == 4
-    return prune_units(dense, selection, modules)
+    return prune_units(dense, selection, modules).eval()
 
 
 Exported = tuple[PreTrainedModel, Path, dict[str, Any]]
