@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime
 import pytest
 import torch
@@ -119,17 +120,19 @@ def test_what_the_command_refuses(checkpoint: Path, tmp_path: Path, capsys: pyte
 
 
 def test_weights_beside_the_float32_graph_come_along(
-    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Export, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A float32 graph of more than 2 GB has them there, and one in 8 bits may have them or not."""
+    folder = shutil.copytree(exported.folder, tmp_path / "onnx")
     monkeypatch.setattr(export_module, "INSIDE_BYTES", 1000)
-    exported = export_onnx(encoder(), tmp_path / "onnx", batch=batch)
-    assert (exported.folder / "model.onnx_data").is_file()
+    export_module.save_program(onnx_ir.load(exported.file), folder / "model.onnx")
+    assert (folder / "model.onnx_data").is_file()
+    beside = replace(exported, folder=folder, file=folder / "model.onnx")
     found = []
     for limit in (1000, 2**31):
         monkeypatch.setattr(export_module, "INSIDE_BYTES", limit)
-        found.append(quantize_onnx(exported, tmp_path / f"int8-{limit}", batch=batch))
-    shutil.rmtree(exported.folder)
+        found.append(quantize_onnx(beside, tmp_path / f"int8-{limit}", batch=batch))
+    shutil.rmtree(folder)
     for one, count in zip(found, (2, 1), strict=True):
         assert np.isfinite(logits(one.file, batch)).all()
         files = [path for path in one.folder.iterdir() if path.name.startswith("model")]
