@@ -1,7 +1,8 @@
-"""Decoders in ONNX, run by hand in ONNX Runtime and compared with one forward pass in torch."""
+"""Decoders in ONNX: run by hand and compared with one forward pass in torch; their generator and the command."""
 
 import copy
 import gc
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,23 @@ import onnxruntime
 import pytest
 import torch
 from support.cuts import random_cut
-from support.exported import TEXT, endless_llama, padded_prompts
+from support.exported import TEXT, endless_llama, padded_prompts, prompt_tokenizer
 from support.families import architecture, decoder
-from support.models import causal_lm
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
+from support.models import bert, causal_lm
+from support.runs import hies
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hies_export import OnnxGenerator
-from hies_export.errors import ExportError, ParityError, RequestError
+from hies_export.data.processors import load_processor
+from hies_export.errors import DataError, ExportError, ParityError, RecipeError, RequestError
 from hies_export.forms.formats import Export
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import parity
 from hies_export.forms.onnx.export import check_traceable, export_onnx
+from hies_export.forms.onnx.generator import encode_prompts, generate_text
 from hies_export.forms.onnx.parity import _real_tokens, check_generation, compare_outputs
 from hies_export.forms.onnx.rewrites import share_tied_weights
+from hies_export.tasks import TASKS
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
@@ -37,11 +42,15 @@ Uneven = tuple[PreTrainedModel, Export]
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Uneven:
+    """A LLaMA with other numbers of heads in every layer, and its export beside its checkpoint, `model`."""
     torch.manual_seed(0)
-    slim, _, _ = random_cut(endless_llama(), {"input_ids": torch.randint(3, 99, (2, 8))})
-    folder = tmp_path_factory.mktemp("uneven") / "onnx"
+    slim, _, _ = random_cut(endless_llama(eos_token_id=2), {"input_ids": torch.randint(3, 99, (2, 8))})
+    folder, tokenizer = tmp_path_factory.mktemp("uneven"), prompt_tokenizer()
+    slim.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     # An unpadded prompt of one row: the graph must read the mask and have open axes all the same.
-    return slim, export_onnx(slim, folder, batch={"input_ids": torch.randint(3, 99, (1, 7))})
+    batch = {"input_ids": torch.randint(3, 99, (1, 7))}
+    return slim, export_onnx(slim, folder / "onnx", batch=batch, processor=tokenizer)
 
 
 def cache_heads(model: PreTrainedModel) -> list[int]:
@@ -104,7 +113,8 @@ def test_names_axes_sizes_and_files_are_optimums(uneven: Uneven) -> None:
     assert exported.facts["fused"] == {"RotaryEmbedding": 4, "SkipSimplifiedLayerNormalization": 4}
     assert exported.files == ("model.onnx",)
     files = sorted(path.name for path in exported.folder.iterdir())
-    assert files == ["config.json", "generation_config.json", "model.onnx"]
+    settings = ["config.json", "generation_config.json"]
+    assert files == [*settings, "model.onnx", "tokenizer.json", "tokenizer_config.json"]
     weight_bytes = sum(p.numel() * 4 for p in model.parameters())
     assert weight_bytes < exported.bytes < weight_bytes + 40_000  # every weight once
     assert b"site-packages" not in exported.file.read_bytes()
@@ -253,6 +263,95 @@ def test_an_output_layer_tied_to_the_embeddings_reads_them() -> None:
     ids = np.array([[1, 6], [0, 3]])
     session = onnxruntime.InferenceSession(onnx_ir.to_proto(program).SerializeToString())
     np.testing.assert_allclose(session.run(None, {"ids": ids})[0], table[ids] @ (1.5 * table.T + other), atol=1e-5)
+
+
+def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
+    return load_processor(folder, task=TASKS["text-generation"], for_prompts=True)
+
+
+def test_a_row_that_ends_goes_on_with_padding(uneven: Uneven) -> None:
+    model, exported = uneven
+    batch = padded_prompts()
+    free = model.generate(**batch, max_new_tokens=10, do_sample=False, eos_token_id=[98])
+    # What one row says third ends it; the others say it at another time, or never.
+    ends = [int(free[0, batch["input_ids"].shape[1] + 2])]
+    want = model.generate(**batch, max_new_tokens=10, do_sample=False, eos_token_id=ends)
+    assert (want[0, -3:] == 0).all()
+    generator = OnnxGenerator.from_folder(exported.folder)
+    assert generator.eos_token_ids == (2,)
+    got = generator.generate(**batch, max_new_tokens=10, eos_token_id=ends)
+    assert got.tolist() == want.tolist()
+    one = {name: tensor[:1] for name, tensor in batch.items()}
+    stopped = generator.generate(**one, max_new_tokens=10, eos_token_id=ends[0])
+    new = free[0, batch["input_ids"].shape[1] :].tolist()
+    assert stopped[0, batch["input_ids"].shape[1] :].tolist() == new[: new.index(ends[0]) + 1]
+
+
+def test_wrong_prompts(uneven: Uneven) -> None:
+    generator = OnnxGenerator.from_folder(uneven[1].folder)
+    ids = torch.tensor([[5, 6, 7]])
+
+    def refused(match: str, *args: object, error: type[Exception] = DataError, **options: object) -> None:
+        with pytest.raises(error, match=match):
+            generator.generate(*args, **options)
+
+    refused("must be padded on the left", ids, torch.tensor([[1, 0, 1]]))
+    refused("64 positions, got 3 and 62", ids, max_new_tokens=62)
+    refused("max_new_tokens must be at least 1, got 0", ids, max_new_tokens=0, error=RecipeError)
+    for wrong in (-1, generator.vocabulary):
+        refused(f"must be in 0..{generator.vocabulary - 1}, got {wrong}", torch.tensor([[5, wrong]]))
+
+
+def test_an_encoder_does_not_generate(tmp_path: Path) -> None:
+    encoder = tmp_path / "encoder"
+    bert().config.save_pretrained(encoder)
+    graph = """<ir_version: 10, opset_import: ["" : 20]>
+    g (int64[b, s] input_ids, int64[b, s] attention_mask) => (float[b, s] logits) { logits = Cast<to=1>(input_ids) }"""
+    onnx.save(onnx.parser.parse_model(graph), encoder / "model.onnx")
+    with pytest.raises(RequestError, match="takes input_ids, .*: an encoder does not generate"):
+        OnnxGenerator.from_folder(encoder)
+
+
+def test_the_command_continues_prompts_as_the_checkpoint_does(
+    uneven: Uneven, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = uneven[1].folder
+    options = ["--prompt", "good bad fine", "--prompt", "great", "--max-new-tokens", "6", "--json"]
+    texts = []
+    for source in (folder.parent / "model", folder):
+        assert hies("generate", source, *options) == 0
+        results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+        assert [row["prompt"] for row in results] == ["good bad fine", "great"]
+        texts.append([row["text"] for row in results])
+    assert texts[0] == texts[1]
+    # Alone and unpadded, a prompt goes on as it does in a batch.
+    assert generate_text(folder, ["great"], max_new_tokens=6) == texts[1][1:]
+
+
+def test_prompts_that_cannot_be_read(uneven: Uneven, tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(uneven[1].folder.parent / "model")
+    with pytest.raises(DataError, match="at least one prompt is needed"):
+        encode_prompts(tokenizer, [])
+    with pytest.raises(DataError, match="at least one token, got ''"):
+        encode_prompts(tokenizer, ["good", ""])
+    with pytest.raises(DataError, match="one for all prompts or one for each of 3, got 2"):
+        encode_prompts(tokenizer, ["good"] * 3, [tmp_path, tmp_path])
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"must be a file that Pillow decodes, and .*broken\.png is not"):
+        encode_prompts(tokenizer, ["good"], [tmp_path / "broken.png"])
+    with pytest.raises(DataError, match="prompts need a tokenizer, but none could be loaded"):
+        tokenizer_in(tmp_path)
+    bert(num_hidden_layers=1).save_pretrained(tmp_path / "encoder")
+    prompt_tokenizer().save_pretrained(tmp_path / "encoder")
+    with pytest.raises(RequestError, match="must generate text to be prompted, and BertForSequenceClassification"):
+        generate_text(tmp_path / "encoder", ["good"])
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_its_end(tmp_path: Path) -> None:
+    prompt_tokenizer(pad_token=None).save_pretrained(tmp_path)
+    batch = encode_prompts(tokenizer_in(tmp_path), ["good bad fine", "great"])
+    assert batch["input_ids"].tolist() == [[4, 5, 6], [2, 2, 8]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
 PROMPTS = {"input_ids": torch.arange(3, 19).view(2, 8)}
