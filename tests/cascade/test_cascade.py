@@ -11,10 +11,9 @@ import onnx_ir
 import onnxruntime
 import pytest
 import torch
+from support.exported import wide_bert
 from support.models import cut_bert
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -35,13 +34,6 @@ from hies_export.forms.onnx.export import export_onnx
 Batches = list[dict[str, torch.Tensor]]
 
 
-def bert(labels: int = 3, **more: Any) -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192, "num_hidden_layers": 1}
-    fields = {**shape, "vocab_size": 200, "max_position_embeddings": 32, "initializer_range": 0.2, **more}
-    return BertForSequenceClassification(BertConfig(**fields, num_labels=labels)).eval()
-
-
 def texts(rows: int = 48, size: int = 8) -> Batches:
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(1, 200, (rows, 14), generator=generator)
@@ -53,7 +45,7 @@ def texts(rows: int = 48, size: int = 8) -> Batches:
 @pytest.fixture(scope="module")
 def models() -> tuple[PreTrainedModel, PreTrainedModel]:
     """The slim model has fewer heads."""
-    return cut_bert(bert(), [6]), bert()
+    return cut_bert(wide_bert(), [6]), wide_bert()
 
 
 @pytest.fixture(scope="module")
@@ -254,10 +246,13 @@ def test_what_cannot_be_a_cascade_is_refused(models: Any) -> None:
         LlamaConfig(vocab_size=50, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16)
     )
     for other, said in (
-        (bert(labels=1), "BertForSequenceClassification with no classes"),
-        (bert(labels=2), "with 3 classes and BertForSequenceClassification with 2 classes"),
+        (wide_bert(num_labels=1), "BertForSequenceClassification with no classes"),
+        (wide_bert(num_labels=2), "with 3 classes and BertForSequenceClassification with 2 classes"),
         (llama, "LlamaForCausalLM with no classes"),
-        (bert(labels=3, problem_type="multi_label_classification"), "with sets of labels; sets of labels, numbers and"),
+        (
+            wide_bert(num_labels=3, problem_type="multi_label_classification"),
+            "with sets of labels; sets of labels, numbers and",
+        ),
     ):
         with pytest.raises(RequestError, match=rf"two classifiers of the same classes.*{said}"):
             Cascade(slim, other, threshold=0.5)

@@ -1,4 +1,3 @@
-import copy
 import json
 import logging
 import sys
@@ -118,25 +117,6 @@ def test_vit_has_an_open_batch_and_fuses_without_a_sound_and_with_its_weights_be
     with torch.no_grad():
         want = model(**batch).logits.numpy()
     np.testing.assert_allclose(onnx_run(exported.folder, batch)["logits"], want, atol=1e-5)
-
-
-def test_base_model_in_half_precision_from_a_training_model_left_as_found(tmp_path):
-    model = bert(num_hidden_layers=1).base_model.train()
-    model.config.auto_map = {"AutoModel": "modeling_hies.BertModel"}
-    before, config, attributes = copy.deepcopy(model.state_dict()), model.config.to_dict(), set(vars(model))
-    exported = export_onnx(model, tmp_path / "onnx", batch=BATCH, dtype="float16")
-    assert model.training
-    assert model.config.to_dict() == config
-    assert set(vars(model)) == attributes
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(tensor.dtype == torch.float32 for tensor in model.parameters())
-    assert 1e-5 < exported.max_abs < 5e-2
-    weight_bytes = sum(p.numel() * 2 for p in model.parameters())
-    assert weight_bytes < exported.bytes < 1.5 * weight_bytes + 50_000
-    assert exported.outputs[0] == "last_hidden_state"
-    config = json.loads((exported.folder / "config.json").read_text())
-    assert config["dtype"] == "float16"
-    assert "auto_map" not in config
 
 
 def fake_trace(model, sample, provider):

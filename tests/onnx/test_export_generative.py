@@ -125,7 +125,7 @@ SINGLE = TEXT | {"num_hidden_layers": 1}
 ALONE = {"num_hidden_layers": 1, "eos_token_id": None}  # every head has keys of its own
 DECODERS = {
     "biases, norms and width of heads of their own": decoder("Qwen3", **SINGLE, head_dim=16, attention_bias=True),
-    "soft cap and window": decoder("Gemma2", **TEXT, head_dim=8, sliding_window=4, attn_logit_softcapping=0.5),
+    "soft cap and window": decoder("Gemma2", **SINGLE, head_dim=8, sliding_window=4, attn_logit_softcapping=0.5),
     "fused projections": decoder("Phi3", **SINGLE),
     "Conv1D, tied embeddings, few positions": architecture("GPT2", "LMHeadModel", **ALONE, max_position_embeddings=30),
     "learned positions with an offset": architecture("OPT", "ForCausalLM", **ALONE, word_embed_proj_dim=48, ffn_dim=32),
@@ -151,16 +151,22 @@ def test_decoders_generate_as_in_torch(name: str, tmp_path: Path) -> None:
     assert got.tolist() == want.tolist()
 
 
-@pytest.mark.slow
-def test_fused_for_cuda_in_half_precision_with_tied_weights_once(tmp_path: Path) -> None:
-    model = endless_llama(num_hidden_layers=1, tie_word_embeddings=True)
+def test_in_half_precision_for_cuda_of_a_training_model_left_as_found(tmp_path: Path) -> None:
+    model = endless_llama(num_hidden_layers=1, tie_word_embeddings=True).train()
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_hies.LlamaForCausalLM"}
+    before, config, attributes = copy.deepcopy(model.state_dict()), model.config.to_dict(), set(vars(model))
     exported = export_onnx(model, tmp_path / "onnx", batch=padded_prompts(), provider="cuda", dtype="float16")
+    assert (model.training, model.config.to_dict(), set(vars(model))) == (True, config, attributes)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert exported.facts["fused"]["MultiHeadAttention"] == 1
     assert exported.checked_on == "onnxruntime-cpu"
     assert 1e-5 < exported.max_abs < 5e-2
-    assert exported.bytes < sum(p.numel() * 2 for p in model.parameters()) + 40_000
+    assert exported.bytes < sum(p.numel() * 2 for p in model.parameters()) + 40_000  # tied weights once
     types = {value.name: value.type.tensor_type.elem_type for value in onnx.load(exported.file).graph.input}
     assert types["past_key_values.0.key"] == onnx.TensorProto.FLOAT16
+    written = json.loads((exported.folder / "config.json").read_text())
+    assert (written["dtype"], "auto_map" in written) == ("float16", False)
 
 
 def test_a_decoder_that_differs_is_a_parity_error_and_nothing_is_kept(

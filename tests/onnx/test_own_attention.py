@@ -29,7 +29,7 @@ RELATIVE = {
 }
 CONFIGS = {"DebertaV2": transformers.DebertaV2Config(**SMALL, **RELATIVE), "MPNet": transformers.MPNetConfig(**SMALL)}
 # One of each layout of attention, and of outputs for texts and for tokens; `-m exports` takes all.
-DEFAULT = {("DebertaV2", "ForSequenceClassification"), ("MPNet", "ForTokenClassification")}
+DEFAULT = {("DebertaV2", "ForSequenceClassification"), ("MPNet", "Model")}
 
 
 def cut(model: PreTrainedModel) -> PreTrainedModel:

@@ -12,10 +12,11 @@ import onnx_ir
 import onnxruntime
 import pytest
 import torch
+from support.exported import wide_bert
 from support.models import bert as tiny_bert
 from support.models import cut_bert, llava
 from support.runs import hies
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hies_export import OnnxGenerator, OutputExistsError, ParityError, RequestError, load, prune
 from hies_export.calibrate.moments import Spread
@@ -44,24 +45,17 @@ def batch() -> Batch:
     return {"input_ids": torch.randint(0, 200, (4, 12), generator=generator), "attention_mask": mask}
 
 
-def encoder() -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192, "num_hidden_layers": 1}
-    config = BertConfig(**shape, vocab_size=200, max_position_embeddings=32, num_labels=3, initializer_range=0.2)
-    return BertForSequenceClassification(config).eval()
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense") / "model"
-    encoder().save_pretrained(folder)
+    wide_bert().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, batch: Batch) -> Export:
     """The layers of its attention, cut to 5 of 8 heads, are too small for 8 bits: 128 x 80."""
-    return export_onnx(cut_bert(encoder(), [5]), tmp_path_factory.mktemp("float") / "onnx", batch=batch)
+    return export_onnx(cut_bert(wide_bert(), [5]), tmp_path_factory.mktemp("float") / "onnx", batch=batch)
 
 
 def logits(file: Path, batch: Batch) -> np.ndarray:
@@ -214,7 +208,7 @@ def test_what_has_no_form_in_fewer_bits_is_refused(exported: Export, batch: Batc
     too_small = "needs a linear layer of 16,384 weights or more, but all are smaller"
     for model, bits, said in (
         (tiny_bert(), "int8", too_small),
-        (encoder(), "int4", "int4 is for models that generate.* got an encoder; use int8"),
+        (wide_bert(), "int4", "int4 is for models that generate.* got an encoder; use int8"),
         (llava(), "int8", "needs a single graph, got a vision-language model; leave it out"),
     ):
         with pytest.raises(RequestError, match=said):

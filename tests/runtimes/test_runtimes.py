@@ -4,8 +4,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from support.exported import wide_bert
 from support.models import causal_lm
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
+from transformers import BertConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hies_export import (
@@ -47,10 +48,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    # Wide enough for layers in 8 bits.
-    shape = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 128, "num_hidden_layers": 1}
-    return BertForSequenceClassification(BertConfig(**shape, vocab_size=20, max_position_embeddings=8))
+    return wide_bert()
 
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -244,8 +242,8 @@ class Embedding(PreTrainedModel):
         return SequenceClassifierOutput(logits=self.table(input_ids).cumsum(-1))
 
 
-# Eight bits, on logits of about 1.
-TOLERANCE = {"onnxruntime-cpu-int8": 0.05}
+# Of the largest logit.
+TOLERANCE = {"onnxruntime-cpu-int8": 0.1}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch imports it itself
@@ -270,7 +268,7 @@ def test_every_runtime_computes_what_torch_does(model, exports, name):
             export_onnx(model, source, batch=batch, provider=RUNTIMES[name].fused_for)
     runtime = load_runtime(name, source, threads=1)
     got = runtime.fetch(runtime.run(runtime.prepare(batch)))["logits"]
-    np.testing.assert_allclose(got, want, atol=TOLERANCE.get(name, 1e-5))
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE.get(name, 1e-5) * max(1, np.abs(want).max()))
     assert (runtime.dtype, runtime.threads) == ("float32", 1)
 
 

@@ -1,8 +1,10 @@
-"""Models that are exported to ONNX with their cache, and prompts for them."""
+"""Models that are exported to ONNX, and prompts for them."""
 
 import tokenizers
 import torch
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
@@ -24,6 +26,14 @@ VISION = {
     "patch_size": 8,
     "projection_dim": 8,
 }
+
+
+def wide_bert(**options: object) -> BertForSequenceClassification:
+    """Return a classifier of one layer whose linear layers, but the last, are wide enough for 8 bits."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192, "num_hidden_layers": 1}
+    sizes = {"vocab_size": 200, "max_position_embeddings": 32, "num_labels": 3, "initializer_range": 0.2}
+    return BertForSequenceClassification(BertConfig(**shape, **(sizes | options))).eval()
 
 
 def endless_llama(**options: object) -> PreTrainedModel:
