@@ -77,9 +77,13 @@ def test_a_feed_keeps_its_memory_and_computes_what_the_cpu_does(folders, session
 
 
 @pytest.mark.parametrize(("precision", "tf32"), [("ieee", "0"), ("tf32", "1")])
-def test_what_the_session_is_asked_for(folders, sessions, monkeypatch, precision, tf32):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
-    OnTheCpu(folders["bert"][0], threads=1)
+def test_what_the_session_is_asked_for(folders, sessions, precision, tf32):
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        OnTheCpu(folders["bert"][0], threads=1)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
     options = {"arena_extend_strategy": "kSameAsRequested", "enable_cuda_graph": "1", "use_tf32": tf32}
     providers = [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
     assert sessions[0] == [(providers, {"record_ep_graph_assignment_info": "1"})]
