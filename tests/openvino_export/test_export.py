@@ -10,9 +10,10 @@ import numpy as np
 import onnx_ir
 import pytest
 import torch
+from support.exported import wide_bert
 from support.models import cut_bert
 from support.models import vit as tiny_vit
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertForSequenceClassification
 
 from hies_export import MissingRuntimeError, OutputExistsError, RequestError, quantize_openvino
 from hies_export.forms.formats import Export, Exporter, Given, export_options, read_by
@@ -44,11 +45,8 @@ def rows() -> list[Batch]:
     return [batch() for _ in range(6)]
 
 
-def encoder(neurons: int = 192) -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": neurons, "num_hidden_layers": 2}
-    config = BertConfig(**shape, vocab_size=200, max_position_embeddings=32, num_labels=3, initializer_range=0.2)
-    return BertForSequenceClassification(config).eval()
+def encoder() -> BertForSequenceClassification:
+    return wide_bert(num_hidden_layers=2)
 
 
 def loud_encoder() -> BertForSequenceClassification:

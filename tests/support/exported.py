@@ -33,7 +33,7 @@ def wide_bert(**options: object) -> BertForSequenceClassification:
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192, "num_hidden_layers": 1}
     sizes = {"vocab_size": 200, "max_position_embeddings": 32, "num_labels": 3, "initializer_range": 0.2}
-    return BertForSequenceClassification(BertConfig(**shape, **(sizes | options))).eval()
+    return BertForSequenceClassification(BertConfig(**(shape | sizes | options))).eval()
 
 
 def endless_llama(**options: object) -> PreTrainedModel:
