@@ -30,24 +30,22 @@ def flags(right: int, count: int) -> torch.Tensor:
     return torch.arange(count) < right
 
 
-@pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 7), (499, 512), (512, 512), (1020, 1024), (1, 1)])
-def test_the_lower_end_is_the_exact_one(right: int, count: int) -> None:
-    assert lower_share(flags(right, count)) == pytest.approx(exact(right, count))
-    assert lower_share(flags(right, count), confidence=0.98) == pytest.approx(exact(right, count, 0.98))
+@pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 7), (499, 512), (512, 512), (1, 1)])
+def test_both_ends_are_the_exact_ones(right: int, count: int) -> None:
+    for confidence in (0.95, 0.98):
+        interval = binomtest(right, count).proportion_ci(confidence, method="exact")
+        assert share_ends(flags(right, count), confidence=confidence) == pytest.approx((interval.low, interval.high))
     assert lower_share(flags(right, count), scale=2) == pytest.approx(exact(2 * right, 2 * count))
 
 
-@pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 7), (499, 512), (512, 512), (1, 1)])
-def test_both_ends_are_the_exact_ones(right: int, count: int) -> None:
-    interval = binomtest(right, count).proportion_ci(0.95, method="exact")
-    assert share_ends(flags(right, count)) == pytest.approx((interval.low, interval.high))
-
-
-@pytest.mark.parametrize("share", [0.5, 0.9, 0.97, 0.99, 0.999])
-def test_so_many_rows_are_needed_and_no_fewer(share: float) -> None:
+@pytest.mark.parametrize("share", [0.5, 0.97, 0.999])
+def test_so_many_rows_or_queries_are_needed_and_no_fewer(share: float) -> None:
     for confidence in (0.95, confidence_of_each(FAILURES)):
         count = rows_needed(share, confidence)
         assert exact(count, count, confidence) >= share > exact(count - 1, count - 1, confidence)
+        count = queries_needed(share, confidence)
+        alike = [ratio_ends(torch.ones(size), torch.ones(size), confidence)[0] for size in (count, count - 1)]
+        assert alike[0] >= share > alike[1]
 
 
 @pytest.mark.parametrize("scale", [1, 3])
@@ -80,20 +78,13 @@ def test_the_lower_end_of_a_ratio_holds_as_often_as_it_says() -> None:
     assert ratio_ends(torch.ones(300), torch.ones(300))[0] < 1 - 1 / 300
 
 
-@pytest.mark.parametrize("share", [0.5, 0.9, 0.97, 0.99, 0.999])
-def test_so_many_queries_are_needed_and_no_fewer(share: float) -> None:
-    for confidence in (0.95, confidence_of_each(FAILURES)):
-        count = queries_needed(share, confidence)
-        alike = [ratio_ends(torch.ones(size), torch.ones(size), confidence)[0] for size in (count, count - 1)]
-        assert alike[0] >= share > alike[1]
-
-
 def test_tokens_that_agree_within_a_text_count_as_one() -> None:
     once = flags(180, 200)
     samples = torch.arange(200).repeat_interleave(16)
     assert lower_share(once.repeat_interleave(16), samples) == pytest.approx(exact(180, 200), abs=0.003)
     assert lower_share(torch.ones(3200, dtype=torch.bool), samples) == pytest.approx(exact(200, 200))
-    # Independent tokens count one by one.
+    # So do those of a single text, and independent ones count one by one.
+    assert lower_share(flags(9, 90), torch.zeros(90).long()) == pytest.approx(beta.ppf(0.025, 0.1, 1.9))
     mixed = once.repeat(16)[torch.randperm(3200, generator=torch.Generator().manual_seed(0))]
     assert lower_share(mixed, samples) == pytest.approx(exact(2880, 3200), abs=0.004)
 
@@ -109,13 +100,6 @@ def test_the_interval_of_clusters_by_hand() -> None:
     size *= (t.ppf(0.975, tokens - 1) / t.ppf(0.975, len(texts) - 1)) ** 2
     expected = beta.ppf(0.025, share * size, (1 - share) * size + 1)
     assert lower_share(torch.tensor(flat) == 1, samples) == pytest.approx(expected, rel=1e-9)
-
-
-def test_tokens_of_a_single_text_count_as_one() -> None:
-    for right in (1, 9, 90):
-        share = right / 90
-        expected = beta.ppf(0.025, share, 2 - share)
-        assert lower_share(flags(right, 90), torch.zeros(90, dtype=torch.int64)) == pytest.approx(expected)
 
 
 def test_a_rate_of_all_rows_is_one() -> None:
@@ -149,10 +133,10 @@ def least_right(rows: int, share: float, error: float) -> int:
     return least
 
 
-@pytest.mark.parametrize("guess", [1, 19, 60, 100])
+@pytest.mark.parametrize("guess", [1, 60])
 def test_a_search_among_many_cuts_keeps_its_promise_as_often_as_it_says(guess: int) -> None:
     """Of 100 sizes, the true shares fall: from the 20th on, they are just too small. Cuts agree on half of the rows."""
-    promised, rows, draws, generator = 0.95, 500, 2000, np.random.default_rng(3)
+    promised, rows, draws, generator = 0.95, 500, 1000, np.random.default_rng(3)
     sizes = np.arange(1, 101)
     true = np.where(sizes < 20, 0.98, promised - 1e-4 - 2e-6 * sizes)
     least = {looks: least_right(rows, promised, 0.025 / looks) for looks in (1, FAILURES)}

@@ -1,15 +1,12 @@
 """Judge against loops over the samples, and the warnings it logs."""
 
-import logging
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from support.generative import padded
-from support.models import bert, causal_lm, text_batch
+from support.models import bert, text_batch
 from support.reading import classifying, given
 from support.runs import registries_restored
 from torch import Tensor
@@ -17,7 +14,6 @@ from torch import Tensor
 from hies_export.evaluate.interval import ratio_ends
 from hies_export.evaluate.judge import Judge, Judgement, Quality, clearly_better
 from hies_export.evaluate.metrics import register_metric
-from hies_export.evaluate.predict import predict
 from hies_export.evaluate.promise import asked_words, stays_words
 from hies_export.pipeline.recipe import PruneSection
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
@@ -51,14 +47,14 @@ def test_a_dense_model_that_is_no_better_than_the_commonest_class_is_named(caplo
     right = model(**batch).logits.argmax(-1)
     one_class, wrong = torch.zeros_like(right), (right + 1) % 3
     wrong[0] = (right[0] + 2) % 3
-    for labels in (right, one_class, None):
-        Judge.on(model, [batch if labels is None else batch | {"labels": labels}], metrics=("accuracy",))
+    for known in ({"labels": right}, {"labels": one_class}, {}):
+        Judge.on(model, [batch | known], metrics=("accuracy",))
     # Rows of one class say nothing.
     assert not caplog.messages
     Judge.on(model, [batch | {"labels": wrong}], metrics=("accuracy",))
     most = max(int((wrong == label).sum()) for label in range(3))
-    assert f"is right on 0 of 12 labels, and always answering the commonest class, {wrong.mode().values}" in caplog.text
-    assert f", on {most}: check that the labels are those that it was trained with" in caplog.text
+    assert f"right on 0 of 12 labels, and always answering the commonest class, {wrong.mode().values}" in caplog.text
+    assert f", on {most}: check that the labels are" in caplog.text
 
 
 def test_a_registered_metric_says_what_a_share_of_it_is_and_how_it_is_worded() -> None:
@@ -81,9 +77,8 @@ def test_a_registered_metric_says_what_a_share_of_it_is_and_how_it_is_worded() -
         asked = PruneSection(budget={"keep": {"metric": name}}).goal
         outcome = Outcome(asked)
         assert (asked_words(outcome), stays_words(outcome)) == ("99 % of the ones", "of the ones stay")
-        assert (
-            asked_words(Outcome(Budget(keep=KeepBudget(metric=name, by=0.1)))) == "a loss of at most 0.1 of same ones"
-        )
+        lost = Outcome(Budget(keep=KeepBudget(metric=name, by=0.1)))
+        assert asked_words(lost) == "a loss of at most 0.1 of same ones"
         with pytest.raises(ValidationError, match="keep needs predictions, or metric and by, got metric"):
             PruneSection(budget={"keep": {"metric": "accuracy"}})
 
@@ -97,25 +92,6 @@ def test_numbers_are_judged_within_the_tolerance() -> None:
     assert judge.of(given(other)) == Quality({"pearson": pytest.approx(correlation)}, sum(within) / 20)
     assert 0 < sum(within) < 20
     assert judge.judgement(given(other)).quality == pytest.approx(correlation)
-
-
-def test_answers_are_judged_by_their_tokens() -> None:
-    model = causal_lm()
-    rows = [padded([9, 4, 6], "right", answers=[2, 3, 1]), padded([3, 7], "right", answers=[1, 1])]
-    judge = Judge.on(model, rows, metrics=("perplexity", "exact_match"))
-    assert judge.dense.kind == "tokens"
-    losses = torch.cat([
-        -model(**batch).logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0][
-            batch["labels"][:, 1:] != -100
-        ]
-        for batch in rows
-    ])  # fmt: skip
-    found = judge.of(judge.dense)
-    assert found.metrics["perplexity"] == pytest.approx(math.exp(losses.mean().item()), rel=1e-5)
-    assert found.stability == 1.0
-    with torch.no_grad():
-        model.lm_head.weight.neg_()
-    assert judge.of(predict(model, rows)).stability < 1.0
 
 
 @pytest.mark.parametrize("regression", [False, True])
@@ -133,15 +109,7 @@ def test_without_labels_the_dense_models_predictions_are_the_reference(regressio
     assert judge.judgement(given(other)) == Judgement(None, 0.0, found.stability)
 
 
-def test_an_undefined_metric_is_logged_once_however_often_it_is_resampled(caplog: Any) -> None:
-    labels, logits = torch.randint(0, 2, (20,)), torch.tensor([[1.0, 0.0]]).repeat(20, 1)
-    judge = Judge(batches(labels, 20), given(logits), ("matthews_correlation",), classifying())
-    with caplog.at_level(logging.WARNING):
-        assert judge.judgement(given(logits)) == Judgement(0.0, 0.0, 1.0)
-    assert caplog.messages == ["matthews_correlation is undefined because all predictions are equal: 0.0 is returned"]
-
-
-def test_resampled_sets_where_a_metric_is_undefined_count_as_zero(caplog: Any) -> None:
+def test_an_undefined_metric_is_zero_and_logged_once_however_often_it_is_resampled(caplog: Any) -> None:
     labels = torch.tensor([0, 1, 1, 1])
     logits = torch.nn.functional.one_hot(labels, 2).float()
     draws = torch.randint(0, 4, (100, 4), generator=torch.Generator().manual_seed(0))
@@ -150,6 +118,9 @@ def test_resampled_sets_where_a_metric_is_undefined_count_as_zero(caplog: Any) -
     judge = Judge(batches(labels, 4), given(logits), ("matthews_correlation",), classifying())
     assert judge.judgement(given(logits)).standard_error == pytest.approx(np.std(values, ddof=1))
     assert caplog.messages == []
+    constant = torch.tensor([[1.0, 0.0]]).repeat(4, 1)
+    assert judge.judgement(given(constant)) == Judgement(0.0, 0.0, 0.25)
+    assert caplog.messages == ["matthews_correlation is undefined because all predictions are equal: 0.0 is returned"]
 
 
 def texts_of(gained: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:

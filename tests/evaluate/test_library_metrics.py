@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
-import yaml
 from support.loading import load_pruning
 from support.models import save_project, save_text_model
 from support.reading import classifying, given
@@ -19,8 +18,6 @@ from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.evaluate import metrics
 from hies_export.evaluate.judge import compute_metrics, metric_inputs, standard_error
 from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
-from hies_export.pipeline.choose import choose
-from hies_export.pipeline.stages import calibrate
 
 SCRIPT = """
 import datasets
@@ -94,20 +91,15 @@ def test_a_metric_of_numbers_of_which_less_is_better(tmp_path: Path) -> None:
 
 def test_which_way_is_better_is_known_without_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics.evaluate, "load", lambda *_, **__: pytest.fail("loaded"))
-    names = ["accuracy", "perplexity", "mse", "recall", "some/where/recall_gap"]
-    assert [higher_is_better(name) for name in names] == [True, False, False, True, True]
+    names = ["accuracy", "perplexity", "nats_per_character", "mse", "recall", "some/where/recall_gap"]
+    assert [higher_is_better(name) for name in names] == [True, False, False, False, True, True]
 
 
 @pytest.mark.parametrize(
     ("dtype", "result", "message"),
     [
         ("string", '{"other": 1.0}', "must compare classes or numbers, one per sample, but .*other' takes"),
-        (
-            "int64",
-            '{"low": 0.0, "high": 1.0}',
-            "must give one number for predictions of 2 classes: ValueError: it gives low, high",
-        ),
-        ("int64", "missing_name", "must give one number .* name 'missing_name' is not defined"),
+        ("int64", '{"low": 0.0, "high": 1.0}', "must give one number for predictions of 2 classes.*it gives low, high"),
     ],
 )
 def test_a_metric_that_cannot_be_used_is_refused_before_any_work(
@@ -160,29 +152,8 @@ def test_a_recipe_of_three_classes_refuses_the_precision_of_two(tmp_path: Path) 
 
 
 def test_a_script_is_relative_to_the_recipe(tmp_path: Path) -> None:
-    save_project(tmp_path, train=4, validation=4, prune={"budget": {"heads": 0.5}})
+    asked = {"metrics": ["./own", "accuracy", "owner/name"]}
+    save_project(tmp_path, train=4, validation=4, prune={"budget": {"heads": 0.5}}, evaluation=asked)
     path = script(tmp_path, "own", '{"own": 1.0}')
     (tmp_path / "accuracy").mkdir()  # no path, so still the name of a metric
-    fields = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
-    fields["evaluation"] = {"metrics": ["./own", "accuracy", "owner/name"]}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
     assert PruningRecipe.from_yaml(tmp_path / "recipe.yaml").evaluation.metrics == (path, "accuracy", "owner/name")
-
-
-@pytest.mark.slow
-def test_alpha_is_chosen_by_an_error_rate_as_by_the_accuracy(tmp_path: Path) -> None:
-    save_project(tmp_path, train=100, validation=8, calibration={"samples": 8}, prune={"budget": {"heads": 0.5}})
-    save_text_model(tmp_path / "model", num_hidden_layers=2)
-    errors = script(
-        tmp_path, "error_rate", '{"error_rate": (predictions != references).mean()}', higher_is_better=False
-    )
-    chosen = []
-    for metric in ("accuracy", errors):
-        asked = {"prune.alpha": "auto", "evaluation.metrics": [metric], "measure.runtimes": ["torch"]}
-        pruning = load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", asked))
-        chosen.append(choose(pruning, calibrate(pruning)))
-    by_accuracy, by_errors = chosen
-    assert by_errors.plan.alpha == by_accuracy.plan.alpha
-    for right, wrong in zip(by_accuracy.alpha_curve, by_errors.alpha_curve, strict=True):
-        assert wrong["quality"] == pytest.approx(1 - right["quality"])
-        assert wrong["standard_error"] == pytest.approx(right["standard_error"])

@@ -1,5 +1,6 @@
 """Rankings of embeddings and rerankers, against loops over the queries and scikit-learn."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from hies_export.data.batches import samples_of
 from hies_export.errors import DataError, RecipeError
 from hies_export.evaluate import ranking
-from hies_export.evaluate.judge import Judge, Judgement
-from hies_export.evaluate.metrics import METRICS, check_metrics
-from hies_export.evaluate.ranking import RankedGroups, RankedTexts, kind_of_rows
+from hies_export.evaluate.judge import Judge
+from hies_export.evaluate.metrics import check_metrics
+from hies_export.evaluate.ranking import RankedGroups, RankedTexts, RowsKind, kind_of_rows
 from hies_export.model.text_encoder import Similarity, TextReader
 from hies_export.tasks import FeatureExtraction, Predictions
 
@@ -61,20 +62,12 @@ def searches(queries: int = 9, documents: int = 30, most: int = 3, seed: int = 0
         count = query % (most + 1)
         relevant[query, :count] = torch.randperm(documents, generator=generator)[:count]
         grades[query, :count] = torch.randint(1, 4, (count,), generator=generator).float()
-    no = torch.full((queries,), -1)
-    asked = cut_up(
-        torch.arange(queries), 4, query=torch.randperm(queries), document=no, relevant=relevant, grades=grades
-    )
+    of = {"document": torch.full((queries,), -1), "relevant": relevant, "grades": grades}
+    asked = cut_up(torch.arange(queries), 4, query=torch.randperm(queries), **of)
     no = torch.full((documents,), -1)
-    found = cut_up(
-        queries + torch.arange(documents),
-        8,
-        query=no,
-        document=torch.randperm(documents, generator=generator),
-        relevant=no[:, None].expand(-1, most),
-        grades=torch.zeros(documents, most),
-    )
-    return [*asked, *found]
+    of = {"query": no, "relevant": no[:, None].expand(-1, most), "grades": torch.zeros(documents, most)}
+    numbers = torch.randperm(documents, generator=generator)
+    return [*asked, *cut_up(queries + torch.arange(documents), 8, document=numbers, **of)]
 
 
 def column(batches: Batches, key: str) -> Tensor:
@@ -135,16 +128,11 @@ def test_queries_rank_documents_as_loops_do(old_index: bool, documents: int, mon
     places = {number: row for row, number in enumerate(column(batches, "document").tolist()) if number >= 0}
     rows = [places[number] for number in range(documents)]
     found = RankedTexts.of(dense, batches).rankings(slim, old_index=old_index)
-    expected = []
-    for query in range(9):
-        grades = np.zeros(documents)
-        wanted = zip(column(batches, "relevant")[query], column(batches, "grades")[query], strict=True)
-        for number, grade in wanted:
-            if number >= 0:
-                grades[number] = grade
-        new = (dense if old_index else slim)[rows]
-        scores, own = cosines(slim[query : query + 1], new)[0], cosines(dense[query : query + 1], dense[rows])[0]
-        expected.append(loops(scores, own, grades, 100))
+    grades = np.zeros((9, documents))
+    for of_query, relevant, known in zip(grades, column(batches, "relevant"), column(batches, "grades"), strict=False):
+        of_query[relevant[relevant >= 0]] = known[relevant >= 0]
+    scores, own = cosines(slim[:9], (dense if old_index else slim)[rows]), cosines(dense[:9], dense[rows])
+    expected = [loops(*of, 100) for of in zip(scores, own, grades, strict=True)]
     if documents == 6:
         expected = [{name: of[name] for name in ("own_ndcg", "top1", "ndcg", "mrr")} for of in expected]
     check(found, expected)
@@ -157,11 +145,8 @@ def test_texts_alone_are_ranked_among_the_others(old_index: bool) -> None:
     batches = cut_up(torch.arange(130), 50)
     dense, slim = vectors(130)
     found = RankedTexts.of(dense, batches).rankings(slim, old_index=old_index)
-    expected = []
-    for row in range(130):
-        others = [other for other in range(130) if other != row]
-        scores = cosines(slim[row : row + 1], (dense if old_index else slim)[others])[0]
-        expected.append(loops(scores, cosines(dense[row : row + 1], dense[others])[0], None, 100))
+    tables = cosines(slim, dense if old_index else slim), cosines(dense, dense)
+    expected = [loops(*(np.delete(table[row], row) for table in tables), None, 100) for row in range(130)]
     check(found, expected)
     assert found.ndcg is None
 
@@ -181,26 +166,19 @@ def test_embeddings_are_compared_by_the_similarity_of_their_model(similarity: Si
     for of in (dense, slim):  # lengths do matter
         of *= torch.linspace(0.2, 3, 60)[:, None]
     judge = Judge(batches, embedded(dense), ("own_ndcg@10",), task=embedding(similarity), index="slim")
-    expected = []
-    for row in range(60):
-        others = [other for other in range(60) if other != row]
-        one, two = (
-            [alike(m[row].double().numpy(), m[other].double().numpy()) for other in others] for m in (slim, dense)
-        )
-        expected.append(loops(np.array(one), np.array(two), None, 100))
+    tables = [
+        np.array([[alike(a, b) for b in of] for a in of]) for of in (slim.double().numpy(), dense.double().numpy())
+    ]
+    expected = [loops(*(np.delete(table[row], row) for table in tables), None, 100) for row in range(60)]
     check(judge.rankings(embedded(slim)), expected)
 
     batches = pairs()
-    rows = column(batches, "input_ids")[:, 0]
-    numbers = zip(column(batches, "pair").tolist(), column(batches, "side").tolist(), strict=True)
-    places = {number: row for row, number in enumerate(numbers)}
-    dense, slim = (of[rows] * torch.linspace(0.2, 3, len(rows))[:, None] for of in vectors(80))
-    found = (
-        Judge(batches, embedded(dense), ("pearson",), task=embedding(similarity)).of(embedded(slim)).metrics["pearson"]
-    )
-    wanted = [column(batches, "score")[places[p, 0]].item() for p in range(40)]
-    scores = [alike(slim[places[p, 0]].double().numpy(), slim[places[p, 1]].double().numpy()) for p in range(40)]
-    assert found == pytest.approx(np.corrcoef(scores, wanted)[0, 1])
+    first, second = sides(batches)
+    dense, slim = (of[column(batches, "input_ids")[:, 0]] * torch.linspace(0.2, 3, 80)[:, None] for of in vectors(80))
+    judge = Judge(batches, embedded(dense), ("pearson",), task=embedding(similarity))
+    scores = [alike(slim[a].double().numpy(), slim[b].double().numpy()) for a, b in zip(first, second, strict=True)]
+    wanted = np.corrcoef(scores, column(batches, "score")[first])[0, 1]
+    assert judge.of(embedded(slim)).metrics["pearson"] == pytest.approx(wanted)
 
 
 def pairs(count: int = 40) -> Batches:
@@ -213,17 +191,18 @@ def pairs(count: int = 40) -> Batches:
     return cut_up(rows, 16, pair=pair, side=side, score=score[pair])
 
 
+def sides(batches: Batches) -> tuple[list[int], list[int]]:
+    """The rows of the first and of the second texts, in the order of the pairs."""
+    places = list(zip(column(batches, "pair").tolist(), column(batches, "side").tolist(), strict=True))
+    first, second = ([places.index((pair, side)) for pair in range(len(places) // 2)] for side in (0, 1))
+    return first, second
+
+
 def test_pairs_are_judged_by_their_similarity_and_their_first_texts_rank_the_second() -> None:
     batches = pairs()
     dense, slim = (of[column(batches, "input_ids")[:, 0]] for of in vectors(80))
     judge = Judge(batches, embedded(dense), ("spearman", "pearson", "own_ndcg@10"), task=embedding())
-    place = {
-        (p, s): row
-        for row, (p, s) in enumerate(
-            zip(column(batches, "pair").tolist(), column(batches, "side").tolist(), strict=True)
-        )
-    }
-    first, second = ([place[pair, side] for pair in range(40)] for side in (0, 1))
+    first, second = sides(batches)
     score = column(batches, "score")[first].double().numpy()
     for old_index, second_of in ((True, dense), (False, slim)):
         alike = [cosines(slim[a : a + 1], second_of[b : b + 1])[0, 0] for a, b in zip(first, second, strict=True)]
@@ -233,17 +212,9 @@ def test_pairs_are_judged_by_their_similarity_and_their_first_texts_rank_the_sec
             quality = judge.of(embedded(slim)).metrics
             assert quality["spearman"] == told["spearman"]
             assert quality["pearson"] == pytest.approx(np.corrcoef(alike, score)[0, 1])
-    distinct = [row for pair, row in enumerate(second) if pair != 5]
-    expected = [
-        loops(
-            cosines(slim[row : row + 1], dense[distinct])[0],
-            cosines(dense[row : row + 1], dense[distinct])[0],
-            None,
-            100,
-        )
-        for row in first
-    ]
-    check(judge.rankings(embedded(slim)), expected)
+    distinct = dense[[row for pair, row in enumerate(second) if pair != 5]]
+    scores, own = (cosines(of[first], distinct) for of in (slim, dense))
+    check(judge.rankings(embedded(slim)), [loops(*of, None, 100) for of in zip(scores, own, strict=True)])
     assert samples_of(batches) == 40
 
 
@@ -312,8 +283,8 @@ def test_equal_scores_earn_nothing_and_the_order_of_rows_does_not_matter() -> No
 def test_a_model_that_embeds_all_alike_ranks_as_badly_as_can_be() -> None:
     batches = searches(documents=40)
     dense, _ = vectors(49)
-    found = RankedTexts.of(dense, batches).rankings(torch.ones(49, 8), old_index=False)
-    assert found.means["ndcg"] == found.means["top1"] == found.means["recall"] == 0
+    found = RankedTexts.of(dense, batches).rankings(torch.ones(49, 8), old_index=False).means
+    assert found["ndcg"] == found["top1"] == found["recall"] == 0
 
 
 def test_on_the_dense_index_only_queries_are_predicted_again() -> None:
@@ -349,24 +320,19 @@ def test_what_is_kept_and_lost_is_the_first_metric() -> None:
     batches = searches(queries=200, documents=300)
     dense, slim = vectors(500)
     judge = Judge.on(Lookup(dense), batches, metrics=("mrr@10", "ndcg@10"), task=embedding())
-    before, after = (judge.rankings(of).mrr.numpy() for of in (judge.dense, embedded(slim[:200])))  # type: ignore[union-attr]
-    kept, low = judge.kept(embedded(slim[:200]))
+    found = embedded(slim[:200])
+    before, after = (judge.rankings(of).mrr.numpy() for of in (judge.dense, found))  # type: ignore[union-attr]
+    kept, low = judge.kept(found)
     assert kept == pytest.approx(after.mean() / before.mean())
-    assert low == judge.kept_ends(embedded(slim[:200]))[0] < kept < judge.kept_ends(embedded(slim[:200]))[1]
-    lost, most = judge.lost(embedded(slim[:200]))
+    assert low == judge.kept_ends(found)[0] < kept < judge.kept_ends(found)[1]
+    lost, most = judge.lost(found)
     assert lost == pytest.approx(before.mean() - after.mean())
     assert lost < most < lost + 4 * (before - after).std() / 200**0.5
-    judgement = judge.judgement(embedded(slim[:200]))
-    assert judgement == Judgement(
-        judge.of(embedded(slim[:200])).metrics["mrr@10"],
-        judgement.standard_error,
-        judge.of(embedded(slim[:200])).stability,
-    )
+    judgement, quality = judge.judgement(found), judge.of(found)
+    assert (judgement.quality, judgement.stability) == (quality.metrics["mrr@10"], quality.stability)
     assert judgement.standard_error == pytest.approx(after.std() / 200**0.5, rel=0.25)
-    more = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), task=embedding(), as_of=20_000)
-    assert low < more.kept(embedded(slim[:200]))[1] < kept
-    surer = Judge.on(Lookup(dense), batches, metrics=("mrr@10",), task=embedding(), confidence=0.999)
-    assert surer.kept(embedded(slim[:200]))[1] < low
+    assert low < replace(judge, as_of=20_000).kept(found)[1] < kept
+    assert replace(judge, confidence=0.999).kept(found)[1] < low
 
 
 def test_of_pairs_the_share_of_the_correlation_is_kept() -> None:
@@ -388,30 +354,24 @@ def test_of_pairs_the_share_of_the_correlation_is_kept() -> None:
 
 
 def test_rows_that_cannot_be_ranked_are_refused() -> None:
-    dense, _ = vectors(39)
     batches = searches()
-    with pytest.raises(DataError, match="every relevant document must be a row"):
-        RankedTexts.of(dense[:33], batches[:-1])
-    with pytest.raises(DataError, match="needs queries and documents, got 9 and 0"):
-        RankedTexts.of(dense[:9], batches[:3])
-    with pytest.raises(DataError, match="needs at least two, got 1"):
-        RankedTexts.of(dense[:1], cut_up(torch.arange(1), 1))
-    one = pairs()
-    with pytest.raises(DataError, match="one row of side 0 and one of side 1"):
-        RankedTexts.of(vectors(64)[0], one[:-1])
+    for given_batches, message in (
+        (batches[:-1], "every relevant document must be a row"),
+        (batches[:3], "needs queries and documents, got 9 and 0"),
+        (cut_up(torch.arange(1), 1), "needs at least two, got 1"),
+        (pairs()[:-1], "one row of side 0 and one of side 1"),
+    ):
+        with pytest.raises(DataError, match=message):
+            RankedTexts.of(vectors(len(column(given_batches, "input_ids")))[0], given_batches)
 
 
-@pytest.mark.parametrize("rows", ["queries", "pairs", "texts", "graded", "groups"])
-def test_the_usual_metrics_fit_the_rows(rows: Any) -> None:
-    names = (classifying("numbers") if rows in ("graded", "groups") else embedding()).usual_metrics(rows=rows)
-    check_metrics(names, rows=rows)
-    check_metrics(["own_ndcg@10"], rows=rows)
-    assert all(name in METRICS for name in names)
-    with pytest.raises(RecipeError, match="must be among .*own_ndcg@10, got 'accuracy', which is for classes"):
-        check_metrics(["accuracy"], rows=rows)
-
-
-def test_metrics_that_need_what_is_relevant_do_not_fit_texts_alone() -> None:
+def test_metrics_must_fit_the_rows() -> None:
+    kinds: tuple[RowsKind, ...] = ("queries", "pairs", "texts", "graded", "groups")
+    for rows in kinds:
+        task = classifying("numbers") if rows in ("graded", "groups") else embedding()
+        check_metrics([*task.usual_metrics(rows=rows), "own_ndcg@10"], rows=rows)
+        with pytest.raises(RecipeError, match="must be among .*own_ndcg@10, got 'accuracy', which is for classes"):
+            check_metrics(["accuracy"], rows=rows)
     assert embedding().usual_metrics() == ("own_ndcg@10",)
     with pytest.raises(RecipeError, match="metrics of texts alone must be among own_ndcg@10, got 'ndcg@10'"):
         check_metrics(["ndcg@10"], rows="texts")
