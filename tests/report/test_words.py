@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import html
-import math
 import re
 from typing import Any
 
@@ -14,7 +13,7 @@ from hies_export.report.card import render_card
 from hies_export.report.html import render_html, render_markdown, unbroken
 from hies_export.report.report import FirstMetric, Report
 from hies_export.report.tables import forms_table, report_parts
-from hies_export.report.words import alpha_text, asked_row, lead_text, method_text, tried_text
+from hies_export.report.words import alpha_text, lead_text, method_text, tried_text
 from hies_export.units.counts import si
 
 TIMED = {"ratio": 0.85, "runtime": "torch", "batch": 1, "sequence": 128}
@@ -54,40 +53,37 @@ def test_every_rendering_begins_with_the_sentence_and_has_all_notes() -> None:
             assert name in ("chosen", "alpha") or note in re.sub(r"\\(.)", r"\1", render_card(report)), name
 
 
-def test_the_time_is_the_one_that_was_asked_for_and_not_the_best() -> None:
-    first, second = {"batch": 8, "sequence": 128}, {"batch": 32, "sequence": 128}
-    torch, ort, best = (
-        latency_row("torch", 0.9, **first),
-        latency_row("onnxruntime-cpu", 0.88, **first),
-        latency_row("onnxruntime-cpu", 0.7, **second),
-    )
-    assert "; 0.88 of the time on ONNX Runtime at 8 x 128;" in lead_text(with_rows(torch, best, ort))
-    assert "; 0.90 of the time on torch at 8 x 128;" in lead_text(with_rows(best, torch))
-    noisy = latency_row("onnxruntime-cpu", 0.5, noisy=True, **first)
-    # By hand: 0.9 and 0.7.
-    assert "; 0.80 of the time (median over 2 runtimes and shapes);" in lead_text(with_rows(torch, best, noisy))
-    assert "; 0.70 of the time on ONNX Runtime at 32 x 128;" in lead_text(with_rows(best, noisy))
-    assert "; 0.80 of the FLOPs, time too noisy to tell;" in lead_text(with_rows(noisy))
-    assert "; 0.80 of the FLOPs;" in lead_text(with_rows())
-    decode = latency_row("onnxruntime-cuda", 0.6, phase="decode", **first)
-    prefill = latency_row("onnxruntime-cuda", 0.65, phase="prefill", dtype="float16", **first)
-    said = "; 0.65 of the time on ONNX Runtime (cuda) at 8 x 128 prefill in float16;"
-    assert said in lead_text(with_rows(decode, prefill))
-    noisy = latency_row("onnxruntime-cuda", 0.65, phase="prefill", noisy=True, **first)
-    assert "; 0.80 of the FLOPs, time too noisy to tell;" in lead_text(with_rows(decode, noisy))
+FIRST, SECOND = {"batch": 8, "sequence": 128}, {"batch": 32, "sequence": 128}
+TORCH, ORT = latency_row("torch", 0.9, **FIRST), latency_row("onnxruntime-cpu", 0.88, **FIRST)
+BEST = latency_row("onnxruntime-cpu", 0.7, **SECOND)
+NOISY = latency_row("onnxruntime-cpu", 0.5, noisy=True, **FIRST)
+DECODE = latency_row("onnxruntime-cuda", 0.6, phase="decode", **FIRST)
+PREFILL = latency_row("onnxruntime-cuda", 0.65, phase="prefill", dtype="float16", **FIRST)
 
-    alone = latency_row("onnxruntime-cpu", 0.6, phase="decode")
-    assert "; 0.80 of the FLOPs; 0.80 of the size" in lead_text(with_rows(alone))  # nothing of noise
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([TORCH, BEST, ORT], "0.88 of the time on ONNX Runtime at 8 x 128;"),
+        ([BEST, TORCH], "0.90 of the time on torch at 8 x 128;"),
+        # By hand: 0.9 and 0.7.
+        ([TORCH, BEST, NOISY], "0.80 of the time (median over 2 runtimes and shapes);"),
+        ([BEST, NOISY], "0.70 of the time on ONNX Runtime at 32 x 128;"),
+        ([DECODE, PREFILL], "0.65 of the time on ONNX Runtime (cuda) at 8 x 128 prefill in float16;"),
+        ([DECODE, NOISY], "0.80 of the FLOPs, time too noisy to tell;"),
+        ([DECODE], "0.80 of the FLOPs; 0.80 of the size"),  # nothing of noise
+    ],
+)
+def test_the_time_is_the_one_that_was_asked_for_and_not_the_best(rows: list[dict[str, Any]], said: str) -> None:
+    assert f"; {said}" in lead_text(with_rows(*rows))
 
 
 def test_a_budget_of_time_names_its_own_row_and_bits() -> None:
-    asked = latency_row("torch", 0.83, batch=1)
-    report = with_rows(latency_row("onnxruntime-cpu", 0.7), asked, outcome=LATENCY)
-    assert asked_row(report) is report.latency[1]
-    assert "; 0.83 of the time on torch at 1 x 128;" in lead_text(report)
-    at = [latency_row("torch", ratio, batch=1, dtype=dtype) for ratio, dtype in ((0.9, "float32"), (0.7, "bfloat16"))]
-    report = with_rows(*at, outcome=outcome({"latency": TIMED | {"dtype": "bfloat16"}}, 0.7, noisy=False))
-    assert asked_row(report) is report.latency[1]
+    for dtype in ("float32", "bfloat16"):
+        others = [latency_row("onnxruntime-cpu", 0.7), latency_row("torch", 0.9, batch=1, dtype="float16")]
+        asked = latency_row("torch", 0.83, batch=1, dtype=dtype)
+        report = with_rows(*others, asked, outcome=outcome({"latency": TIMED | {"dtype": dtype}}, 0.83, noisy=False))
+        assert "; 0.83 of the time on torch at 1 x 128" in lead_text(report)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +112,6 @@ def test_a_budget_is_kept_or_it_says_by_how_much_not(found: dict[str, Any] | Non
 @pytest.mark.parametrize(
     ("data", "kept", "said"),
     [
-        (DIVIDED, 0.976, "; kept 97.6 % of 64 other rows"),
         (DIVIDED, 0.97, "; kept 97.0 % of 64 other rows"),
         # Neither a missed promise nor a changed prediction is rounded away.
         (DIVIDED, 0.96999, "; kept only 96.9 % of 64 other rows"),
@@ -143,66 +138,54 @@ def test_a_promise_says_of_what_it_is() -> None:
     tokens = "promised 97 % of the next tokens; kept 97.0 % on 64 other rows;"
     assert lead({"word": "next token"}, stability_of="next token").startswith(tokens)
 
-    def loss(metric: str) -> dict[str, Any]:
-        return outcome({"keep": {"metric": metric, "by": 0.02}}, 0.01, 0.02)
+    def losing(metric: str) -> str:
+        return lead(outcome({"keep": {"metric": metric, "by": 0.02}}, 0.01, 0.02))
 
-    assert "; promised a loss of at most 0.02 of accuracy; lost 0.010 on 64 other rows; 0.81 of" in lead(
-        loss("accuracy")
-    )
+    asked = "; promised a loss of at most 0.02 of"
+    assert f"{asked} accuracy; lost 0.010 on 64 other rows; 0.81 of" in losing("accuracy")
     # Where the evaluation does not compute the metric, or nothing was promised.
-    assert "; promised a loss of at most 0.02 of Matthews correlation; 0.81 of" in lead(loss("matthews_correlation"))
-    broken = {"found": {"value": 0.99, "bound": 0.96}}
-    assert "asked for 97 % of the predictions, found 99.00 % (at least 96.00 %" in lead(broken)
-    assert lead(broken).startswith("97.0 % of the predictions stay (64 rows); accuracy")
+    assert f"{asked} Matthews correlation; 0.81 of" in losing("matthews_correlation")
+    broken = lead({"found": {"value": 0.99, "bound": 0.96}})
+    assert broken.startswith("97.0 % of the predictions stay (64 rows); accuracy")
+    assert "asked for 97 % of the predictions, found 99.00 % (at least 96.00 %" in broken
 
 
 @pytest.mark.parametrize(
-    ("form", "said"),
+    ("form", "model", "kept", "numbers"),
     [
-        (0, "Deploy the dense model in float32 on ONNX Runtime: promised 99 % of the predictions; kept all of 64 "),
-        (0, " other rows (at least 99.0 %); accuracy 0.900 → 0.900; 1.00 of the time of dense float32 at 8 rows; 1.00"),
-        (
-            1,
-            ": promised 99 % of the predictions; kept 99.2 % of 64 other rows (at least 98.5 %); accuracy 0.900 → 0.87",
-        ),
-        (1, "; 0.45 of the time of dense float32 at 8 rows; 0.50 of the size."),
-        (2, "Deploy the cascade in int8 on ONNX Runtime: promised 99 % of the predictions; kept only 98.0 % of "),
-        (2, "; accuracy 0.900 → 0.850; 0.48 of the time of dense float32 at 8 rows; 1.25 of the size."),
-        (None, "Cascade of both models: promised 99 % of the predictions; kept 99.5 %"),
-        (None, "; kept 99.5 % of 64 other rows (at least 98.9 %); accuracy"),
+        (0, "Deploy the dense model in float32 on ONNX Runtime", "kept all of", (99.0, "0.900", 1.00, 1.00)),
+        (1, "Deploy the slim model in int8 on ONNX Runtime", "kept 99.2 % of", (98.5, "0.870", 0.45, 0.50)),
+        (2, "Deploy the cascade in int8 on ONNX Runtime", "kept only 98.0 % of", (98.9, "0.850", 0.48, 1.25)),
+        (None, "Cascade of both models", "kept 99.5 % of", (98.9, "0.850", 0.48, 1.25)),
     ],
 )
-def test_one_sentence_speaks_of_one_model(form: int | None, said: str) -> None:
+def test_one_sentence_speaks_of_one_model(form: int | None, model: str, kept: str, numbers: tuple[Any, ...]) -> None:
     served = copy.deepcopy(SERVED)
     for one, stability, quality in zip(served["forms"], (1.0, 0.992, 0.98), (0.9, 0.87, 0.85), strict=True):
         one |= {"stability": stability, "quality": quality}
     served["forms"][1]["bytes"], served["forms"][2]["bytes"] = 2000, 5000
     served["deployment"]["form"] = form
     report = dataclasses.replace(make_report(**served, data=DIVIDED), cascade=CASCADE)
-    assert said in lead_text(report)
-    # Without a cascade the form that is deployed has these numbers too.
+    at_least, quality, time, size = numbers
+    said = (
+        f"{model}: promised 99 % of the predictions; {kept} 64 other rows (at least {at_least} %); accuracy 0.900 → "
+        f"{quality}; {time:.2f} of the time of dense float32 at 8 rows; {size:.2f} of the size."
+    )
+    assert lead_text(report) == said
+    # Whether a cut has its size does not matter to what is deployed, nor whether there is a cascade.
     if form is not None:
-        assert said in lead_text(dataclasses.replace(report, cascade=None))
+        cut = served | {"outcome": outcome({"flops": 0.75}, 0.8), "data": DIVIDED}
+        assert lead_text(make_report(**cut)) == said
 
 
-def test_a_deployed_cascade_is_judged_by_the_promise_and_not_by_the_size_of_its_cut() -> None:
-    served = copy.deepcopy(SERVED)
-    served["deployment"]["form"] = 2
-    report = make_report(**served | {"outcome": outcome({"flops": 0.75}, 0.75, predicted=0.75), "data": DIVIDED})
-    assert ": promised 99 % of the predictions; kept 99.9 % of 64 other rows (at least 98.9 %); " in lead_text(report)
-    assert lead_text(report).endswith("; 0.48 of the time of dense float32 at 8 rows; 1.00 of the size.")
-
-
-@pytest.mark.parametrize(("share", "said"), [(0.9471, "94.7 % of the entities"), (0.99999, "99.9 %"), (1.0, "all ent")])
+@pytest.mark.parametrize(("share", "said"), [(0.99999, "99.9 % of the entities"), (1.0, "all entities")])
 def test_entities_that_stay_are_told_beside_the_sentences(share: float, said: str) -> None:
     keep = outcome({"keep": {"predictions": 0.9, "metric": "own_entity_f1"}}, 0.95, 0.91, samples=8)
-    details = {"stability_of": "sentence", "outcome": keep, "metrics": {"own_entity_f1": {"dense": 1.0, "slim": share}}}
-    details |= {"uncompensated": None, "data": DIVIDED}
-    first = FirstMetric("own_entity_f1", 1.0, share)
-    report = dataclasses.replace(make_report(**details), quality=first)
-    assert lead_text(report).startswith(f"97.0 % of the sentences stay (64 rows); {said}")
-    kept = "kept all" if share == 1 else f"kept {said.partition(' of')[0]}"
-    assert f"; promised 90 % of the entities; {kept} on 64 other rows; 0.81 of the time" in lead_text(report)
+    metrics = {"own_entity_f1": {"dense": 1.0, "slim": share}}
+    report = make_report(stability_of="sentence", outcome=keep, metrics=metrics, uncompensated=None, data=DIVIDED)
+    text = lead_text(dataclasses.replace(report, quality=FirstMetric("own_entity_f1", 1.0, share)))
+    assert text.startswith(f"97.0 % of the sentences stay (64 rows); {said}; promised 90 % of the entities; kept ")
+    assert f"; kept {'all' if share == 1 else '99.9 %'} on 64 other rows; 0.81 of the time" in text
 
 
 def test_a_noisy_time_is_not_told_of_what_is_deployed() -> None:
@@ -216,37 +199,25 @@ def test_a_noisy_time_is_not_told_of_what_is_deployed() -> None:
     assert lead_text(make_report(**served)).endswith("; time too noisy to tell; 1.00 of the size.")
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        *((999_499, "999 k"), (999_500, "1.00 M"), (999_999, "1.00 M"), (9_996_000, "10.0 M"), (1000, "1.00 k")),
-        *((1234, "1.23 k"), (90_900_000, "90.9 M"), (999_999_999_999_999, "1000 T"), (999, "999 "), (0.5, "0.50 ")),
-    ],
-)
-def test_sizes_have_three_digits_and_the_prefix_that_fits(number: float, text: str) -> None:
-    assert si(number) == text
+def test_sizes_have_three_digits_and_the_prefix_that_fits() -> None:
+    found = [si(number) for number in (0.5, 999, 999_499, 999_500, 9_996_000, 10**15 - 1)]
+    assert found == ["0.50 ", "999 ", "999 k", "1.00 M", "10.0 M", "1000 T"]
 
 
 @pytest.mark.parametrize(
-    ("stability", "said"),
+    ("stability", "low", "high", "said"),
     [
-        (1.0, "all"),
-        (0.9999, "99.9 % of the"),
-        (0.997, "99.7 % of the"),
-        (0.9866, "98.7 % of the"),
-        (0.825, "82.5 % of the"),
+        (1.0, 0.98766, 1.0, "all predictions stay (at least 98.7 %, 64 rows); "),
+        # Never rounded to all, and an interval is rounded outwards.
+        (0.9999, 0.98766, 1.0, "99.9 % of the predictions stay (at least 98.7 %, 64 rows); "),
+        (0.9866, 0.95199, 0.98101, "98.7 % of the predictions stay (95.1 to 98.2 %, 64 rows); "),
     ],
 )
-def test_predictions_that_stay_are_never_rounded_to_all(stability: float, said: str) -> None:
-    report = dataclasses.replace(make_report(kept_low=stability - 0.01234, kept_high=1.0), stability=stability)
-    low = f"{math.floor(1000 * (stability - 0.01234)) / 10:.1f}"
-    assert lead_text(report).startswith(f"{said} predictions stay (at least {low} %, 64 rows); ")
-
-
-def test_an_interval_is_rounded_outwards() -> None:
-    assert lead_text(make_report(kept_low=0.95199, kept_high=0.98101)).startswith(
-        "97.0 % of the predictions stay (95.1 to 98.2 %, 64 rows); "
-    )
+def test_predictions_that_stay_are_told_with_their_interval(
+    stability: float, low: float, high: float, said: str
+) -> None:
+    report = dataclasses.replace(make_report(kept_low=low, kept_high=high), stability=stability)
+    assert lead_text(report).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -255,15 +226,10 @@ def test_an_interval_is_rounded_outwards() -> None:
         (
             {"stability_of": "next token"},
             ("perplexity", 6.658, 12.34),
-            "next tokens stay (64 rows); perplexity 6.66 → 12.3",
+            "next tokens stay (64 rows); perplexity 6.66 → 12.3;",
         ),
         ({}, ("perplexity", 1234.6, 2345.6), "97.0 % of the predictions stay (64 rows); perplexity 1,235 → 2,346;"),
-        ({}, ("accuracy", 0.9996, 0.95), "predictions stay (64 rows); accuracy 1.000 → 0.950;"),
-        (
-            {"stability_tolerance": 0.25},
-            ("pearson", 0.9034, 0.9013),
-            "within 0.25 (64 rows); Pearson 0.903 → 0.901;",
-        ),
+        ({"stability_tolerance": 0.25}, ("pearson", 0.9034, 0.9013), "within 0.25 (64 rows); Pearson 0.903 → 0.901;"),
     ],
 )
 def test_the_sentence_names_what_is_predicted(details: dict[str, Any], quality: Any, said: str) -> None:
@@ -276,8 +242,8 @@ def test_an_alpha_that_was_chosen_has_a_rule_and_a_curve_for_each_number(quality
     curve = [{"alpha": a, "quality": quality, "stability": 0.9, "standard_error": 0.01} for a in (0.1, 0.5)]
     report = make_report(alpha_curve=curve)
     assert rule in alpha_text(report)
-    page, count = render_html(report), 1 if quality is None else 2
-    assert page.count('<svg class="plot') == page.count('class="chosen"') == count
+    page = render_html(report)
+    assert page.count('<svg class="plot') == page.count('class="chosen"') == (1 if quality is None else 2)
     given = make_report(alpha_curve=[])
     assert alpha_text(given) == tried_text(given) == ""
     assert "by alpha" not in render_html(given)
@@ -309,7 +275,6 @@ def test_rows_without_labels_have_no_accuracy() -> None:
     [
         (0.743, 0.27, "matthews_correlation", True),
         (0.95, 0.9, "accuracy", False),
-        (0.5, 0.9, "accuracy", False),  # worse where it was chosen
         (12.0, 20.0, "perplexity", True),
         (20.0, 12.0, "perplexity", False),
         (None, 0.2, "accuracy", False),
@@ -320,8 +285,7 @@ def test_rows_that_the_model_knows_are_suspected(quality: float | None, slim: fl
     data = DATA | {"held_out_samples": 256, "held_out_split": "train[:90%]"}
     report = make_report(data=data, alpha_curve=curve, uncompensated=None)
     found = method_text(dataclasses.replace(report, quality=FirstMetric(metric=metric, dense=0.3, slim=slim)))
-    said = "further rows of train[:90%], and has"
-    assert (said in found) is warned
+    assert ("further rows of train[:90%], and has" in found) is warned
 
 
 @pytest.mark.parametrize(
