@@ -17,7 +17,6 @@ from hies_export.evaluate.predict import predict, references
 from hies_export.tasks import TASKS, Predictions, TextGeneration, text_generation
 
 TASK = TextGeneration(None)
-NAMES = ["perplexity", "token_accuracy", "exact_match"]
 
 
 def flat(lists: Any) -> list[Any]:
@@ -38,12 +37,10 @@ def naive(model: Any, batches: list[dict[str, Tensor]]) -> tuple[list[list[float
 
 
 @pytest.mark.parametrize(("side", "tokens_at_once"), [("right", 512), ("left", 3)])
-def test_predictions_and_metrics_equal_those_of_all_logits(side: str, tokens_at_once: int, monkeypatch: Any) -> None:
+def test_predictions_equal_those_of_all_logits(side: str, tokens_at_once: int, monkeypatch: Any) -> None:
     model = causal_lm()
     monkeypatch.setattr(text_generation, "COPIED_BYTES", tokens_at_once * 4 * model.config.vocab_size)
     batches = [padded([9, 4, 6], side, answers=[2, 3, 1]), padded([3, 7], side, answers=[1, 1])]
-    _, tokens, _ = naive(model, batches)
-    batches[0]["labels"][0, batches[0]["labels"][0] != -100] = torch.tensor(tokens[0])  # one answer that is right
     nlls, tokens, labels = naive(model, batches)
     found = predict(model, batches)
     assert (found.kind, len(found), found.joint) == ("tokens", 5, True)
@@ -51,15 +48,6 @@ def test_predictions_and_metrics_equal_those_of_all_logits(side: str, tokens_at_
     assert found.sample.tolist() == [0, 0, 1, 1, 1, 2, 3, 4]
     torch.testing.assert_close(found.nll, torch.tensor(flat(nlls)), rtol=1e-5, atol=1e-5)
     assert references(batches, TASK).tolist() == flat(labels)
-    every = flat(nlls)
-    expected = {
-        "perplexity": math.exp(sum(every) / len(every)),
-        "token_accuracy": sum(t == w for t, w in zip(flat(tokens), flat(labels), strict=True)) / len(every),
-        "exact_match": sum(t == w for t, w in zip(tokens, labels, strict=True)) / 5,
-    }
-    assert expected["exact_match"] > 0
-    metrics = compute_metrics(found, references(batches, TASK), names=NAMES, task=TASK)
-    assert metrics == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "passes"), [(0.5, [1, 1, 1]), (2, [2, 1]), (3, [3])])

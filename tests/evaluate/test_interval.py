@@ -118,10 +118,6 @@ def test_the_interval_of_clusters_holds_as_often_as_it_says() -> None:
     assert 0.955 <= held / 400 <= 0.995
 
 
-def test_each_look_has_its_part_of_the_error() -> None:
-    assert [confidence_of_each(looks) for looks in (0, 1, 2, 5)] == pytest.approx([0.95, 0.95, 0.975, 0.99])
-
-
 def least_right(rows: int, share: float, error: float) -> int:
     """Return how many of the rows must be right to promise a share, by a sum over the binomial tail."""
     least = rows

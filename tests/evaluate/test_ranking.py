@@ -280,13 +280,6 @@ def test_equal_scores_earn_nothing_and_the_order_of_rows_does_not_matter() -> No
     assert torch.equal(found.ndcg, worst.ndcg)  # type: ignore[arg-type]
 
 
-def test_a_model_that_embeds_all_alike_ranks_as_badly_as_can_be() -> None:
-    batches = searches(documents=40)
-    dense, _ = vectors(49)
-    found = RankedTexts.of(dense, batches).rankings(torch.ones(49, 8), old_index=False).means
-    assert found["ndcg"] == found["top1"] == found["recall"] == 0
-
-
 def test_on_the_dense_index_only_queries_are_predicted_again() -> None:
     batches = searches()
     dense, slim = vectors(39)

@@ -87,7 +87,9 @@ def test_texts_name_both_kinds() -> None:
     card = render_card(report)
     assert "- attention-heads\n- feed-forward-neurons\n" in card
     assert "  1  ■■■■■■■■■■■■■■■■■■■■■···  56/64\n" in card
-    assert "Its layers have different numbers of heads or neurons" in render_card(make_report(neurons=64, custom_code=True))
+    assert "Its layers have different numbers of heads or neurons" in render_card(
+        make_report(neurons=64, custom_code=True)
+    )
 
 
 def test_every_rendering_draws_the_bars() -> None:
