@@ -328,7 +328,8 @@ def test_what_is_kept_and_lost_is_the_first_metric() -> None:
     assert replace(judge, confidence=0.999).kept(found)[1] < low
 
 
-def test_of_pairs_the_share_of_the_correlation_is_kept() -> None:
+def test_of_pairs_the_share_of_the_correlation_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hies_export.evaluate.judge._RESAMPLES", 200)
     batches = pairs(200)
     dense, noise = vectors(400)
     score = torch.rand(200, generator=torch.Generator().manual_seed(2))

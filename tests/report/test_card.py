@@ -7,7 +7,7 @@ import pytest
 
 from hies_export.checkpoint.beside import read_card
 
-DEEP = "license: " + "[" * 3000
+DEEP = "license: " + "[" * 1000
 BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nlicense: [*b, *b]\n"
 
 

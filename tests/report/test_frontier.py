@@ -140,7 +140,7 @@ def test_the_frontier_is_that_of_a_naive_search(seed: int) -> None:
 def test_names_without_room_are_numbers_in_the_legend() -> None:
     measured = some(6, seed=1, spread=0.4)
     measured[3] = measured[3]._replace(name=("wider than the picture, because it goes on and on and on and on",))
-    for points in (measured, some(30, seed=0, spread=0.01)):
+    for points in (measured, some(20, seed=0, spread=0.01)):
         svg = draw_frontier(FrontierFigure(points, "time", "agreement"))
         shown = [" ".join(words(name)) for name in drawn(svg)["name"]]
         legend = " ".join(words(ET.fromstring(svg)))
@@ -258,10 +258,11 @@ def test_a_form_that_was_timed_briefly_has_one_time_in_every_rendering() -> None
     assert table is not None
     (row,) = (row for row in table.rows if row[0] == name)
     assert (bool(row[-2]), row[-1]) == (True, "")
-    first, second = render_html(report).split("<h3>Time at")[1:]
+    page = render_html(report)
+    first, second = page.split("<h3>Time at")[1:]
     assert name in first
     assert name not in second.partition("<table")[0]
-    for shown in (render_html(report), render_markdown(report)):
+    for shown in (page, render_markdown(report)):
         assert "were timed briefly, at the first shape only" in shown
     assert figure is not None
     assert len(figure.found) == len(forms)
