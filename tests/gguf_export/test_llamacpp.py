@@ -126,7 +126,7 @@ def test_the_logits_of_every_token_are_torchs(side: str, tmp_path: Path) -> None
 
 
 @here
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0", "q4_0"])
 def test_other_dtypes_run(dtype: str, tmp_path: Path, table: list[tuple[str, ...]]) -> None:
     found = export_gguf(cut(qwen2()), tmp_path / "out", tokenizer=byte_level_tokenizer(), dtype=dtype).facts["parity"]
     assert found is not None

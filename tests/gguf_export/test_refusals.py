@@ -75,10 +75,6 @@ def test_a_model_that_will_be_cut_unevenly_is_refused_before_the_cut() -> None:
     assert find_layout(qwen2(), uneven=True).architecture == "deci"
 
 
-def fast(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-
-
 def changed(make: Callable[[], PreTrainedTokenizerFast], **parts: Any) -> PreTrainedTokenizerFast:
     tokenizer = make()
     for name, value in parts.items():
@@ -89,24 +85,23 @@ def changed(make: Callable[[], PreTrainedTokenizerFast], **parts: Any) -> PreTra
 def sentence_piece(*, merges: list[tuple[str, str]], tokens: str = "abc") -> PreTrainedTokenizerFast:
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *tokens]
     vocabulary = {word: number for number, word in enumerate([*words, *dict.fromkeys(a + b for a, b in merges)])}
-    return fast(tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True)))
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
+DIGITS = pre_tokenizers.Digits()
 BROKEN = [("a", "b"), ("b", "c"), ("a", "bc")]
 APART = [("a", "b"), ("b", "c"), ("ab", "c"), ("c", "a"), ("a", "bc")]
 UNKNOWN: dict[str, tuple[Callable[[], Any], str]] = {
     "words": (generative_tokenizer, "its model is of type WordLevel"),
     "split": (lambda: byte_level_tokenizer(r"\w+|\W+"), "it splits texts by .*, which is none of llama-bpe"),
     "merges that are ignored": (lambda: byte_level_tokenizer(ignore_merges=True), "which is none of llama-bpe"),
-    "no bytes": (
-        lambda: changed(byte_level_tokenizer, pre_tokenizer=pre_tokenizers.Whitespace()),
-        "by Whitespace, not",
-    ),
+    "no bytes": (lambda: changed(byte_level_tokenizer, pre_tokenizer=pre_tokenizers.Whitespace()), "by Whitespace, "),
     "lower case": (lambda: changed(byte_level_tokenizer, normalizer=normalizers.Lowercase()), "texts by Lowercase"),
     "lower case of pieces": (lambda: changed(sentence_piece_tokenizer, normalizer=normalizers.NFKC()), "texts by NFKC"),
     "pieces that are split": (
-        lambda: changed(sentence_piece_tokenizer, pre_tokenizer=pre_tokenizers.Digits()),
-        "it splits texts by Digits",
+        lambda: changed(sentence_piece_tokenizer, pre_tokenizer=DIGITS),
+        "splits texts by Digits",
     ),
     "a pair that is no merge": (lambda: sentence_piece(merges=BROKEN), "'ab' and 'c' are no merge, and SentencePiece"),
     "merges apart": (lambda: sentence_piece(merges=APART), "merges of the token 'abc' stand apart"),
@@ -126,15 +121,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
         find_vocabulary(byte_level_tokenizer(), size=300)
 
 
-def save(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def test_the_command_refuses_in_a_line_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = save(tmp_path / "good", llama(), sentence_piece_tokenizer())
-    window = save(tmp_path / "window", mistral(sliding_window=64), sentence_piece_tokenizer())
+    good, window = tmp_path / "good", tmp_path / "window"
+    for folder, model in ((good, llama()), (window, mistral(sliding_window=64))):
+        model.save_pretrained(folder)
+        sentence_piece_tokenizer().save_pretrained(folder)
     cases = {
         (window,): "sliding window of 64 tokens",
         (good, "--dtype", "q4_k"): "the dtype of a GGUF file must be one of float32, float16, bfloat16, q8_0, q4_0",

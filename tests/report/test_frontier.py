@@ -127,9 +127,8 @@ def some(count: int, *, seed: int, spread: float) -> list[Measured]:
 TIES = ((0.5, 0.98), (0.5, 0.99), (0.4, 0.9), (0.6, 0.99))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_frontier_is_that_of_a_naive_search(seed: int) -> None:
-    found = some(60, seed=seed, spread=0.4)
+def test_the_frontier_is_that_of_a_naive_search() -> None:
+    found = some(60, seed=0, spread=0.4)
     line = [(found[number].time, found[number].same) for number in FrontierFigure(found, "time", "agreement").best]
     assert line == sorted(naive([(one.time, one.same) for one in found]))
     # Of two that are equally fast, and of two that agree equally, only the better one counts.

@@ -78,23 +78,23 @@ def test_a_loss_of_a_metric_of_rankings_names_the_index() -> None:
     assert Outcome(Budget(keep=KeepBudget(predictions=0.99, metric="ndcg@10")), found=Found(1.002, 0.9901)).met
 
 
+def report_with(custom_code: bool = True, **changes: Any) -> Report:
+    return Report.from_values(json.loads(ranking_report(custom_code=custom_code).to_json()) | changes, where="here")
+
+
 def test_the_card_of_an_embedding_model_is_for_sentence_transformers() -> None:
-    values = json.loads(ranking_report(custom_code=True).to_json()) | {"task": "feature-extraction"}
-    card = render_card(Report.from_values(values, where="here"), location="user/slim")
+    card = render_card(report_with(task="feature-extraction"), location="user/slim")
     head = yaml.safe_load(card.split("---\n")[1])
     assert (head["library_name"], head["pipeline_tag"]) == ("sentence-transformers", "sentence-similarity")
     assert {"sentence-transformers", "feature-extraction"} <= set(head["tags"])
     assert 'SentenceTransformer("user/slim", trust_remote_code=True)' in card
     assert "model.encode_query" in card
     assert "OnnxGenerator" not in card
-    values["details"]["custom_code"] = False
-    assert 'SentenceTransformer("slim")' in render_card(Report.from_values(values, where="here"))
+    assert 'SentenceTransformer("slim")' in render_card(report_with(custom_code=False, task="feature-extraction"))
 
 
 def test_the_card_of_a_reranker_is_for_sentence_transformers() -> None:
-    ranking = {"candidates": {"ndcg": 0.893, "own_ndcg": 0.95, "top1": 0.9, "top10": 1.0}}
-    values = json.loads(ranking_report(custom_code=True).to_json()) | {"ranking": ranking}
-    report = Report.from_values(values, where="here")
+    report = report_with(ranking={"candidates": {"ndcg": 0.893, "own_ndcg": 0.95, "top1": 0.9, "top10": 1.0}})
     card = render_card(report, location="user/slim")
     assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "text-ranking"
     assert 'CrossEncoder("user/slim", trust_remote_code=True)' in card

@@ -1,11 +1,13 @@
-"""report.json: written, read, and read by its keys as by its fields."""
+"""report.json, read by its keys as by its fields, and what a report takes from the dense model's card."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.reports import make_report
 
+from hies_export.checkpoint.beside import read_card
 from hies_export.report.report import Report
 
 
@@ -26,3 +28,22 @@ def test_fields_answer_to_the_keys_of_the_file() -> None:
     assert [row["runtime"] for row in report.latency] == [row.runtime for row in report.latency]
     with pytest.raises(KeyError, match="dens"):
         report.quality["dens"]
+
+
+DEEP = "license: " + "[" * 1000
+BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nlicense: [*b, *b]\n"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "found"),
+    [
+        ("license: mit\nbase_model: some/bert\ntags: [x]", {"license": "mit", "base_model": "some/bert"}),
+        ("base_model:\n- some/bert\nlicense: 5", {"base_model": ["some/bert"]}),
+        *((damaged, {}) for damaged in (DEEP, BOMB, "license: {a: b}\nlicense_name: [[x]]", "- a\n- b")),
+        *((damaged, {}) for damaged in ("license: !!python/name:os.system", "license: mit\n  x: [")),
+    ],
+)
+def test_only_texts_are_taken_from_a_card(metadata: str, found: dict[str, Any], tmp_path: Path) -> None:
+    assert read_card(tmp_path) == {}
+    (tmp_path / "README.md").write_text(f"---\n{metadata}\n---\n# A model\n")
+    assert read_card(tmp_path) == found
