@@ -16,7 +16,7 @@ from support.reading import classifying, given
 
 from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.evaluate import metrics
-from hies_export.evaluate.judge import compute_metrics, metric_inputs, standard_error
+from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
 
 SCRIPT = """
@@ -71,10 +71,6 @@ def test_a_metric_of_classes(tmp_path: Path) -> None:
     values = compute_metrics(given(logits), labels, names=["accuracy", name], task=classifying())
     assert values == {"accuracy": (classes == labels.numpy()).mean(), name: pytest.approx(np.mean(hits))}
     assert METRICS[name].higher_is_better
-    draws = torch.randint(0, 60, (100, 60), generator=torch.Generator().manual_seed(0)).numpy()
-    resampled = [(classes[draw][labels.numpy()[draw] == 1] == 1).mean() for draw in draws]
-    found = standard_error(name, *metric_inputs(given(logits), labels, names=[name], task=classifying()))
-    assert found == pytest.approx(np.std(resampled, ddof=1))
 
 
 def test_a_metric_of_numbers_of_which_less_is_better(tmp_path: Path) -> None:
@@ -85,8 +81,6 @@ def test_a_metric_of_numbers_of_which_less_is_better(tmp_path: Path) -> None:
     values = compute_metrics(given(logits), labels, names=[name], task=classifying("numbers"))
     assert values == {name: pytest.approx((logits[:, 0] - labels).abs().mean().item())}
     assert (find_metric(name).of, higher_is_better(name)) == ("numbers", False)
-    with pytest.raises(RecipeError, match="metrics of a classifier must be among .* which is for numbers"):
-        check_metrics([name])
 
 
 def test_which_way_is_better_is_known_without_loading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -27,10 +28,14 @@ ROWS = [
 ]
 
 
-def printed(width: int, rows: list[tuple[str, ...]] = ROWS) -> list[str]:
+def shown(what: Any, width: int, **options: Any) -> str:
     out = io.StringIO()
-    Console(file=out, width=width).print(PlainTable(HEADER, rows))
-    return [line.rstrip() for line in out.getvalue().splitlines()]
+    Console(file=out, width=width, **options).print(what)
+    return out.getvalue()
+
+
+def printed(width: int) -> list[str]:
+    return [line.rstrip() for line in shown(PlainTable(HEADER, ROWS), width).splitlines()]
 
 
 @pytest.mark.parametrize("width", [52, 60, 100, 200])
@@ -56,9 +61,7 @@ def test_a_narrow_terminal_folds_the_names_or_else_repeats_them_in_further_table
 def test_a_layer_of_a_map_is_one_line_and_its_name_keeps_its_end(width: int) -> None:
     names = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(12)]
     units = UnitMap("head", [Line(name, " ".join(KEPT * 15 + CUT), 15, 16) for name in names])
-    out = io.StringIO()
-    Console(file=out, width=width).print(map_text(units, width))
-    _, *lines = out.getvalue().splitlines()
+    _, *lines = shown(map_text(units, width), width).splitlines()
     assert len(lines) == 12
     assert max(map(len, lines)) <= width
     assert all(line.count(KEPT) == 15 and "15 of 16" in line for line in lines)
@@ -67,11 +70,10 @@ def test_a_layer_of_a_map_is_one_line_and_its_name_keeps_its_end(width: int) -> 
 
 
 def test_brackets_are_text_and_marks_stay() -> None:
-    out = io.StringIO()
     table = PlainTable(("", "a"), [("[bold]", Text.from_markup("[bold]1[/bold]"))])
-    Console(file=out, width=80, force_terminal=True, color_system="standard").print(table)
-    assert "[bold]" in out.getvalue()
-    assert "\x1b[1m1" in out.getvalue()
+    text = shown(table, 80, force_terminal=True, color_system="standard")
+    assert "[bold]" in text
+    assert "\x1b[1m1" in text
 
 
 def test_both_models_stand_beside_each_other_and_the_cut_alone_last() -> None:
