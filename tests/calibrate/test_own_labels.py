@@ -15,25 +15,21 @@ from hies_export.tasks import TextGeneration, task_of
 from hies_export.tasks.text_generation import text_labels
 
 
-def config_of(**options: Any) -> SimpleNamespace:
-    return SimpleNamespace(num_labels=2, get_text_config=SimpleNamespace, **options)
-
-
 class Fixed:
-    """A model that gives the same logits and the same loss whatever it reads."""
+    """A model that predicts the tokens 3, 1, 2 and 0 whatever it reads."""
 
-    def __init__(self, logits: Tensor, loss: float = 0.5):
-        self.logits, self.loss, self.config = logits, torch.tensor(loss), config_of()
+    def __init__(self, **options: Any):
+        self.logits = torch.eye(4)[torch.tensor([[3, 1, 2, 0]])]
+        self.config = SimpleNamespace(num_labels=2, get_text_config=SimpleNamespace, **options)
 
     def __call__(self, **batch: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.logits, loss=self.loss)
+        return SimpleNamespace(logits=self.logits)
 
     def parameters(self) -> Iterator[Tensor]:
         return iter([self.logits])
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("make", [causal_lm, llava])
+@pytest.mark.parametrize(("make", "side"), [(causal_lm, "right"), (causal_lm, "left"), (llava, "left")])
 def test_own_labels_are_those_of_each_text_by_itself(make: Callable[[], PreTrainedModel], side: str) -> None:
     """Nothing real predicts a text's first token, and no label is an image's part, whatever is padded."""
     model, batch = make(), padded([9, 4, 6], side)
@@ -54,15 +50,14 @@ def test_own_labels_are_those_of_each_text_by_itself(make: Callable[[], PreTrain
 
 @pytest.mark.parametrize("name", ["image_token_id", "image_token_index", "video_token_id", "audio_token_id"])
 def test_no_label_is_a_placeholder_of_any_kind(name: str) -> None:
-    tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0]])])
-    tokens.config = config_of(**{name: 7})
+    model: Any = Fixed(**{name: 7})
     batch = {"input_ids": torch.tensor([[5, 7, 6, 7]])}
-    assert TextGeneration(tokens.config).with_labels(tokens, batch)["labels"].tolist() == [[-100, -100, 1, -100]]  # type: ignore[arg-type]
-    assert text_labels(tokens, batch).tolist() == [[5, -100, 6, -100]]  # type: ignore[arg-type]
+    assert TextGeneration(model.config).with_labels(model, batch)["labels"].tolist() == [[-100, -100, 1, -100]]
+    assert text_labels(model, batch).tolist() == [[5, -100, 6, -100]]
 
 
 def test_the_text_that_an_encoder_reads_hides_no_label_of_the_decoder() -> None:
-    tokens = Fixed(torch.eye(4)[torch.tensor([[3, 1, 2, 0]])])
+    model: Any = Fixed()
     batch = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor([[1, 1, 0]])}
     batch["decoder_input_ids"] = torch.tensor([[1, 2, 3, 1]])
-    assert TextGeneration(tokens.config).with_labels(tokens, batch)["labels"].tolist() == [[-100, 3, 1, 2]]  # type: ignore[arg-type]
+    assert TextGeneration(model.config).with_labels(model, batch)["labels"].tolist() == [[-100, 3, 1, 2]]

@@ -1,7 +1,7 @@
 """Walks through a model block by block against plain forward passes, masks and autograd."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,7 @@ def unharmed(model: PreTrainedModel) -> Iterator[None]:
         modes = [module.training for module in model.modules()]
         grads = [(p.requires_grad, p.grad, p.data_ptr()) for p in model.parameters()]
         hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-        return [forwards, modes, grads, hooks, torch.is_grad_enabled()]
+        return [forwards, modes, grads, hooks, torch.is_grad_enabled(), getattr(model.config, "problem_type", None)]
 
     before, weights = state(), {name: value.clone() for name, value in model.state_dict().items()}
     yield
@@ -92,7 +92,6 @@ def with_text() -> list[Batch]:
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], list[Batch]]]] = {
     "bert": (bert, lambda: [text_batch(labels=False), text_batch(2, 7, labels=False)]),
-    "one batch": (bert, lambda: [text_batch(labels=False)]),
     "vit": (vit, lambda: [image_batch(3, labels=False), image_batch(1, labels=False)]),
     "llama": (llama, lambda: [zero_padding(text_batch(3, 9, labels=False))]),
     "llava": (llava, with_text),
@@ -109,7 +108,7 @@ def test_after_all_blocks_the_outputs_are_those_of_a_plain_forward(case: str) ->
         assert_near(outputs(model, batches), expected)
 
 
-@pytest.mark.parametrize("model_type", ["swin", "albert", "gpt2", "modernbert", "gemma2"])
+@pytest.mark.parametrize("model_type", ["swin", "modernbert"])
 def test_statistics_are_those_of_masks_for_other_layouts(model_type: str) -> None:
     model, batch = tiny(model_type)
     batches = [labelled(model, batch)]
@@ -229,8 +228,7 @@ def test_a_walk_that_stops_in_front_of_the_head_does_not_run_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "raises", "raises in a block", "fails at the end"])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("own", "gradients"), [(False, False), (True, True)])
 def test_an_abandoned_walk_leaves_the_model_as_it_was(how: str, own: bool, gradients: bool) -> None:
     model, batches = bert().train(), [text_batch(), text_batch(2, 7)]
     if own:  # as accelerate's hooks
@@ -281,39 +279,26 @@ def test_whoever_calls_the_model_on_the_way_gets_what_it_computes() -> None:
     assert_near(ends, plain(model, batches))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_block_in_half_precision_computes_in_float32_on_a_cpu(dtype: torch.dtype) -> None:
-    model, batch = bert().to(dtype), text_batch(labels=False)
+def test_a_block_in_half_precision_computes_in_float32_and_a_change_in_it_is_rounded() -> None:
+    model, batch = bert().to(torch.bfloat16), text_batch(labels=False)
+    layer = model.bert.encoder.layer[1].output.dense
     places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
+    changed = (layer.weight.detach().float() * 1.37).to(torch.bfloat16)
     walk, seen = walk_of(model, [batch], {}), list[torch.dtype]()
-    with model.bert.encoder.layer[1].output.dense.register_forward_hook(
-        lambda _, x, y: seen.extend([x[0].dtype, y.dtype])
-    ):
+    with layer.register_forward_hook(lambda _, x, y: seen.extend([x[0].dtype, y.dtype])):
         for block, calls in walk.forward():
+            if block == LAYERS[1]:
+                layer.weight.data.mul_(1.37)
             for call in calls:
                 call.output = walk.compute(call)
-                assert (call.args[0].dtype, call.output.dtype) == (dtype, dtype)
-            inside = {p.dtype for p in model.get_submodule(block).parameters()}
-            assert inside == {torch.float32}
-            assert model.classifier.weight.dtype == dtype
+                assert (call.args[0].dtype, call.output.dtype) == (torch.bfloat16, torch.bfloat16)
+            assert {p.dtype for p in model.get_submodule(block).parameters()} == {torch.float32}
+            assert model.classifier.weight.dtype == torch.bfloat16
     assert seen == [torch.float32] * 2
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+    weights["bert.encoder.layer.1.output.dense.weight"] = changed
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-def test_a_change_in_a_block_of_half_precision_is_rounded() -> None:
-    model, batch = bert().to(torch.bfloat16), text_batch(labels=False)
-    weight = model.bert.encoder.layer[1].output.dense.weight
-    place, expected = weight.data_ptr(), (weight.detach().float() * 1.37).to(torch.bfloat16)
-    walk = walk_of(model, [batch], {})
-    for block, calls in walk.forward():
-        if block == LAYERS[1]:
-            weight.data.mul_(1.37)
-        for call in calls:
-            call.output = walk.compute(call)
-    assert (weight.data_ptr(), weight.dtype) == (place, torch.bfloat16)
-    assert torch.equal(weight, expected)
 
 
 def llava_batches() -> list[Batch]:
@@ -322,16 +307,17 @@ def llava_batches() -> list[Batch]:
 
 HALVES: dict[str, tuple[Callable[[], Any], Callable[[], list[Batch]]]] = {
     "bert": (bert, lambda: [text_batch(), text_batch(2, 7)]),
-    "vit": (vit, lambda: [image_batch(3)]),
     "decoder": (causal_lm, lambda: [padded([9, 4, 6], "left")]),
     "llava": (llava, llava_batches),
 }
 
 
-@pytest.mark.parametrize("case", HALVES)
-def test_statistics_in_bfloat16_are_those_of_its_float32_copy(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("bert", torch.bfloat16), ("decoder", torch.float16), ("llava", torch.bfloat16)]
+)
+def test_statistics_in_half_precision_are_those_of_its_float32_copy(case: str, dtype: torch.dtype) -> None:
     make, make_batches = HALVES[case]
-    model, batches = make().to(torch.bfloat16), make_batches()
+    model, batches = make().to(dtype), make_batches()
     same = make()
     same.load_state_dict(model.state_dict())
     modules = find_modules(same, batches[0], kinds=KINDS)
@@ -354,8 +340,7 @@ def by_block(into: dict[str, list[list[Reading]]], count: int) -> Callable[[Any,
     return work
 
 
-@pytest.mark.parametrize("target", ["loss", "effect"])
-@pytest.mark.parametrize("case", ["bert", "llava"])
+@pytest.mark.parametrize(("case", "target"), [("bert", "effect"), ("llava", "loss")])
 def test_a_block_can_be_read_again(case: str, target: Any) -> None:
     make, make_batches = HALVES[case]
     model, batches = make(), make_batches()
@@ -374,38 +359,6 @@ def test_a_block_can_be_read_again(case: str, target: Any) -> None:
                 assert one.name == other.name
                 for what in ("inputs", "gradients", "real"):
                     assert torch.equal(getattr(one, what), getattr(other, what))
-
-
-def by_autograd(model: PreTrainedModel, batch: Batch, consumers: Mapping[str, str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what consumers read, and the gradients of the loss there, of one backward pass through a whole model."""
-    read: dict[str, Tensor] = {}
-
-    def keep(name: str, _: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        read[name] = args[0]
-
-    with ExitStack() as hooks:
-        for name, layer in consumers.items():
-            hooks.enter_context(model.get_submodule(layer).register_forward_hook(partial(keep, name)))
-        total, _ = task_of(model, batch).loss(model, batch, 0)
-    found = torch.autograd.grad(total, [*read.values()], allow_unused=True, materialize_grads=True)
-    return {name: (x.detach(), gradient) for (name, x), gradient in zip(read.items(), found, strict=True)}
-
-
-@pytest.mark.parametrize("case", HALVES)
-def test_gradients_are_those_of_one_pass_through_the_whole_model(case: str) -> None:
-    make, make_batches = HALVES[case]
-    model, batches = make(), make_batches()
-    modules = find_modules(model, batches[0], kinds=KINDS)
-    found: dict[str, list[list[Reading]]] = {}
-    Gradients(model, batches, modules, "loss").collect(by_block(found, len(batches)))
-    for number, batch in enumerate(batches):
-        expected = by_autograd(model, batch, {module.name: module.consumer for module in modules})
-        ours = {one.name: one for of_batches in found.values() for one in of_batches[number]}
-        assert ours.keys() == expected.keys()
-        for name, one in ours.items():
-            assert one.gradients is not None
-            for value, wanted in zip((one.inputs, one.gradients), expected[name], strict=True):
-                assert_near(value.flatten(), wanted.flatten(), within=1e-4)
 
 
 def test_a_hidden_state_that_is_no_number_is_said_by_block_row_and_batch() -> None:

@@ -90,8 +90,7 @@ def test_where_one_token_is_read_its_weight_brings_the_prediction_back() -> None
     assert differences[0.1] < 0.7 * differences[1.0]
 
 
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("method", ["least_squares", "bias"])
+@pytest.mark.parametrize(("method", "keep"), [("least_squares", False), ("bias", True)])
 def test_moments_of_one_cut_and_of_any_refit_the_same(method: str, keep: bool) -> None:
     dense = bert()
     batches = batches_of(dense)
@@ -111,16 +110,10 @@ def test_how_many_tokens_are_wanted_is_said() -> None:
     dense, batches = bert(), [text_batch(6, 10, padding=False, labels=False)]
     modules = neurons(dense)
     selection = half(modules)
-    slim, other = (prune_units(dense, selection, modules) for _ in range(2))
-    with pytest.warns(FewTokensWarning, match="60 calibration tokens") as said:
-        fits = compensate(dense, slim, selection, modules, batches)
-    with pytest.warns(FewTokensWarning, match="60 calibration tokens") as said_again:
-        refit(other, selection, modules, MomentStore(dense, modules, batches))
-    expected = [
-        f"60 calibration tokens are too few for the 32 inputs of {m.name}, which need at least 128" for m in modules
-    ]
-    assert [str(warning.message).partition(":")[0] for warning in (*said, *said_again)] == expected * 2
-    assert len(fits) == 3
+    slim = prune_units(dense, selection, modules)
+    with pytest.warns(FewTokensWarning, match="60 calibration tokens are too few .* need at least 128") as said:
+        compensate(dense, slim, selection, modules, batches)
+    assert [module.name in str(one.message) for module, one in zip(modules, said, strict=True)] == [True] * 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compensate(dense, slim, selection, modules, [text_batch(13, 10, padding=False)])
@@ -128,9 +121,8 @@ def test_how_many_tokens_are_wanted_is_said() -> None:
 
 def test_bad_requests() -> None:
     dense, batches = bert(), batches_of(bert())
-    for weights in (0.0, -0.5, 1.5):
-        with pytest.raises(RecipeError, match="a compensation must be as in a recipe.*token_weights"):
-            Compensation(token_weights=weights)
+    with pytest.raises(RecipeError, match="a compensation must be as in a recipe.*token_weights"):
+        Compensation(token_weights=0.0)
     with pytest.raises(RecipeError, match="sequential refits weigh all tokens alike, got token_weights: 0.5"):
         Compensation(sequential=True, token_weights=0.5)
     modules = neurons(dense)

@@ -47,17 +47,6 @@ def test_a_slim_config_says_what_its_modules_have(make: Callable[[], PreTrainedM
     assert compare_cut(dense, slim, plan, sites, batch) < 1e-4
 
 
-def test_dtype_device_and_frozen_weights_are_kept() -> None:
-    dense, batch = bert().to(torch.bfloat16), text_batch()
-    dense.bert.encoder.layer[0].attention.self.query.weight.requires_grad_(False)
-    slim, plan, sites = random_cut(dense, batch, uniform=True)
-    assert {p.dtype for p in slim.parameters()} == {torch.bfloat16}
-    assert [n for n, p in slim.named_parameters() if not p.requires_grad] == [
-        "bert.encoder.layer.0.attention.self.query.weight"
-    ]
-    assert compare_cut(dense, slim, plan, sites, batch) < 1e-4
-
-
 def test_layers_with_the_weight_of_a_cut_one_are_cut_too() -> None:
     model, batch = bert(), text_batch(labels=False)
     made = model.bert.encoder.layer[0].intermediate.dense

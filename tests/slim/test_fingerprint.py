@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.cuts import random_plan
 from support.families import gpt2
-from support.models import bert, llama, save_project, text_batch
+from support.models import bert, llama, save_text_model, text_batch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hies_export import PlanError, PruningPlan, find_modules
@@ -61,7 +61,7 @@ def tuned(base: PreTrainedModel, seed: int) -> PreTrainedModel:
 def test_another_fine_tuning_of_one_base_is_refused(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     base = make()
     found = find_modules(base, text_batch(labels=False), kinds=KINDS)
-    for seed, kinds in itertools.product(range(5), (("attention",), ("mlp",), KINDS)):
+    for seed, kinds in itertools.product(range(2), (("attention",), ("mlp",))):
         one, other = tuned(base, 2 * seed), tuned(base, 2 * seed + 1)
         modules = [module for module in found if module.kind in kinds]
         mine, theirs = fingerprint(one, modules), fingerprint(other, modules)
@@ -79,7 +79,7 @@ def test_another_fine_tuning_of_one_base_is_refused(make: Callable[[], PreTraine
 
 
 def test_apply_takes_a_plan_of_other_weights_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_project(tmp_path, train=12, validation=12, prune={"alpha": 0.5, "budget": {"heads": 0.4}})
+    save_text_model(tmp_path / "model")
     dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     modules = find_modules(dense, text_batch(labels=False))
     plan = replace(random_plan(modules, uniform=False), model=fingerprint(tuned(dense, 1), modules))
@@ -91,7 +91,7 @@ def test_apply_takes_a_plan_of_other_weights_only_by_force(tmp_path: Path, capsy
     assert "make a plan for this model, or pass --force to cut it all the same" in said
     assert not slim.exists()
     assert main([*arguments, "--force"]) == 0
-    # The plan that is kept with the checkpoint is one of these weights.
+    # The plan that is kept with the checkpoint is one for these weights.
     kept = PruningPlan.from_file(slim / "hies_plan.json")
     assert kept == replace(plan, model=kept.model)
     check_weights(kept.model, fingerprint(dense, modules))

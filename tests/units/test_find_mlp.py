@@ -116,7 +116,8 @@ def test_plain_configs_say_uniform_cuts() -> None:
     assert (config.intermediate_size, config.hidden_size) == (20, 48)
 
     config = cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == MLP else 4, *KINDS)
-    assert (config.intermediate_size, config.num_attention_heads, config.num_key_value_heads) == (40, 4, 2)
+    assert (config.model_type, config.intermediate_size) == ("llama", 40)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
     uneven = iter(range(1, 99))
     assert cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == ATTENTION else next(uneven), MLP) is None
     heads = iter((2, 4, 6))
