@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from support.generative import padded, with_images
-from support.models import bert, causal_lm, image_batch, llava, opt, shake, text_batch, vit, zero_padding
+from support.models import bert, causal_lm, llava, opt, shake, text_batch, zero_padding
 from support.pretend import Gpus, PretendTensor, pretend_gpus
 from support.tolerance import REFITTED, assert_near
 from torch import Tensor
@@ -39,10 +39,8 @@ Batch = dict[str, Tensor]
 BOTH = ["attention", "mlp"]
 # How to make a model, and a batch for it.
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batch]]] = {
-    "image": (lambda: vit(num_hidden_layers=2), image_batch),
     "decoder, padded left": (causal_lm, lambda: padded([9, 4, 6], "left")),
     "images and text": (llava, lambda: with_images(padded([9, 6], "left", answers=[2, 5]))),
-    "bert": (lambda: bert(num_hidden_layers=2), text_batch),
     "flattened tokens": (lambda: shake(opt()), lambda: zero_padding(text_batch(4, 12))),
 }
 
@@ -62,10 +60,7 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
 PLACES: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {"on it": on_gpu, "on the CPU": copy.deepcopy}
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [*zip(MODELS, cycle(PLACES), strict=False), ("images and text", "on the CPU")],
-)
+@pytest.mark.parametrize(("name", "place"), zip(MODELS, cycle(PLACES), strict=False))
 def test_every_criterion_scores_as_on_the_cpu(name: str, place: str) -> None:
     make_model, make_batch = MODELS[name]
     model, batch, needs = make_model(), make_batch(), needs_of(*CRITERIA)
@@ -89,18 +84,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"criterion": "compensated", "modules": BOTH, "budget": {"parameters": 0.8}},
         "compensation": {**REFIT, "token_weights": 0.5},
     },
-    "criterion on held-out rows": {"criterion": "auto", "budget": {"heads": 0.5}, "compensation": REFIT},
+    "criterion on held-out rows": {"criterion": "auto", "budget": {"heads": 0.5}, "compensation": {"method": "bias"}},
     "refitted in order": {
         **{"criterion": "his", "budget": {"heads": 0.5}, "compensation": {**REFIT, "sequential": True}},
     },
-    "means into the bias": {"criterion": "fisher", "budget": {"flops": 0.9}, "compensation": {"method": "bias"}},
 }
 
 
 @pytest.mark.parametrize(
     ("how", "place"), [*zip(OPTIONS, cycle(PLACES), strict=False), ("refitted in order", "on the CPU")]
 )
-def test_a_model_is_cut_refitted_and_judged_as_on_the_cpu(how: str, place: str) -> None:
+def test_a_model_is_cut_refitted_judged_and_saved_as_on_the_cpu(how: str, place: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, batches = bert(num_hidden_layers=2, hidden_size=32, num_attention_heads=4), [text_batch() for _ in range(4)]
     wanted = prune(model, batches, **copy.deepcopy(OPTIONS[how]))
@@ -114,6 +108,8 @@ def test_a_model_is_cut_refitted_and_judged_as_on_the_cpu(how: str, place: str) 
         assert found.held_out is not None
         assert found.held_out.stability == wanted.held_out.stability  # type: ignore[union-attr]
         assert_near(predict(found.model, batches).values, predicted, within=REFITTED)
+        found.save_pretrained(tmp_path / "slim")
+    assert_near(predict(load(tmp_path / "slim"), batches).values, predicted, within=REFITTED)
 
 
 def test_a_model_that_does_not_fit_goes_there_one_block_at_a_time(tmp_path: Path) -> None:
@@ -145,23 +141,15 @@ def test_a_model_on_several_devices_is_refused(gpus: Gpus) -> None:
         find_modules(model, padded([9], "left"))
 
 
-def test_a_cut_model_is_saved(gpus: Gpus, tmp_path: Path) -> None:
-    result = prune(on_gpu(bert(num_hidden_layers=2)), [text_batch() for _ in range(2)], budget={"heads": 0.4})
-    result.save_pretrained(tmp_path / "slim")
-    saved = load(tmp_path / "slim")
-    assert_near(saved.state_dict(), {name: value.cpu() for name, value in result.model.state_dict().items()})
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(gpus: Gpus, dtype: torch.dtype) -> None:
-    model, batches = convert(causal_lm(), dtype=dtype), [padded([9, 4, 6], "left") for _ in range(2)]
+def test_half_precision(gpus: Gpus) -> None:
+    model, batches = convert(causal_lm(), dtype=torch.float16), [padded([9, 4, 6], "left")]
     result = prune(on_gpu(model), batches, budget={"heads": 0.5}, held_out=[])
-    assert (result.model.dtype, result.model.device.type, result.plan.removed) == (dtype, "cuda", 4)
+    assert (result.model.dtype, result.model.device.type, result.plan.removed) == (torch.float16, "cuda", 4)
 
 
-@pytest.mark.parametrize("length", [128, 121])
-def test_layers_share_the_bias_of_a_padded_batch(length: int) -> None:
+def test_layers_share_the_bias_of_a_padded_batch() -> None:
     model = causal_lm(num_hidden_layers=4, num_attention_heads=8, max_position_embeddings=128)
+    length = 121
     batch = padded([length, length // 2], "left")
     modules = find_modules(model, batch)
 
@@ -183,7 +171,7 @@ def test_heads_of_a_width_that_the_fused_kernel_refuses(gpus: Gpus) -> None:
 
 
 def test_the_check_of_a_cut_holds_one_block_in_float64(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = causal_lm(hidden_size=128, intermediate_size=512, num_hidden_layers=6)
+    wide = causal_lm(hidden_size=128, intermediate_size=512, num_hidden_layers=3)
     model, batch = on_gpu(wide), padded([9], "left")
     modules = find_modules(model, batch, kinds=KINDS)
     kept = {module.name: module.kept(range(2) if module.kind == ATTENTION else range(0, 512, 3)) for module in modules}

@@ -20,12 +20,8 @@ def gpus() -> Iterator[Gpus]:
 def test_tensors_say_where_they_are(gpus: Gpus) -> None:
     x = torch.arange(3.0)
     for moved in (x.to("cuda:1"), x.cuda(1), torch.tensor([0.0, 1, 2], device="cuda:1"), x.to(1)):
-        assert (moved.device, moved.is_cuda, moved.is_cpu, moved.is_meta) == (
-            torch.device("cuda:1"),
-            True,
-            False,
-            False,
-        )
+        assert moved.device == torch.device("cuda:1")
+        assert (moved.is_cuda, moved.is_cpu, moved.is_meta) == (True, False, False)
         assert torch.equal(moved.cpu(), x)
         assert moved.to("cuda:1") is moved
     assert torch.ones_like(x.cuda()).device == x.cuda().new_zeros(2).device == torch.zeros(1, device="cuda").device
@@ -35,23 +31,17 @@ def test_tensors_say_where_they_are(gpus: Gpus) -> None:
         x.to("cuda:2")
 
 
-def test_a_module_moves_back_and_forth_and_is_copied(gpus: Gpus) -> None:
-    module = nn.Linear(3, 2)
-    values = module.weight.detach().clone()
+def test_a_module_moves_back_and_forth_is_copied_and_changes_its_dtype(gpus: Gpus) -> None:
+    module, x = nn.Linear(3, 2), torch.randn(4, 3)
+    values, expected = module.weight.detach().clone(), module(x)
     moved = copy.deepcopy(module.to("cuda:1"))
     assert isinstance(moved.weight, nn.Parameter)
     assert (moved.weight.device, moved.weight.requires_grad) == (torch.device("cuda:1"), True)
-    assert torch.equal(moved.to("cpu").weight, values)
-
-
-def test_a_module_changes_its_dtype(gpus: Gpus) -> None:
-    module = nn.Linear(3, 2).cuda()
-    x = torch.randn(4, 3).cuda()
-    whole = module(x)
-    assert whole.dtype == module.half().float()(x).dtype == torch.float32
-    assert module.weight.on_cpu.dtype == torch.float32
-    assert (module.half().weight.dtype, module.weight.on_cpu.dtype) == (torch.float16, torch.float16)
-    torch.testing.assert_close(module(x.half()).cpu().float(), whole.cpu(), rtol=1e-2, atol=1e-2)
+    assert (moved.half().weight.dtype, moved.weight.on_cpu.dtype) == (torch.float16, torch.float16)
+    found = moved(x.to("cuda:1").half())
+    torch.testing.assert_close(found.cpu().float(), expected, rtol=1e-2, atol=1e-2)
+    assert moved.float().weight.on_cpu.dtype == torch.float32
+    assert torch.equal(module.to("cpu").weight, values)
 
 
 def test_gradients_cross_devices(gpus: Gpus) -> None:
@@ -68,27 +58,12 @@ def test_gradients_cross_devices(gpus: Gpus) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_inference_mode_computes_too(gpus: Gpus) -> None:
-    layer = nn.Linear(4, 4)
-    x = torch.randn(2, 6, 4)
-    wanted = layer(x).view(12, 4)[1:] + 1
-    on_gpu = copy.deepcopy(layer).cuda()
-    with torch.inference_mode():
-        found = on_gpu(x.cuda()).view(12, 4)[1:]
-        found += 1
-    torch.testing.assert_close(found.cpu(), wanted)
-
-
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], object], str]] = {
     "two GPUs": (lambda g, h, c: g + h, "same device, but aten::add"),
     "GPU and CPU": (lambda g, h, c: g * c, "same device, but aten::mul"),
-    "a product": (lambda g, h, c: g @ c, "same device, but aten::mm"),
     "a condition": (lambda g, h, c: torch.where(c > 0, g, g), "same device, but aten::where"),
-    "a mask": (lambda g, h, c: g.masked_fill(c > 0, 0), "same device, but aten::masked_fill"),
     "joined": (lambda g, h, c: torch.cat([g, c]), "same device, but aten::cat"),
-    "an index to select": (lambda g, h, c: g.index_select(0, torch.tensor([0])), "same device, but aten::index_select"),
     "an index on the GPU": (lambda g, h, c: c[torch.tensor([0]).cuda()], "same device, but aten::index"),
-    "written to the CPU": (lambda g, h, c: c.add_(g), "same device, but aten::add_"),
     "a sum on the CPU": (lambda g, h, c: c.sum().add_(g.sum()), "same device, but aten::add_"),
     "NumPy": (lambda g, h, c: g.numpy(), "can't convert cuda:0 device type tensor to numpy"),
     "a generator": (lambda g, h, c: torch.rand(2, generator=torch.Generator(), device="cuda"), "'cuda' device type"),
@@ -140,8 +115,7 @@ def attention(masked: bool, values: int, generator: torch.Generator) -> list[Ten
     return [query, key, value, *([bias] if masked else [])]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("values", [8, 12])
+@pytest.mark.parametrize(("masked", "values"), [(False, 8), (True, 12)])
 def test_fused_attention_is_the_explicit_one(gpus: Gpus, masked: bool, values: int) -> None:
     query, key, value, *bias = attention(masked, values, torch.Generator().manual_seed(0))
 

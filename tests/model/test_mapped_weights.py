@@ -45,12 +45,12 @@ def resident(file: Path) -> int:
 
 
 def test_half_precision_is_multiplied_in_float32() -> None:
-    torch.manual_seed(0)
     layer = torch.nn.Linear(300, 40).bfloat16()
     x = torch.randn(7, 300).bfloat16()
     expected = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
     with torch.no_grad(), wide_products(layer):
         found = layer(x)
     assert found.dtype == torch.bfloat16
-    assert torch.equal(found, expected.to(torch.bfloat16))
+    half_a_step = 2**-8 * expected.abs()  # what rounding the exact sum to bfloat16 may change, at most
+    assert ((found.double() - expected).abs() <= half_a_step + 1e-5).all()
     assert "forward" not in vars(layer)

@@ -13,7 +13,7 @@ from support.cuts import random_cut
 from support.models import bert, causal_lm, image_batch, llama, llava, text_batch, vit, zero_padding
 from transformers import PreTrainedModel
 
-from hies_export import prune, quantize_onnx
+from hies_export import prune
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.model.internals import cache_of, configs_of
@@ -45,7 +45,7 @@ def test_the_output_alone_and_then_all_again(make: Callable[[], PreTrainedModel]
 
 
 def test_prune_leaves_what_a_config_asks_for(tmp_path: Path) -> None:
-    model, batches = asking(bert), [text_batch() for _ in range(4)]
+    model, batches = asking(partial(bert, num_hidden_layers=2)), [text_batch() for _ in range(2)]
     before = model.config.to_dict()
     result = prune(model, batches, criterion="his", budget={"heads": 0.5}, held_out=[])
     assert model.config.to_dict() == before
@@ -62,10 +62,5 @@ def test_prune_leaves_what_a_config_asks_for(tmp_path: Path) -> None:
 def test_a_graph_returns_the_output_alone(tmp_path: Path) -> None:
     batch = zero_padding(text_batch(2))
     model, _, _ = random_cut(asking(partial(llama, num_hidden_layers=1)), batch)
-    exported = export_onnx(model, tmp_path / "onnx", batch=batch)
-    assert exported.outputs == ("logits",)
-    quantised = quantize_onnx(exported, tmp_path / "int8", batch=batch, smallest=1)
-    assert quantised.outputs == ("logits",)
-    assert quantised.facts["layers"]["int8"] > 0
-    runtime = TorchRuntime(model, threads=1)
-    assert runtime.compute(batch).keys() == {"logits"}
+    assert export_onnx(model, tmp_path / "onnx", batch=batch).outputs == ("logits",)
+    assert TorchRuntime(model, threads=1).compute(batch).keys() == {"logits"}

@@ -73,8 +73,7 @@ def test_a_layer_that_was_compiled_in_place_is_seen(net: Net) -> None:
     net(x)
     with watch(net, LAYERS, outputs=True) as seen:
         net(x)
-    assert {key: len(found) for key, found in seen.inputs.items()} == {"early": 2, "late": 1}
-    assert len(seen.outputs["early"]) == 2
+    assert [len(found["early"]) for found in (seen.inputs, seen.outputs)] == [2, 2]
     assert net._compiled_call_impl is not None
 
 
@@ -101,7 +100,7 @@ def test_other_arguments_reach_the_layer() -> None:
 
 
 @pytest.mark.parametrize("name", ["watch", "intercept"])
-def test_an_exception_takes_the_hooks_away(net: Net, name: str) -> None:
+def test_an_exception_or_an_unknown_layer_takes_the_hooks_away(net: Net, name: str) -> None:
     blocks: dict[str, AbstractContextManager[Any]] = {
         "watch": watch(net, LAYERS, outputs=True, gradients=True),
         "intercept": intercept(net, LAYERS, lambda key, x: x),
@@ -115,10 +114,6 @@ def test_an_exception_takes_the_hooks_away(net: Net, name: str) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
         fail_inside()
     assert hooks(net) == 0
-
-
-@pytest.mark.parametrize("outputs", [False, True])
-def test_an_unknown_layer_leaves_no_hook(net: Net, outputs: bool) -> None:
-    with pytest.raises(AttributeError, match="nowhere"), watch(net, {**LAYERS, "x": "nowhere"}, outputs=outputs):
+    with pytest.raises(AttributeError, match="nowhere"), watch(net, {**LAYERS, "x": "nowhere"}, outputs=True):
         pass
     assert hooks(net) == 0

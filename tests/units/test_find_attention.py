@@ -1,4 +1,4 @@
-"""What find_attention says of known layouts, and which plans for them are refused."""
+"""What find_attention says of known layouts, and that cuts of them equal the masked model."""
 
 import pytest
 import torch
@@ -69,10 +69,10 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_features_of_heads(name: str) -> None:
+def test_features_of_heads_are_found_and_their_cut_equals_the_masked_model(name: str) -> None:
     make_model, expected = LAYOUTS[name]
-    model = make_model()
-    modules = find_attention(model, text_batch(labels=False))
+    model, batch = make_model(), text_batch(labels=False)
+    modules = find_attention(model, batch)
     assert len(modules) == 3
     for module in modules:
         found = {
@@ -85,20 +85,12 @@ def test_features_of_heads(name: str) -> None:
         }
         assert found == {key: rows for key, rows in wanted.items() if rows}
         assert module.consumer.startswith(module.name)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("unit", ["group", "query"])
-def test_cut_equals_masked(name: str, unit: str) -> None:
-    model, batch = LAYOUTS[name][0](), text_batch()
-    modules = find_attention(model, batch)
-    scores = Scores("random", {}, {s.name: torch.rand(s.units) for s in modules})
-    plan = plan_of(scores, modules, heads=0.34, unit=unit)
-    slim = prune_units(model, plan, modules)
-    assert compare_cut(model, slim, plan, modules, batch) < 1e-5
-    counts = [(len(k.units), len(k.kept_groups)) for k in plan.kept.values()]
-    assert [(s.units, s.groups) for s in find_attention(slim, batch)] == counts
-    if unit == "query":
-        assert all(
-            kv == module.groups for (_, kv), module in zip(counts, modules, strict=True) if module.group_size > 1
-        )
+    scores = Scores("random", {}, {module.name: torch.rand(module.units) for module in modules})
+    for unit in ("group", "query") if modules[0].group_size > 1 else ("query",):
+        plan = plan_of(scores, modules, heads=0.34, unit=unit)
+        slim = prune_units(model, plan, modules)
+        assert compare_cut(model, slim, plan, modules, batch) < 1e-5
+        counts = [(len(k.units), len(k.kept_groups)) for k in plan.kept.values()]
+        assert [(s.units, s.groups) for s in find_attention(slim, batch)] == counts
+        if unit == "query" and modules[0].group_size > 1:
+            assert [groups for _, groups in counts] == [module.groups for module in modules]

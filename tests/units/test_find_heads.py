@@ -9,12 +9,9 @@ from transformers import (
     BigBirdConfig,
     BigBirdModel,
     DebertaV2Config,
-    DebertaV2ForSequenceClassification,
     DebertaV2Model,
     MPNetConfig,
-    MPNetForSequenceClassification,
     MPNetModel,
-    PreTrainedModel,
 )
 
 from hies_export import RecipeError, collect_statistics, find_attention, prune_units, score_units
@@ -35,7 +32,6 @@ def rows_of(module: PrunableModule, layer: str, head: int) -> list[int]:
 @pytest.mark.parametrize(
     ("options", "producers"),
     [
-        ({}, {"query_proj", "key_proj", "value_proj"}),
         (RELATIVE | {"share_att_key": True}, {"query_proj", "key_proj", "value_proj"}),
         (RELATIVE, {"query_proj", "key_proj", "value_proj", "pos_key_proj", "pos_query_proj"}),
         (RELATIVE | {"pos_att_type": ["c2p"]}, {"query_proj", "key_proj", "value_proj", "pos_key_proj"}),
@@ -105,27 +101,6 @@ def test_criteria_that_need_maps_are_refused_for_a_model_that_returns_none() -> 
     assert score_units(statistics, criterion="his").scores.keys() == {module.name for module in modules}
     with pytest.raises(RecipeError, match="hies needs the entropy of attention maps, which this model does not return"):
         score_units(statistics, criterion="hies")
-
-
-@pytest.mark.parametrize("deberta", [False, True])  # there, a padding token sees all others alike
-def test_entropy_leaves_padding_out(deberta: bool) -> None:
-    if deberta:
-        model: PreTrainedModel = DebertaV2ForSequenceClassification(DebertaV2Config(**(SMALL | RELATIVE)))
-    else:
-        model = MPNetForSequenceClassification(MPNetConfig(**SMALL))
-    model = shake(model).eval()
-    batch = text_batch(3, 10)
-    modules = find_attention(model, batch)
-    with torch.no_grad():
-        maps = model(**batch, output_attentions=True).attentions
-    for module, one in zip(modules, maps, strict=True):
-        lengths = batch["attention_mask"].sum(1)
-        rows = [
-            torch.special.entr(p[:, :n, :n].double()).sum(-1).mean(-1) / n.log()
-            for p, n in zip(one, lengths, strict=True)
-        ]
-        statistics = collect_statistics(model, [batch], modules)
-        torch.testing.assert_close(statistics["entropy"][module.name], torch.stack(rows).mean(0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_that_replaces_its_modules_while_it_runs_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What find_mlp says of known layouts, that its cuts equal the masked model, and what it refuses."""
+"""What find_mlp says of known layouts, and which plain configs say their cuts."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

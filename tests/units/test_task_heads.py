@@ -14,8 +14,6 @@ from hies_export.errors import ReloadMismatchError
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "task_heads"
 # What is particular about the inputs of each.
 CUT = {
-    ("llama", "text-classification"): "the last token that is not padding is read",
-    ("bert", "token-classification"): "every token is classified",
     ("bert", "fill-mask"): "the output layer is tied to the embeddings",
     ("clip", "image-classification"): "the image size is in the config of a part",
 }
