@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.models import bert, causal_lm, image_batch, llama, llava, opt, text
 from support.neurons import neurons, one_by_one
 from support.references import naive_statistics
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hies_export import DataError, NonFiniteError, collect_statistics, find_attention, find_modules
@@ -126,7 +128,7 @@ def test_weight_norm_by_hand() -> None:
     assert found["vit.layers.1.attention"][2].item() == pytest.approx(expected)
 
 
-def test_no_samples_and_a_loss_of_nan_are_refused() -> None:
+def test_no_samples_a_loss_of_nan_and_nothing_to_predict_are_refused() -> None:
     model = bert(num_labels=1)
     good, bad = (text_batch() | {"labels": torch.randn(4)} for _ in range(2))
     bad["labels"][2] = math.nan
@@ -135,6 +137,10 @@ def test_no_samples_and_a_loss_of_nan_are_refused() -> None:
         collect_statistics(model, [], sites)
     with pytest.raises(NonFiniteError, match="batch 1 gave nan"):
         collect_statistics(model, [good, bad], sites)
+    model, good, bad = causal_lm(), padded([5, 4, 6], "right"), padded([5, 4, 6], "right")
+    bad["labels"][2, 1:] = -100  # the first token is never predicted
+    with pytest.raises(DataError, match=r"one of batch 1 \(from 0\) has none"):
+        collect_statistics(model, [good, bad], find_attention(model, good))
 
 
 def test_nan_in_a_gradient_names_the_batch() -> None:
@@ -148,17 +154,52 @@ def test_nan_in_a_gradient_names_the_batch() -> None:
 
 
 def test_weight_norms_of_neurons_are_sums_over_rows_and_columns() -> None:
-    for model, batch, producers, consumer in (
-        (bert(), text_batch(), ["intermediate.dense"], "output.dense"),
-        (llama(), text_batch(padding=False), ["mlp.gate_proj", "mlp.up_proj"], "mlp.down_proj"),
-    ):
-        modules = find_modules(model, batch, kinds=("mlp",))
-        found = collect_statistics(model, [batch], modules)["weight_l2"]
-        for number, module in enumerate(modules):
-            layer = model.get_submodule(module.consumer.removesuffix(f".{consumer}"))
-            assert str(number) in module.consumer
-            for neuron in (0, 5, module.units - 1):
-                total = (layer.get_submodule(consumer).weight[:, neuron].double() ** 2).sum()
-                for producer in producers:
-                    total = total + (layer.get_submodule(producer).weight[neuron].double() ** 2).sum()
-                assert found[module.name][neuron].item() == pytest.approx(total.sqrt().item(), rel=1e-6)
+    model, batch = llama(), text_batch(padding=False)
+    found = collect_statistics(model, [batch], find_modules(model, batch, kinds=("mlp",)))["weight_l2"]
+    layer = model.model.layers[1].mlp
+    parts = [layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight.T]
+    expected = torch.stack([part.detach().double().square().sum(1) for part in parts]).sum(0).sqrt()
+    assert found["model.layers.1.mlp"].tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing_and_stays() -> None:
+    model, batches = causal_lm(attention_dropout=0.5), [padded([9, 4, 6], "right")]
+    sites = find_attention(model, batches[0])
+    expected = collect_statistics(model, batches, sites)
+    model.activation_checkpointing_enable()
+    functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    found = collect_statistics(model, batches, sites)
+    for what in ("his", "entropy"):
+        assert_equal_scores(found[what], expected[what])
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
+    assert model.config.use_cache
+
+
+class Largest(TorchDispatchMode):
+    """Remember how many elements the largest tensor has that any operation of the block writes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.untyped_storage().nbytes() // value.element_size())
+        return result
+
+
+def test_no_tensor_of_a_long_sample_has_an_element_per_pair_of_tokens() -> None:
+    model = causal_lm(max_position_embeddings=1024)
+
+    def largest(length: int) -> int:
+        ids = torch.randint(4, 32, (1, length))
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        modules = find_modules(model, {k: v[:, :8] for k, v in batch.items()}, kinds=("attention", "mlp"))
+        with Largest() as seen:
+            collect_statistics(model, [batch], modules)
+        return seen.elements
+
+    short, long = largest(256), largest(1024)
+    assert short > 256 * 8
+    assert long <= 4 * short
+    assert long < 1024 * 1024

@@ -87,9 +87,13 @@ def image_batches() -> Batches:
     return [image_batch(7, labels=False), image_batch(5, labels=False)]
 
 
-def generative_batches(side: str) -> Batches:
-    batches = [padded([9, 4, 6, 8], side), padded([3, 7, 5], side)]
+def generative_batches() -> Batches:
+    batches = [padded([9, 4, 6, 8], "left"), padded([3, 7, 5], "left")]
     return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+
+
+def answers_about_images() -> Batches:
+    return [with_images(padded([9, 4, 6, 8], "right", answers=[2, 3, 1, 4])), with_images(padded([3, 7, 5], "right"))]
 
 
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = {
@@ -97,11 +101,8 @@ CASES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batches]]] = 
     "regression": (lambda: bert(num_labels=1), text_batches),
     "vit": (vit, image_batches),
     "gated, no bias": (lambda: llama(intermediate_size=48), text_batches),
-    "language model": (lambda: causal_lm(intermediate_size=48), lambda: generative_batches("left")),
-    "llava": (
-        lambda: llava(intermediate_size=48),
-        lambda: [with_images(b | {"labels": b["input_ids"]}) for b in generative_batches("right")],
-    ),
+    "language model": (lambda: causal_lm(intermediate_size=48), generative_batches),
+    "answers about images": (lambda: llava(intermediate_size=48), answers_about_images),
     "flattened tokens": (opt, text_batches),
 }
 
@@ -114,8 +115,7 @@ def test_moments_and_effects_are_those_of_a_loop_over_tokens(
         monkeypatch.setattr(moments_module, "WIDE", 16)
         monkeypatch.setattr(moments_module, "BLOCK", 20)
     make, make_batches = CASES[case]
-    model = make()
-    batches = [{k: v for k, v in batch.items() if k != "labels"} for batch in make_batches()]
+    model, batches = make(), make_batches()
     modules = both_kinds(model, batches[0])
     moments, layers = moments_by_module(model, modules, batches, weighted=True), effects(model, batches, modules)
     for module in modules:
@@ -264,6 +264,8 @@ def test_bad_requests() -> None:
     unlabelled = {**text_batch(6), "labels": torch.full_like(text_batch(6)["input_ids"], -100)}
     with pytest.raises(DataError, match="every sample must have a label token"):
         score_compensated(generator, [unlabelled], neurons(generator))
+    with pytest.raises(DataError, match="must have labels or input_ids, got inputs_embeds"):
+        effects(generator, [{"inputs_embeds": torch.randn(5, 4, 32)}], neurons(generator))
 
 
 def test_samples_of_a_model_that_reads_tokens_first_are_not_mixed() -> None:

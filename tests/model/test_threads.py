@@ -56,9 +56,7 @@ def test_small_work_runs_on_one_thread_and_the_number_comes_back(loop: str, monk
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
-def test_a_number_that_the_environment_says_or_that_was_set_is_kept(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_that_was_chosen_by_hand_is_kept(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine_facts()["threads_of_small_work"] == 1
     monkeypatch.setenv(variable, "2")
     assert seen_in(bert(), "predict") == {2}

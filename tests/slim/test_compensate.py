@@ -9,8 +9,7 @@ import torch
 from support.architectures import tiny
 from support.cuts import moments_of, random_cut, random_plan
 from support.models import bert, llama, opt, text_batch
-from support.references import kept_columns, read_tokens
-from torch import Tensor
+from support.references import kept_columns, layer_tokens, read_tokens
 from transformers import PreTrainedModel
 
 from hies_export import find_attention, find_modules, prune_units
@@ -43,16 +42,6 @@ def test_it_brings_the_slim_model_nearer_to_the_dense_one(method: str) -> None:
         layer = slim.get_submodule(first.consumer)
         expected = y.mean(0) - layer.weight.detach().double().numpy() @ x[:, kept_columns(plan, first)].mean(0)
         np.testing.assert_allclose(layer.bias.detach().numpy(), expected, atol=1e-5)
-
-
-def stream_read_by(model: PreTrainedModel, layer: str, batches: list[dict[str, Tensor]]) -> np.ndarray:
-    """What a layer reads at the real tokens of all samples."""
-    read: list[Tensor] = []
-    hook = model.get_submodule(layer).register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
-    with torch.no_grad():
-        real = [model(**batch) and batch["attention_mask"].bool() for batch in batches]
-    hook.remove()
-    return torch.cat([x.view(*mask.shape, -1)[mask] for x, mask in zip(read, real, strict=True)]).double().numpy()
 
 
 # What reads the residual stream in front of the attention and of the neurons of a layer.
@@ -91,7 +80,7 @@ def test_sequential_makes_up_for_half_of_what_the_stream_lacks(name: str, whole:
         number = in_order.index(module)
         # Nothing fits this target better, at the inputs that the layer now has, than what it was given.
         layer = streams[number % 2].format(number // 2)
-        there, here = (stream_read_by(model, layer, batches) for model in (dense, slim))
+        there, here = (torch.cat(layer_tokens(model, layer, batches)[0]).numpy() for model in (dense, slim))
         x, y = read_tokens(slim, module, batches)[0], read_tokens(dense, module, batches)[1] + 0.5 * (there - here)
         moments, consumer = (
             moments_of(torch.from_numpy(x), torch.from_numpy(y)),

@@ -28,8 +28,6 @@ def kept_columns(plan: PruningPlan, site: PrunableModule) -> list[int]:
     return [head * width + j for head in plan.kept[site.name].units for j in range(width)]
 
 
-def design_formula(
-    w: np.ndarray, b: np.ndarray | None, x: np.ndarray, kept: list[int], ridge: float
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return W'_K and b' as DESIGN writes them, by numpy, from all inputs x of shape (tokens, columns)."""
     removed = sorted(set(range(x.shape[1])) - set(kept))
@@ -91,8 +89,6 @@ def read_tokens(model: PreTrainedModel, module: PrunableModule, batches: Sequenc
     return [np.concatenate(part) for part in zip(*read_by_sample(model, module, batches), strict=True)]
 
 
-def assert_least_squares(
-    dense: PreTrainedModel, slim: PreTrainedModel, plan: PruningPlan, module: PrunableModule, x: np.ndarray
 ) -> None:
     """Assert that a consumer was refitted with a ridge of 0.05 on the inputs x, as DESIGN writes it."""
     layer, refitted = (model.get_submodule(module.consumer) for model in (dense, slim))

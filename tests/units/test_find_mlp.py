@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.checkpoints import llava_batch
 from support.families import architecture, decoder, gpt2
-from support.models import bert, image_batch, llava, text_batch, vit
+from support.models import bert, image_batch, llava, text_batch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -56,8 +56,6 @@ ALBERT = architecture("Albert", embedding_size=16)
 ALBERT_LAYER = "albert.encoder.albert_layer_groups.0.albert_layers.0"
 NEMOTRON = decoder("Nemotron", head_dim=8, hidden_act="relu2")
 LAYOUTS = {
-    "bert": Layout(bert, text, 3, "bert.encoder.layer.0", ".output.dense", (".intermediate.dense",)),
-    "vit": Layout(vit, images, 3, "vit.layers.0.mlp", ".fc2", (".fc1",)),
     "llama, gated": Layout(decoder("Llama"), text, 3, "model.layers.0.mlp", ".down_proj", (".gate_proj", ".up_proj")),
     "phi3, gate and up fused": Layout(
         decoder("Phi3"), text, 3, "model.layers.0.mlp", ".down_proj", (".gate_up_proj",), side_by_side
