@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.cuts import effects, moments_by_module
+from support.cuts import effects, moments_by_module, moments_of
 from support.generative import padded, with_images
 from support.models import bert, causal_lm, image_batch, llama, llava, opt, shake, text_batch, vit, zero_padding
 from support.neurons import neurons
@@ -208,6 +208,20 @@ def test_a_store_gives_every_use_the_same_moments(keep: bool) -> None:
     each = len(batches) + 1  # and a few tokens show the order of the blocks
     assert walks == (each if keep else 2 * each)
     assert set(store.all_kept()) == ({module.name for module in modules} if keep else set())
+
+
+def test_an_error_is_a_mean_over_tokens_and_never_below_zero() -> None:
+    x, noise = torch.randn(60, 5).double() + torch.arange(5), torch.randn(60, 3).double()
+    y, weight = x[:, :3] + noise, torch.randn(3, 5).double()
+    moments = moments_of(x, y)
+    for shift in (torch.randn(3).double(), None):
+        expected = (x @ weight.T + (0 if shift is None else shift) - y).square().sum(1).mean().item()
+        assert moments.error(weight, shift) == pytest.approx(expected, rel=1e-9)
+    exact = moments_of(x * 1e4, x * 1e4 @ weight.T)  # rounding alone would fall below zero for some
+    assert 0 <= exact.error(weight, None) < 1e-3
+    exact.yy -= 1e6
+    assert exact.error(weight, None) == 0
+    torch.testing.assert_close(moments.fit_bias(weight), (y - x @ weight.T).mean(0))
 
 
 def test_moments_that_take_more_than_half_of_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

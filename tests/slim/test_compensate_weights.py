@@ -1,19 +1,15 @@
 """Refits from moments, with weighted tokens and by scalars, against scikit-learn, NumPy and predictions."""
 
-import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.cuts import random_cut
 from support.models import bert, image_batch, llama, text_batch, vit
 from support.neurons import half, neurons
 from support.references import read_tokens
-from support.tolerance import REFITTED, assert_near, near
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -70,22 +66,6 @@ def test_it_is_the_ridge_regression_of_scikit_learn(
             assert (found.bias is None) == (not centred)
             if centred:
                 np.testing.assert_allclose(found.bias.detach().numpy(), fitted.intercept_, atol=2e-5)
-
-
-@pytest.mark.parametrize(("method", "keep"), [("least_squares", False), ("bias", True)])
-def test_moments_of_one_cut_and_of_any_refit_the_same(method: str, keep: bool) -> None:
-    dense = bert()
-    batches = batches_of(dense)
-    slim, plan, sites = random_cut(dense, batches[0])
-    other = copy.deepcopy(slim)
-    how = Compensation(method=method)
-    fits = compensate(dense, slim, plan, sites, batches, how)
-    again = refit(other, plan, sites, MomentStore(dense, sites, batches, keep=keep), how)
-    assert [replace(fit, error=0) for fit in again] == [replace(fit, error=0) for fit in fits]
-    assert [fit.error for fit in again] == near([fit.error for fit in fits], within=REFITTED)
-    assert len(fits) < len(sites)  # some lost nothing
-    for name, parameter in slim.named_parameters():
-        assert_near(other.get_parameter(name), parameter, within=REFITTED)
 
 
 def test_how_many_tokens_are_wanted_is_said() -> None:

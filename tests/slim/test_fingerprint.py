@@ -3,18 +3,15 @@
 import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.cuts import random_plan
 from support.families import gpt2
-from support.models import bert, llama, save_text_model, text_batch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from support.models import bert, llama, text_batch
+from transformers import PreTrainedModel
 
-from hies_export import PlanError, PruningPlan, find_modules
-from hies_export.cli.main import main
+from hies_export import PlanError, find_modules
 from hies_export.select import fingerprint as fingerprints
 from hies_export.select.fingerprint import check_weights, fingerprint, fingerprint_of
 
@@ -76,22 +73,3 @@ def test_another_fine_tuning_of_one_base_is_refused(make: Callable[[], PreTraine
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         copy.deepcopy(one).to(dtype).save_pretrained(tmp_path / "saved")
         check_weights(mine, fingerprint(type(one).from_pretrained(tmp_path / "saved"), modules))
-
-
-def test_apply_takes_a_plan_of_other_weights_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_text_model(tmp_path / "model")
-    dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
-    modules = find_modules(dense, text_batch(labels=False))
-    plan = replace(random_plan(modules, uniform=False), model=fingerprint(tuned(dense, 1), modules))
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    slim = tmp_path / "slim"
-    arguments = ["apply", str(tmp_path / "plan.json"), str(tmp_path / "model"), "-o", str(slim)]
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert "make a plan for this model, or pass --force to cut it all the same" in said
-    assert not slim.exists()
-    assert main([*arguments, "--force"]) == 0
-    # The plan that is kept with the checkpoint is one for these weights.
-    kept = PruningPlan.from_file(slim / "hies_plan.json")
-    assert kept == replace(plan, model=kept.model)
-    check_weights(kept.model, fingerprint(dense, modules))

@@ -28,19 +28,6 @@ def kept_columns(plan: PruningPlan, site: PrunableModule) -> list[int]:
     return [head * width + j for head in plan.kept[site.name].units for j in range(width)]
 
 
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return W'_K and b' as DESIGN writes them, by numpy, from all inputs x of shape (tokens, columns)."""
-    removed = sorted(set(range(x.shape[1])) - set(kept))
-    mean = x.mean(0) if b is not None else np.zeros(x.shape[1])
-    c = (x - mean).T @ (x - mean) / len(x)
-    c_kk, c_mk = c[np.ix_(kept, kept)], c[np.ix_(removed, kept)]
-    damping = ridge * np.trace(c_kk) / len(kept) * np.eye(len(kept))
-    new = w[:, kept] + w[:, removed] @ c_mk @ np.linalg.inv(c_kk + damping)
-    if b is None:
-        return new, None
-    return new, b + w[:, removed] @ mean[removed] + (w[:, kept] - new) @ mean[kept]
-
-
 def layer_tokens(
     model: PreTrainedModel, layer: str, batches: Sequence[dict[str, Tensor]]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -87,17 +74,6 @@ def read_by_sample(
 def read_tokens(model: PreTrainedModel, module: PrunableModule, batches: Sequence[dict[str, Tensor]]) -> Any:
     """Return the four arrays of `read_by_sample`, each of the tokens of all samples."""
     return [np.concatenate(part) for part in zip(*read_by_sample(model, module, batches), strict=True)]
-
-
-) -> None:
-    """Assert that a consumer was refitted with a ridge of 0.05 on the inputs x, as DESIGN writes it."""
-    layer, refitted = (model.get_submodule(module.consumer) for model in (dense, slim))
-    weight, bias = (None if p is None else p.detach().double().numpy() for p in (layer.weight, layer.bias))
-    expected, expected_bias = design_formula(weight, bias, x, kept_columns(plan, module), 0.05)
-    np.testing.assert_allclose(refitted.weight.detach().numpy(), expected, atol=1e-5)
-    assert (refitted.bias is None) == (expected_bias is None)
-    if expected_bias is not None:
-        np.testing.assert_allclose(refitted.bias.detach().numpy(), expected_bias, atol=1e-5)
 
 
 def naive_effect(
