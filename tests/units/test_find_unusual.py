@@ -104,69 +104,63 @@ class Twice(nn.Module):
         return self.one(x) + self.other(x)
 
 
-def changed_attention(change: str) -> PreTrainedModel:
-    model = architecture("Llama", "ForCausalLM")()
-    attention = model.model.layers[1].self_attn
-    output = attention.o_proj
-    if change == "adapted layer":
-        attention.q_proj.__class__ = Shuffled
-    elif change == "norm across heads":
-        attention.o_proj = nn.Sequential(nn.LayerNorm(48), output)
-    elif change == "two readers":
-        attention.o_proj = Twice(output)
-    elif change == "fixed number of heads":
-        attention.o_proj = Around(lambda x: x.reshape(*x.shape[:-1], 6, 8).flatten(-2), output)
-    return shake(model)
+def shuffled(layer: nn.Module) -> nn.Module:
+    layer.__class__ = Shuffled
+    return layer
+
+
+def in_parts(parts: int, layer: nn.Module) -> nn.Module:
+    """Return a layer in front of which the code says of how many parts of eight features its inputs are."""
+    return Around(lambda x: x.reshape(*x.shape[:-1], parts, 8).flatten(-2), layer)
+
+
+# What is changed in a layer of a LLaMA, and what takes its place.
+CHANGES: dict[str, tuple[str, Callable[[nn.Module], nn.Module]]] = {
+    "norm over neurons": ("mlp.down_proj", lambda down: nn.Sequential(nn.LayerNorm(64), down)),
+    "softmax": ("mlp.act_fn", lambda _: nn.Softmax(-1)),
+    "adapted layer": ("mlp.gate_proj", shuffled),
+    "fixed number of neurons": ("mlp.down_proj", lambda down: in_parts(8, down)),
+    "no block": ("mlp", lambda _: nn.Linear(48, 48)),
+    "scaled": ("mlp.down_proj", lambda down: Around(Scale((64,)), down)),
+    "scaled in columns": ("mlp.down_proj", lambda down: Around(Scale((1, 64)), down)),
+    "adapted queries": ("self_attn.q_proj", shuffled),
+    "norm across heads": ("self_attn.o_proj", lambda output: nn.Sequential(nn.LayerNorm(48), output)),
+    "two readers": ("self_attn.o_proj", Twice),
+    "fixed number of heads": ("self_attn.o_proj", lambda output: in_parts(6, output)),
+}
 
 
 def changed(change: str) -> PreTrainedModel:
+    """Return a LLaMA whose second layer is changed; one without a block has none in any layer."""
     torch.manual_seed(0)
     model = architecture("Llama", "ForCausalLM")()
-    layer = model.model.layers[1]
-    down = layer.mlp.down_proj
-    if change == "mixture of experts":
-        return decoder("Mixtral", num_local_experts=3)()
-    if change == "norm over neurons":
-        layer.mlp.down_proj = nn.Sequential(nn.LayerNorm(64), down)
-    elif change == "softmax":
-        layer.mlp.act_fn = nn.Softmax(-1)
-    elif change == "adapted layer":
-        layer.mlp.gate_proj.__class__ = Shuffled
-    elif change == "fixed number of neurons":
-        layer.mlp.down_proj = Around(lambda x: x.reshape(*x.shape[:-1], 8, 8).flatten(-2), down)
-    elif change == "no blocks":
-        for one in model.model.layers:
-            one.mlp = nn.Linear(48, 48)
-    elif change == "scaled":
-        layer.mlp.down_proj = Around(Scale((64,)), down)
-    elif change == "scaled in columns":
-        layer.mlp.down_proj = Around(Scale((1, 64)), down)
-    else:
-        layer.mlp = Mlp(change)
+    path, make = CHANGES.get(change, ("mlp", lambda _: Mlp(change)))
+    owner, _, name = path.rpartition(".")
+    for layer in model.model.layers if change == "no block" else model.model.layers[1:2]:
+        parent = layer.get_submodule(owner)
+        setattr(parent, name, make(getattr(parent, name)))
     return shake(model)
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "reason"),
     [
-        (MLP, "mixture of experts", r"a mixture of experts.* in model.layers.0.mlp.experts \(MixtralExperts\)"),
         (MLP, "norm over neurons", r"mixed \(by a norm.*in front of model.layers.1.mlp.down_proj.1"),
         (MLP, "softmax", r"gate_proj and model.layers.1.mlp.up_proj are mixed .* model.layers.1.mlp.down_proj"),
         (MLP, "adapted layer", "up_proj makes also depend on features .* front of model.layers.1.mlp.down"),
         (MLP, "fixed number of neurons", r"with fewer neurons the code of LlamaMLP \(model.layers.1.mlp\) does not do"),
         (MLP, "leaky", "features of model.layers.1.mlp.up do more than make neurons in front of model.layers.1.mlp.d"),
-        (MLP, "no blocks", r"LlamaForCausalLM \(llama\) has no feed-forward block in its layers whose neurons"),
+        (MLP, "no block", r"LlamaForCausalLM \(llama\) has no feed-forward block in its layers whose neurons"),
         (MLP, "scaled in columns", "factor has values for every neuron, but not in rows, .*down_proj.layer"),
-        (ATTENTION, "adapted layer", "query heads do not have features of their own in model.layers.0.mlp"),
+        (ATTENTION, "adapted queries", "query heads do not have features of their own in model.layers.0.mlp"),
         (ATTENTION, "norm across heads", "the heads do not reach model.layers.1.self_attn.o_proj.1 side by side"),
         (ATTENTION, "two readers", "o_proj.one and model.layers.1.self_attn.o_proj.other all read the att"),
         (ATTENTION, "fixed number of heads", "with fewer heads the code of LlamaAttention .* does not do"),
     ],
 )
 def test_what_would_be_cut_wrongly_is_refused(kind: str, change: str, reason: str) -> None:
-    model = changed(change) if kind == MLP else changed_attention(change)
     with pytest.raises(UnsupportedModelError, match=reason):
-        find_modules(model, text(), kinds=(kind,))
+        find_modules(changed(change), text(), kinds=(kind,))
 
 
 @pytest.mark.parametrize("change", ["scaled", "interleaved", "counted", "reversed"])
@@ -194,7 +188,9 @@ def test_what_is_no_block_stays_alone() -> None:
     assert all(name.endswith("output.dense") for name in consumers)  # and no network of position biases
 
 
-def test_an_unknown_kind_is_refused_by_name() -> None:
+def test_experts_and_an_unknown_kind_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"a mixture of experts.* model.layers.0.mlp.experts \(Mixtral"):
+        find_mlp(decoder("Mixtral", num_local_experts=3)(), text())
     with pytest.raises(RequestError, match="kinds must be among attention, mlp, got 'heads'"):
         find_modules(bert(), text(), kinds=("attention", "heads"))
 
