@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hies_export.errors import UnsupportedModelError
 from hies_export.model import attention, kernels
-from hies_export.model.attention import AttentionCall, use_attention
+from hies_export.model.attention import AttentionCall, AttentionFunction, use_attention
 from hies_export.model.kernels import VisibleKeys, attend, attend_with_entropy
 
 BATCH, HEADS, GROUPS, LENGTH, WIDTH = 3, 4, 2, 7, 8
@@ -165,25 +165,23 @@ def test_the_model_computes_the_same_inside_and_is_left_as_it_was_also_after_an_
 
 
 def test_two_models_at_once_and_nested() -> None:
-    one, other = bert(), bert()
-    seen: list[str] = []
-    visible = {name: VisibleKeys() for name in ("one", "other", "inner")}
+    one, other, batch, seen = (
+        bert(num_hidden_layers=1),
+        bert(num_hidden_layers=1),
+        text_batch(labels=False),
+        list[str](),
+    )
 
-    def record(name: str):  # type: ignore[no-untyped-def]
-        def function(call: AttentionCall) -> Tensor:
-            seen.append(name)
-            return attend(call, visible[name])
+    def record(name: str) -> AttentionFunction:
+        return lambda call: seen.append(name) or attend(call, VisibleKeys())
 
-        return function
-
-    batch = text_batch(labels=False)
     with use_attention(one, record("one")), use_attention(other, record("other")):
         one(**batch)
         with use_attention(one, record("inner")):
             one(**batch)
         other(**batch)
         one(**batch)
-    assert seen == ["one"] * 3 + ["inner"] * 3 + ["other"] * 3 + ["one"] * 3
+    assert seen == ["one", "inner", "other", "one"]
 
 
 def test_attention_with_more_than_a_softmax_is_refused() -> None:

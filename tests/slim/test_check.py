@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from support.models import bert, causal_lm, text_batch
 from support.tolerance import assert_near
 
 from hies_export import CutMismatchError, Kept, PlanError, compare_cut, find_attention, find_modules, prune_units
-from hies_export.kinds import ATTENTION, MLP
+from hies_export.kinds import ATTENTION, KINDS, MLP
 from hies_export.select.fingerprint import fingerprint
 from hies_export.slim import check as check_module
 from hies_export.slim.check import check_selection, first_output, masked_units
-from hies_export.units.units import PrunableModule, Units
+from hies_export.units.units import Units
 
 
 def test_half_precision_is_compared_in_float32() -> None:
@@ -48,35 +47,28 @@ def test_the_difference_is_the_largest_of_all_elements() -> None:
 
 
 @pytest.fixture(scope="module")
-def deep() -> Any:
-    """A decoder of thirty layers with large outputs, as real ones have."""
+def cut() -> tuple[Any, ...]:
+    """A decoder of thirty layers with large outputs, as real ones have, the same without some units, and what stayed."""
     torch.manual_seed(0)
-    model = causal_lm(num_hidden_layers=30, num_key_value_heads=2)
+    deep = causal_lm(num_hidden_layers=30, num_key_value_heads=2)
     with torch.no_grad():
-        model.lm_head.weight.mul_(1e4)
-    return model
-
-
-@pytest.fixture(scope="module")
-def cut(deep: Any) -> tuple[Any, dict[str, Kept], Sequence[PrunableModule], Any]:
+        deep.lm_head.weight.mul_(1e4)
     batch = {"input_ids": torch.randint(5, deep.config.vocab_size, (2, 24))}
-    modules = find_modules(deep, batch, kinds=(ATTENTION, MLP))
+    modules = find_modules(deep, batch, kinds=KINDS)
     kept = {m.name: m.kept(range(m.units - 1 if m.kind == MLP else m.units // 2)) for m in modules}
-    return prune_units(deep, kept, modules), kept, modules, batch
+    return deep, prune_units(deep, kept, modules), kept, modules, batch
 
 
 @pytest.fixture
-def deep_cut(cut: tuple[Any, ...]) -> tuple[Any, dict[str, Kept], Sequence[PrunableModule], Any]:
-    """The deep model without some units, which a test may change, and what was kept."""
-    slim, *kept = cut
-    return copy.deepcopy(slim), *kept
+def deep_cut(cut: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same with a copy of the slim model, which a test may change."""
+    deep, slim, *kept = cut
+    return deep, copy.deepcopy(slim), *kept
 
 
-def test_a_deep_model_with_large_outputs_is_cut(
-    deep: Any, deep_cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deep_model_with_large_outputs_is_cut(deep_cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding alone moves its outputs by more than 1e-4, but not those of a block by itself."""
-    slim, kept, modules, batch = deep_cut
+    deep, slim, kept, modules, batch = deep_cut
     with masked_units(deep, kept, modules):
         masked = first_output(deep, batch)
     moved = (first_output(slim, batch) - masked).abs().max().item()
@@ -88,9 +80,9 @@ def test_a_deep_model_with_large_outputs_is_cut(
 
 
 def test_a_block_that_does_not_run_in_float64_is_compared_in_float32_alone(
-    deep: Any, deep_cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    deep_cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slim, kept, modules, batch = deep_cut
+    deep, slim, kept, modules, batch = deep_cut
     monkeypatch.setattr(check_module, "SURE_IN_FLOAT32", 0.0)  # so that float64 is tried
     refused = []
     with torch.no_grad():  # or both blocks may round alike
@@ -113,8 +105,8 @@ def test_a_block_that_does_not_run_in_float64_is_compared_in_float32_alone(
 @pytest.mark.parametrize(
     ("kind", "wrong"), [(ATTENTION, "one unit more"), (MLP, "two units swapped"), (MLP, "another unit")]
 )
-def test_a_wrong_cut_of_a_deep_model_is_refused(deep: Any, deep_cut: tuple[Any, ...], kind: str, wrong: str) -> None:
-    slim, kept, modules, batch = deep_cut
+def test_a_wrong_cut_of_a_deep_model_is_refused(deep_cut: tuple[Any, ...], kind: str, wrong: str) -> None:
+    deep, slim, kept, modules, batch = deep_cut
     module = [m for m in modules if m.kind == kind][15]
     units = list(kept[module.name].units)
     if wrong == "two units swapped":
