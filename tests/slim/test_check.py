@@ -48,7 +48,7 @@ def test_the_difference_is_the_largest_of_all_elements() -> None:
 
 @pytest.fixture(scope="module")
 def cut() -> tuple[Any, ...]:
-    """A decoder of thirty layers with large outputs, as real ones have, the same without some units, and what stayed."""
+    """A decoder of thirty layers with large outputs, as real ones have; the same without some units; what stayed."""
     torch.manual_seed(0)
     deep = causal_lm(num_hidden_layers=30, num_key_value_heads=2)
     with torch.no_grad():
