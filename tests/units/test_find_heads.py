@@ -50,13 +50,6 @@ def test_positions_of_a_deberta_belong_to_its_heads(options: dict[str, object], 
     assert compare_cut(model, prune_units(model, plan, modules), plan, modules, batch) < 1e-5
 
 
-def test_a_fused_projection_is_cut_head_by_head() -> None:
-    model, batch = tiny("bloom")
-    module = find_attention(model, batch)[0]
-    assert rows_of(module, "query_key_value", 1) == list(range(24, 48))  # BLOOM: query, key and value of each head
-    assert module.narrowed == {"alibi": (0, 6)}
-
-
 def test_layers_take_their_heads_of_a_bias_that_they_share() -> None:
     model = shake(MPNetModel(MPNetConfig(**SMALL))).eval()
     batch = {name: tensor for name, tensor in text_batch(3, 10).items() if name in ("input_ids", "attention_mask")}
@@ -85,12 +78,6 @@ def test_a_layer_whose_bias_others_take_keeps_its_heads() -> None:
         "decoder.block.1.layer.0.SelfAttention",
         "decoder.block.1.layer.1.EncDecAttention",
     ]
-
-
-def test_layers_that_the_inputs_do_not_reach_are_not_cut() -> None:
-    model, batch = tiny("luke")  # without entities
-    with pytest.raises(UnsupportedModelError, match=r"these inputs do not reach luke.*w2e_query"):
-        find_attention(model, batch)
 
 
 def test_criteria_that_need_maps_are_refused_for_a_model_that_returns_none() -> None:

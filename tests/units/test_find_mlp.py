@@ -1,13 +1,13 @@
 """What find_mlp says of known layouts, and which plain configs say their cuts."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from support.checkpoints import llava_batch
 from support.families import architecture, decoder, gpt2
-from support.models import bert, image_batch, llava, text_batch
+from support.models import bert, llava, text_batch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,64 +26,35 @@ def text() -> Batch:
     return text_batch(labels=False)
 
 
-def images() -> Batch:
-    return image_batch(labels=False)
-
-
-def side_by_side(neuron: int) -> set[int]:
-    return {neuron, 64 + neuron}
-
-
-def one_to_one(neuron: int) -> set[int]:
-    return {neuron}
-
-
-class Layout(NamedTuple):
-    """A model with what its modelling code says of its first block, written down by hand."""
-
-    make: Callable[[], PreTrainedModel]
-    batch: Callable[[], Batch]
-    blocks: int
-    name: str
-    consumer: str
-    producers: tuple[str, ...]
-    rows: Callable[[int], set[int]] = one_to_one
-
-
 OPT = architecture("OPT", "ForCausalLM", ffn_dim=64, word_embed_proj_dim=48)
 DISTILBERT = architecture("DistilBert", dim=48, n_heads=6, n_layers=3, hidden_dim=64)
 ALBERT = architecture("Albert", embedding_size=16)
 ALBERT_LAYER = "albert.encoder.albert_layer_groups.0.albert_layers.0"
 NEMOTRON = decoder("Nemotron", head_dim=8, hidden_act="relu2")
-LAYOUTS = {
-    "llama, gated": Layout(decoder("Llama"), text, 3, "model.layers.0.mlp", ".down_proj", (".gate_proj", ".up_proj")),
-    "phi3, gate and up fused": Layout(
-        decoder("Phi3"), text, 3, "model.layers.0.mlp", ".down_proj", (".gate_up_proj",), side_by_side
-    ),
-    "gpt2, transposed": Layout(gpt2, text, 3, "transformer.h.0.mlp", ".c_proj", (".c_fc",)),
-    "opt, relu": Layout(OPT, text, 3, "model.decoder.layers.0", ".fc2", (".fc1",)),
-    "distilbert": Layout(DISTILBERT, text, 3, "distilbert.transformer.layer.0.ffn", ".lin2", (".lin1",)),
-    "albert, one layer called three times": Layout(ALBERT, text, 1, ALBERT_LAYER, ".ffn_output", (".ffn",)),
-    "nemotron, squared relu": Layout(NEMOTRON, text, 3, "model.layers.0.mlp", ".down_proj", (".up_proj",)),
-    "llava, both towers": Layout(llava, llava_batch, 5, "model.vision_tower.encoder.layers.0.mlp", ".fc2", (".fc1",)),
+# What the modelling code says, written down by hand: how many blocks, and of the first its name, consumer and producer.
+LAYOUTS: dict[str, tuple[Callable[[], PreTrainedModel], int, str, str, str]] = {
+    "phi3, gate and up fused": (decoder("Phi3"), 3, "model.layers.0.mlp", "down_proj", "gate_up_proj"),
+    "gpt2, transposed": (gpt2, 3, "transformer.h.0.mlp", "c_proj", "c_fc"),
+    "opt, relu": (OPT, 3, "model.decoder.layers.0", "fc2", "fc1"),
+    "distilbert": (DISTILBERT, 3, "distilbert.transformer.layer.0.ffn", "lin2", "lin1"),
+    "albert, one layer called three times": (ALBERT, 1, ALBERT_LAYER, "ffn_output", "ffn"),
+    "nemotron, squared relu": (NEMOTRON, 3, "model.layers.0.mlp", "down_proj", "up_proj"),
+    "llava, both towers": (llava, 5, "model.vision_tower.encoder.layers.0.mlp", "fc2", "fc1"),
 }
 
 
-@pytest.fixture(params=LAYOUTS)
-def layout(request: pytest.FixtureRequest) -> Layout:
-    return LAYOUTS[request.param]
-
-
-def test_features_of_neurons(layout: Layout) -> None:
-    found = find_mlp(layout.make(), layout.batch())
-    assert len(found) == layout.blocks
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_features_of_neurons(layout: str) -> None:
+    make, blocks, name, consumer, producer = LAYOUTS[layout]
+    found = find_mlp(make(), llava_batch() if make is llava else text())
+    assert len(found) == blocks
     first = found[0]
-    assert (first.name, first.kind, first.unit_width, first.groups) == (layout.name, MLP, 1, first.units)
+    assert (first.name, first.kind, first.unit_width, first.groups) == (name, MLP, 1, first.units)
     assert first.key_width is None
-    assert first.consumer == layout.name + layout.consumer
-    assert first.producers == tuple(layout.name + producer for producer in layout.producers)
+    assert (first.consumer, first.producers) == (f"{name}.{consumer}", (f"{name}.{producer}",))
+    fused = {"phi3, gate and up fused": (0, 64)}.get(layout, (0,))
     for part in first.slices:
-        assert all(set(part.indices([neuron]).tolist()) == layout.rows(neuron) for neuron in range(first.units))
+        assert all(part.indices([n]).tolist() == [n + start for start in fused] for n in range(first.units))
 
 
 def test_a_relu_that_is_off_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
