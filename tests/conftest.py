@@ -30,10 +30,9 @@ from support import disturbed
 from support.browser import Browser
 from support.hub import TOKEN, Hub
 from support.lab import LAB
-from support.models import MODELS, SHARED
+from support.models import SHARED
 from support.runs import without_tracing
 from support.traced import counted_once, traced_once
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hies_export.model import online
@@ -86,12 +85,6 @@ def _counted_once(request: pytest.FixtureRequest) -> Iterator[None]:
 def _same_seed() -> None:
     torch.manual_seed(0)
     disturbed.start_again()
-
-
-@pytest.fixture(params=list(MODELS))
-def model_and_batch(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    make_model, make_batch = MODELS[request.param]
-    return make_model(), make_batch()
 
 
 @pytest.fixture(scope="session")

@@ -223,13 +223,12 @@ def test_sums_and_orders_multiply_in_float32() -> None:
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu:0"])
-def test_devices_that_nothing_was_tried_on_are_refused(device: str) -> None:
+def test_devices_that_nothing_was_tried_on_are_refused() -> None:
     model = causal_lm()
-    elsewhere = mock.PropertyMock(return_value=torch.device(device))
+    elsewhere = mock.PropertyMock(return_value=torch.device("mps"))
     with mock.patch.object(type(model.lm_head.weight), "device", elsewhere, create=True):
         for use in (lambda: find_modules(model, padded([5], "left")), lambda: load_runtime("torch", model)):
-            with pytest.raises(RequestError, match=f"on the CPU or on a GPU of CUDA or ROCm, but .* is on {device}"):
+            with pytest.raises(RequestError, match="on the CPU or on a GPU of CUDA or ROCm, but .* is on mps"):
                 use()
 
 

@@ -164,9 +164,6 @@ def image_batch(size: int = 4, *, labels: bool = True) -> dict[str, torch.Tensor
     return batch
 
 
-MODELS = {"bert": (bert, text_batch), "vit": (vit, image_batch)}
-
-
 WORDS = ["good", "bad", "fine", "poor", "great", "awful", "nice", "dull", "bright", "dark"]
 
 
