@@ -1,12 +1,13 @@
-"""What `slim/check.py` compares and refuses: plans, weights, and the outputs of a cut model."""
+"""What `slim/check.py` compares and refuses: plans, weights, and the outputs of a cut model; and what a cut leaves."""
 
 import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from support.cuts import random_cut, random_plan
+from support.cuts import random_cut, random_neurons, random_plan
 from support.models import bert, causal_lm, text_batch
 from support.tolerance import assert_near
 
@@ -184,3 +185,23 @@ def test_modules_must_be_all_there_and_in_order() -> None:
     missing = {"a": kept["a"], "x": kept["b"], "y": kept["c"], "z": kept["c"]}
     with pytest.raises(PlanError, match=r"2 are missing from it \['b', 'c'\] and 3 are not in the model \['x', 'y'\]"):
         check_selection(missing, modules)
+
+
+def test_slim_models_can_be_copied_and_pickled() -> None:
+    dense, batch = bert(), text_batch()
+    slim, _, _ = random_cut(dense, batch)
+    for other in (copy.deepcopy(slim), pickle.loads(pickle.dumps(slim))):
+        assert type(other) is type(slim)
+        assert_near(first_output(other, batch), first_output(slim, batch))
+
+
+def test_layers_with_the_weight_of_a_cut_one_are_cut_too() -> None:
+    model, batch = bert(), text_batch(labels=False)
+    made = model.bert.encoder.layer[0].intermediate.dense
+    model.other = torch.nn.Linear(made.in_features, made.out_features)
+    model.other.weight, model.other.bias = made.weight, made.bias
+    modules = find_modules(model, batch, kinds=("mlp",))
+    slim = prune_units(model, random_neurons(modules, uniform=False), modules)
+    cut = slim.bert.encoder.layer[0].intermediate.dense
+    assert slim.other.weight is cut.weight
+    assert len(cut.weight) < len(made.weight) == len(model.other.weight)
