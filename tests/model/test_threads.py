@@ -26,44 +26,43 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def seen_in(model: Any, loop: str) -> set[int]:
-    """Run a loop, and return the numbers of threads that the layers of the model ran on."""
-    seen: set[int] = set()
-    batches = [text_batch(6), text_batch(6)]
-    found = find_modules(model, batches[0])
+def seen_in(loop: str = "predict") -> set[int]:
+    """Run a loop, and return the numbers of threads that a layer of the model ran on."""
+    model, batches, seen = bert(num_hidden_layers=1), [text_batch(6)], set[int]()
+    with threads.torch_threads(1):
+        found = find_modules(model, batches[0])
+    functions = {
+        "score": lambda: collect_statistics(model, batches, found),
+        "effects": lambda: score_compensated(model, batches, found),
+        "moments": lambda: moments_by_module(model, found, batches),
+        "predict": lambda: predict(model, batches),
+    }
     layer = model.bert.encoder.layer[0].output.dense
-    handle = layer.register_forward_hook(lambda *_: seen.add(torch.get_num_threads()))
-    try:
-        functions = {
-            "score": lambda: collect_statistics(model, batches, found),
-            "effects": lambda: score_compensated(model, batches, found),
-            "moments": lambda: moments_by_module(model, found, batches),
-            "predict": lambda: predict(model, batches),
-        }
+    with layer.register_forward_hook(lambda *_: seen.add(torch.get_num_threads())):
         functions[loop]()
-    finally:
-        handle.remove()
     return seen
 
 
 @pytest.mark.parametrize("loop", ["score", "effects", "moments", "predict"])
-def test_small_work_runs_on_one_thread_and_the_number_comes_back(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = bert(num_hidden_layers=1)
-    assert seen_in(model, loop) == {1}
+def test_small_work_runs_on_one_thread_and_the_number_comes_back(loop: str) -> None:
+    assert seen_in(loop) == {1}
     assert torch.get_num_threads() == 2
+
+
+def test_large_work_keeps_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "SMALL_FLOPS", 1.0)
-    assert seen_in(model, loop) == {2}
+    assert seen_in() == {2}
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_a_number_that_was_chosen_by_hand_is_kept(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine_facts()["threads_of_small_work"] == 1
     monkeypatch.setenv(variable, "2")
-    assert seen_in(bert(), "predict") == {2}
+    assert seen_in() == {2}
     assert machine_facts()["threads_of_small_work"] == 2
     monkeypatch.delenv(variable)
     torch.set_num_threads(3)
-    assert seen_in(bert(), "predict") == {3}
+    assert seen_in() == {3}
     assert machine_facts()["threads_of_small_work"] == 3
 
 
