@@ -60,7 +60,7 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
 PLACES: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {"on it": on_gpu, "on the CPU": copy.deepcopy}
 
 
-@pytest.mark.parametrize(("name", "place"), zip(MODELS, cycle(PLACES), strict=False))
+@pytest.mark.parametrize(("name", "place"), [*zip(MODELS, cycle(PLACES), strict=False)])
 def test_every_criterion_scores_as_on_the_cpu(name: str, place: str) -> None:
     make_model, make_batch = MODELS[name]
     model, batch, needs = make_model(), make_batch(), needs_of(*CRITERIA)
