@@ -165,12 +165,8 @@ def test_the_model_computes_the_same_inside_and_is_left_as_it_was_also_after_an_
 
 
 def test_two_models_at_once_and_nested() -> None:
-    one, other, batch, seen = (
-        bert(num_hidden_layers=1),
-        bert(num_hidden_layers=1),
-        text_batch(labels=False),
-        list[str](),
-    )
+    one, other = (bert(num_hidden_layers=1) for _ in range(2))
+    batch, seen = text_batch(labels=False), list[str]()
 
     def record(name: str) -> AttentionFunction:
         return lambda call: seen.append(name) or attend(call, VisibleKeys())
