@@ -91,7 +91,7 @@ def with_neurons(what: str) -> list[str]:
 @pytest.mark.parametrize("model_type", types(with_neurons("steps"), NEURONS, pytest.mark.architectures))
 def test_what_the_table_says_of_neurons_holds(model_type: str) -> None:
     entry, subject = ENTRIES[model_type], Subject.of(model_type, MLP)
-    # Half a minute: heads and neurons at once are cut in five other types.
+    # Half a minute: heads and neurons at once are cut in four other types.
     left_out = {"onnx", "together"} if model_type == "mobilevit" else {"onnx"}
     for name, step in NEURON_STEPS.items():
         if name not in left_out and holds(neurons_of(entry), name):
