@@ -71,7 +71,6 @@ def test_runs_count_time_and_export_images_of_the_rows_size(folder: Path, tmp_pa
         assert sample["pixel_values"].shape[1:] == (3, 28, 42)
 
 
-@pytest.mark.slow
 def test_without_rows_the_processor_says_it(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert hies("export", folder / "model", "-o", tmp_path / "onnx") == 0
     assert traced(tmp_path / "onnx") == [3, 28, 42]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from datasets import Dataset
 from scipy.stats import binomtest, pearsonr
-from support.loading import load_pruning
+from support.loading import load_pruning, recipe_of
 from support.models import save_regressor
-from support.runs import hies, without_tracing
+from support.runs import without_tracing
 
-from hies_export import RecipeError, RequestError, prune
+from hies_export import RequestError, prune
 from hies_export.calibrate.moments import MomentStore
 from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
@@ -25,7 +25,7 @@ from hies_export.pipeline import search
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.draw import Draws, Splits, draw
 from hies_export.pipeline.pruning import Pruning, Rows
-from hies_export.pipeline.recipe import PruneSection, PruningRecipe
+from hies_export.pipeline.recipe import PruneSection
 from hies_export.pipeline.stages import calibrate, confirm, cut
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
 from hies_export.score.criteria import score_units
@@ -43,10 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A regressor, whose predictions all differ, its data, and a recipe of both kinds."""
     prune = {"modules": BOTH, "criterion": "fisher", "budget": {"keep": 0.8}}
     return save_regressor(tmp_path_factory.mktemp("keep"), prune=prune)
-
-
-def recipe_of(folder: Path, **fields: Any) -> PruningRecipe:
-    return PruningRecipe.from_yaml(folder / "recipe.yaml", {k.replace("__", "."): v for k, v in fields.items()})
 
 
 @pytest.mark.parametrize("asked", [{"predictions": 0.8}, {"metric": "pearson", "by": 0.1}], ids=list)
@@ -87,9 +83,8 @@ def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], mon
     assert size < 12
     assert not keeps(size + 1)
     guessed = [row for row in choice.outcome.judged if row.get("guess")]
-    assert 2 <= len(guessed) <= 5
     assert choice.outcome.judged[: len(guessed)] == tuple(guessed)
-    assert 2 <= len(choice.outcome.judged) - len(guessed) <= 7
+    assert len(choice.outcome.judged) - len(guessed) <= 7
     assert choice.outcome.confidence == confidence
     slim = cut(prepared, choice)
     assert slim.outcome.met
@@ -130,9 +125,7 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
     assert choice.plan.removed_neurons
     assert not choice.plan.removed
     where = choice.outcome.budget.keep
-    assert where is not None
     assert (where.runtime, where.batch, where.sequence) == ("torch", 3, 9)
-    assert choice.outcome.predicted is not None
     assert 0 < choice.outcome.predicted < 1
 
 
@@ -148,41 +141,35 @@ def test_nothing_is_promised_on_rows_that_are_refitted_on(folder: Path, refitted
     assert rows.scoring["id"] == list(range(20))
 
 
-def test_promises_that_cannot_be_told_or_made_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def said(**keep: Any) -> str:
-        budget = json.dumps({"keep": keep})
-        assert hies("run", str(folder / "recipe.yaml"), "--set", f"prune.budget={budget}") == 2
-        return capsys.readouterr().err
-
-    needed = "keep: 0.99 can be promised with 95 % confidence from 477 held-out rows or more, and there are 100; raise"
-    assert needed in said(predictions=0.99)
-    assert "keep: 0.8 can be promised with 95 % confidence from 22 held-out rows or more, and there are 9" in said(
-        predictions=0.8, samples=9
-    )
-    assert "keep needs predictions, or metric and by, got metric" in said(metric="pearson")
-    assert "keep needs predictions, or metric and by, got predictions and by" in said(predictions=0.9, by=0.1)
-    share_too = said(metric="pearson", predictions=0.9)
-    assert "keep needs predictions, or metric and by, got predictions and metric" in share_too
-    assert "keep.index says which vectors of documents queries search" in said(predictions=0.8, index="slim")
-    assert "the metrics of a regression must be among pearson, spearman, got 'ndcg@10'" in said(metric="ndcg@10")
-    assert "keep.batch says what is timed, and no runtime is named" in said(predictions=0.9, batch=4)
-    assert "metric must be one of" in said(metric="parson", by=0.1)
-    with pytest.raises(RequestError, match="keep.samples says how many rows a recipe draws"):
-        prune(*_model_and_rows(folder), budget={"keep": {"predictions": 0.5, "samples": 20}})
-    with pytest.raises(RecipeError, match=r"budget.keep.predictions must be less than 1, got 1"):
-        prune(*_model_and_rows(folder), budget={"keep": 1.0})
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        ({"predictions": 0.99}, "0.99 can be promised with 95 % confidence from 477 held-out rows or more"),
+        ({"predictions": 0.8, "samples": 9}, "from 22 held-out rows or more, and there are 9"),
+        ({"metric": "pearson"}, "keep needs predictions, or metric and by, got metric"),
+        ({"predictions": 0.9, "by": 0.1}, "keep needs predictions, or metric and by, got predictions and by"),
+        ({"metric": "pearson", "predictions": 0.9}, "or metric and by, got predictions and metric"),
+        ({"predictions": 0.8, "index": "slim"}, "keep.index says which vectors of documents queries search"),
+        ({"metric": "ndcg@10"}, "the metrics of a regression must be among pearson, spearman, got 'ndcg@10'"),
+        ({"predictions": 0.9, "batch": 4}, "keep.batch says what is timed, and no runtime is named"),
+        ({"metric": "parson", "by": 0.1}, "metric must be one of"),
+    ],
+)
+def test_promises_that_cannot_be_told_or_made_are_refused(folder: Path, keep: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        load_pruning(recipe_of(folder, prune__budget={"keep": keep}))
 
 
-def _model_and_rows(folder: Path) -> tuple[Any, Any]:
+def test_in_memory_a_promise_is_a_share_on_rows_that_are_given(folder: Path) -> None:
     prepared = load_pruning(recipe_of(folder))
-    return prepared.model, prepared.rows.held_out
+    for keep, said in (({"predictions": 0.5, "samples": 20}, "how many rows a recipe draws"), (1.0, "less than 1")):
+        with pytest.raises(RequestError, match=said):
+            prune(prepared.model, prepared.rows.held_out, budget={"keep": keep})
 
 
 def asked_of(fields: dict[str, Any]) -> KeepBudget:
     """Return the promise of a recipe's section `prune`."""
-    asked = PruneSection(budget={"keep": fields}).goal.keep  # type: ignore[arg-type]
-    assert asked is not None
-    return asked
+    return PruneSection(budget={"keep": fields}).goal.keep
 
 
 def test_a_metric_of_rankings_is_kept_to_99_percent_unless_it_is_said() -> None:
@@ -211,7 +198,6 @@ def promise_of(asked: dict[str, Any], rows: Any, task: Any, metrics: tuple[str, 
         ({"predictions": 0.99}, queries(7), True, "mrr@10", "dense"),
         ({"metric": "ndcg@10", "index": "slim"}, queries(7), True, "ndcg@10", "slim"),
         ({"predictions": 0.99}, [{"input_ids": torch.zeros(7, 2)}], True, "mrr@10", "dense"),
-        ({"predictions": 0.99}, [{"pair": torch.arange(14) // 2}], True, "mrr@10", None),
         ({"predictions": 0.99}, [{"group": torch.arange(14) // 2}], False, "mrr@10", None),
         ({"predictions": 0.99}, [{"input_ids": torch.zeros(7, 2)}], False, None, None),
     ],
@@ -222,6 +208,5 @@ def test_a_share_of_rankings_is_that_of_a_metric(
     metrics = ("accuracy",) if metric is None else ("mrr@10", "ndcg@10")
     found = promise_of(asked, rows, SimpleNamespace(embeds=embeds, generative=False, word="one"), metrics)
     keep = found.budget.keep
-    assert keep is not None
     assert (keep.metric, keep.index, found.samples) == (metric, index, 7)
     assert (keep.predictions, found.confidence) == (0.99, 0.98)

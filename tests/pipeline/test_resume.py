@@ -2,9 +2,11 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from safetensors.torch import load_file
 from support.models import causal_lm, save_stories
 from support.runs import hies, without_tracing
+from support.tolerance import REFITTED, assert_near, assert_same_plan
 
 from hies_export.pipeline import journal
 from hies_export.score import compensated
+from hies_export.select.plan import PruningPlan
 
 # Heads and neurons of four blocks.
 MODULES = 8
@@ -26,7 +30,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("story")
     recipe = save_stories(
         folder,
-        lines=200,
+        lines=120,
         calibration={"split": "train[:60%]", "samples": 8, "batch_size": 4},
         evaluation={"split": "train[60%:]"},
         prune={
@@ -40,27 +44,34 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recipe
 
 
+@pytest.fixture(scope="module")
+def killed(story: Path) -> Path:
+    """What a run in another process left, which killed itself after it had refitted two modules."""
+    command = [sys.executable, "-m", "support.killed", MODULES + 2, "run", story, "-o", story.parent / "killed"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (story.parent / "killed").exists()
+    left = story.parent / "killed.resume"
+    assert [len([*(left / name).glob("*.safetensors")]) for name in ("ranked", "refitted")] == [MODULES, 2]
+    return left
+
+
+def _left(killed: Path, name: str) -> Path:
+    """Return a copy of what the killed run left, as if left by a run into a folder of that name."""
+    return shutil.copytree(killed, killed.with_name(f"{name}.resume"))
+
+
 def _run(recipe: Path, name: str, *more: str) -> int:
     with without_tracing():
         return hies("run", recipe, "-o", recipe.parent / name, *more)
 
 
-def _killed(recipe: Path, name: str, after: int) -> Path:
-    """Run in another process, which kills itself after as many modules; return the folder that it leaves."""
-    command = [sys.executable, "-m", "support.killed", after, "run", recipe, "-o", recipe.parent / name]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not (recipe.parent / name).exists()
-    return recipe.parent / f"{name}.resume"
-
-
 def _assert_same(recipe: Path, name: str) -> None:
     one, other = recipe.parent / name, recipe.parent / "whole"
-    assert (one / "plan.json").read_text() == (other / "plan.json").read_text()
-    found, wanted = (load_file(of / "slim" / "model.safetensors") for of in (one, other))
-    assert found.keys() == wanted.keys()
-    assert all(found[key].equal(wanted[key]) for key in found)
+    # The digest of refitted layers is of bytes, which some processors round differently.
+    assert_same_plan(*(replace(PruningPlan.from_file(of / "plan.json"), compensation={}) for of in (one, other)))
+    assert_near(*(load_file(of / "slim" / "model.safetensors") for of in (one, other)), within=REFITTED)
     assert not (recipe.parent / f"{name}.resume").exists()
 
 
@@ -90,24 +101,26 @@ def refits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_killed_while_units_are_ranked(story: Path, calls: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    left = _killed(story, "ranking", 3)
-    assert len([*(left / "ranked").glob("*.safetensors")]) == 3
+def test_killed_while_units_are_ranked(
+    story: Path, killed: Path, calls: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = _left(killed, "ranking")
+    shutil.rmtree(left / "refitted")
+    for file in (left / "ranked").glob("model.layers.[123].*"):
+        file.unlink()
     # As a kill while a file is written, and a power cut, leave one.
     (left / "ranked" / ".half.tmp-1").mkdir()
     (left / "ranked" / "model.layers.3.mlp.safetensors").write_bytes(b"")
     assert _run(story, "ranking") == 0
-    assert "was killed: 3 modules were ranked, and 0 refitted" in " ".join(capsys.readouterr().err.split())
-    # The second block was not finished.
+    assert "was killed: 2 modules were ranked, and 0 refitted" in " ".join(capsys.readouterr().err.split())
     assert [name.split(".")[2] for name in calls] == ["1", "1", "2", "2", "3", "3"]
     _assert_same(story, "ranking")
 
 
 def test_killed_while_layers_are_refitted(
-    story: Path, calls: list[str], refits: list[str], capsys: pytest.CaptureFixture[str]
+    story: Path, killed: Path, calls: list[str], refits: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left = _killed(story, "refitting", MODULES + 2)
-    assert len([*(left / "refitted").glob("*.safetensors")]) == 2
+    _left(killed, "refitting")
     assert _run(story, "refitting") == 0
     assert f"was killed: {MODULES} modules were ranked, and 2 refitted" in " ".join(capsys.readouterr().err.split())
     assert calls == []
@@ -115,17 +128,17 @@ def test_killed_while_layers_are_refitted(
     _assert_same(story, "refitting")
 
 
-def test_other_options_start_anew(story: Path, calls: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    left = _killed(story, "other", 2)
+def test_other_options_start_anew(
+    story: Path, killed: Path, calls: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = _left(killed, "other")
     assert _run(story, "other", "--set", "prune.budget.parameters=0.8") == 0
     assert "starting anew" in capsys.readouterr().err
     assert len(calls) == MODULES
     assert not left.exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(ValueError("a mistake"), 1), (KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "full"), 1)]
-)
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "full"), 1)])
 def test_an_error_leaves_nothing(
     story: Path, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,9 +167,9 @@ def test_what_is_in_the_way_stays(story: Path, capsys: pytest.CaptureFixture[str
     assert (folder / "letter.txt").read_text() == "mine"
 
 
-def test_two_runs_at_once_do_not_share(story: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_at_once_do_not_share(story: Path, killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second has no journal, and leaves that of the first alone."""
-    left = _killed(story, "both", 2)
+    left = _left(killed, "both")
     monkeypatch.setattr(journal, "_runs", lambda head: True)
     before = sorted(path.name for path in left.rglob("*"))
     assert _run(story, "both") == 0

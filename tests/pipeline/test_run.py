@@ -1,6 +1,8 @@
 """The whole line on tiny models, through the command line, as a user types it."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import pkgutil
 import signal
@@ -20,17 +22,19 @@ from support.hub import Hub
 from support.loading import load_pruning
 from support.models import bert, save_project, save_text_model, write_rows
 from support.reading import share_same
-from support.runs import hies, without_tracing
+from support.runs import hies
 from support.tolerance import assert_near, assert_same_plan, near
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification, BertModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertModel
 
 import hies_export
 from hies_export.evaluate.predict import predict
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.pipeline.bench import bench
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.report.report import CUT, KEPT, Report
+from hies_export.pipeline.stages import compare
+from hies_export.report.report import KEPT, Report
 from hies_export.select.plan import PruningPlan
+from hies_export.slim.cut import prune_units
 
 SUMMARY = {
     *("model", "task", "criterion", "alpha", "seed", "heads", "parameters", "bytes", "flops", "quality", "stability"),
@@ -39,23 +43,41 @@ SUMMARY = {
 }
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A folder with a model of two layers, each of which takes seconds in a trace, data and a recipe.yaml."""
+def settings(changes: dict[str, Any]) -> list[str]:
+    """Return options of the command line for changes of a recipe."""
+    return [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+
+
+def save(folder: Path) -> Path:
+    """Write a model of two layers, each of which takes seconds in a trace, data and a recipe.yaml."""
     save_project(
-        tmp_path,
+        folder,
         train=12,
         validation=20,
         calibration={"samples": 8, "batch_size": 3},
         prune={"alpha": 0.5, "budget": {"heads": 0.4}},
-        measure={"shapes": [[2, 16]], "repeats": 4},
+        measure={"shapes": [[2, 16]], "repeats": 2},
     )
-    save_text_model(tmp_path / "model", num_hidden_layers=2)
-    return tmp_path
+    save_text_model(folder / "model", num_hidden_layers=2)
+    return folder
 
 
-def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hies("run", project / "recipe.yaml", "--json") == 0
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return save(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A project that was run with its graphs into out/, and what the command printed."""
+    folder, said = save(tmp_path_factory.mktemp("ran")), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert hies("run", folder / "recipe.yaml", "--json") == 0
+    return folder, said.getvalue()
+
+
+def test_run_writes_everything_and_tells_the_truth(ran: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    project, stdout = ran
     out = project / "out"
     assert sorted(p.name for p in out.iterdir()) == [
         *("onnx", "plan.json", "recipe.yaml", "report.html", "report.json", "report.md", "scores.json", "slim")
@@ -67,7 +89,6 @@ def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest
     # Reading rows sets how a tokenizer cuts and pads; it is saved as it came.
     for kept in ("slim", "onnx"):
         assert (out / kept / "tokenizer.json").read_bytes() == (project / "model" / "tokenizer.json").read_bytes()
-    stdout = capsys.readouterr().out
     summary = json.loads(stdout.splitlines()[-1])
     assert set(summary) == SUMMARY
     report = json.loads((out / "report.json").read_text())
@@ -86,9 +107,7 @@ def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest
         ("torch", 2, 16),
         ("onnxruntime-cpu", 2, 16),
     ]
-    for row in summary["latency"]:
-        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
-        assert row["provider"] == {"torch": "cpu", "onnxruntime-cpu": "CPUExecutionProvider"}[row["runtime"]]
+    assert [row["provider"] for row in summary["latency"]] == ["cpu", "CPUExecutionProvider"]
     # 40 % of 12 heads of width 8 in a 48-wide model: q, k, v rows with bias and o columns.
     assert summary["parameters"]["dense"] - summary["parameters"]["slim"] == 5 * 8 * (3 * 49 + 48)
     for which, folder in (("dense", project / "model"), ("slim", out / "slim")):
@@ -113,31 +132,18 @@ def test_run_writes_everything_and_tells_the_truth(project: Path, capsys: pytest
     # What a person reads is the same.
     marks = [line for line in stdout.splitlines() if "encoder.layer" in line]
     assert [line.count(KEPT) for line in marks] == summary["heads"]["kept_per_layer"]
-    assert sum(line.count(CUT) for line in marks) == 5
     for text in ((out / "report.md").read_text(), (out / "slim" / "README.md").read_text()):
-        assert text.count(KEPT) == 7 + 1
         assert "| attention heads | 12 | 7 | -41.7% |" in text
-    assert "trust_remote_code=True" in (out / "slim" / "README.md").read_text()
     assert hies("report", out, "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == summary
-
-
-def test_the_same_recipe_gives_the_same_plan_and_weights(project: Path) -> None:
-    for name in ("one", "two"):
-        assert hies("prune", project / "recipe.yaml", "-o", project / name) == 0
-    assert hies("score", project / "recipe.yaml", "-o", project / "scored") == 0
-    plan = project / "scored" / "plan.json"
-    assert_same_plan(PruningPlan.from_file(plan), PruningPlan.from_file(project / "one" / "hies_plan.json"))
-    weights = {(project / n / "model.safetensors").read_bytes() for n in ("one", "two")}
-    assert len(weights) == 1
 
 
 @pytest.mark.usefixtures("untraced")
 def test_the_recipe_in_the_folder_of_a_run_gives_the_same_run(
     project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = ("prune.min_heads=2", "prune.compensation.method=bias", "measure.runtimes=[torch]")
-    assert hies("run", project / "recipe.yaml", *(word for text in changes for word in ("--set", text))) == 0
+    changes = {"prune.min_heads": 2, "prune.compensation.method": "bias", "measure.runtimes": "[torch]"}
+    assert hies("run", project / "recipe.yaml", *settings(changes)) == 0
     first = Report.from_file(project / "out")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "again.yaml").write_text(json.dumps(first.details.run["recipe"]))
@@ -160,71 +166,59 @@ def test_the_report_of_a_model_on_the_hub_has_its_commit(hub: Hub, project: Path
     files = {file.name: file.read_bytes() for file in (project / "model").iterdir()}
     commits = hub.add("user/model", files).branches
     commits["half"] = [replace(commits["main"][0], sha="c0ffee" + 34 * "0")]
-    changes = ["model=user/model", "measure.runtimes=[torch]", "revision=half"]
-    assert hies("run", project / "recipe.yaml", *(word for text in changes for word in ("--set", text))) == 0
+    changes = {"model": "user/model", "measure.runtimes": "[torch]", "revision": "half"}
+    assert hies("run", project / "recipe.yaml", *settings(changes)) == 0
     assert Report.from_file(project / "out").details.run["digests"]["model"] == commits["half"][0].sha
 
 
-def test_a_slim_checkpoint_can_be_run_exported_inspected_and_benched(
-    project: Path, capsys: pytest.CaptureFixture[str]
+def test_a_slim_checkpoint_can_be_pruned_again(project: Path) -> None:
+    for command, name in (("prune", "slim"), ("score", "scored")):
+        assert hies(command, project / "recipe.yaml", "-o", project / name) == 0
+    plans = (PruningPlan.from_file(project / file) for file in ("scored/plan.json", "slim/hies_plan.json"))
+    assert_same_plan(*plans)
+    again = ("--set", f"model={project / 'slim'}", "-o", project / "again")
+    assert hies("prune", project / "recipe.yaml", *again) == 0
+    assert hies_export.load(project / "again").num_parameters() < hies_export.load(project / "slim").num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("models", "runtime"),
+    [
+        (("model", "out/onnx"), "onnxruntime-cpu"),
+        (("out/onnx", "out/onnx"), "onnxruntime-cpu"),
+        (("out/slim",), "torch"),
+    ],
+)
+def test_exports_and_checkpoints_are_benched(
+    models: tuple[str, ...], runtime: str, ran: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert hies("prune", project / "recipe.yaml", "-o", project / "slim") == 0
-    slim = project / "slim"
-    again = ("--set", f"model={slim}", "--set", "measure.runtimes=[torch]", "-o", project / "again")
-    with without_tracing():
-        assert hies("run", project / "recipe.yaml", *again) == 0
-    assert hies_export.load(project / "again" / "slim").config.hies_export["linear"]
-    assert hies("export", slim, "-o", project / "onnx", "--json") == 0
-    exported = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert exported["inputs"] == ["input_ids", "attention_mask", "token_type_ids"]
-    assert exported["onnx_max_abs"] < 1e-3
-    assert hies("inspect", slim, "--json") == 0
-    inspected = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert inspected["can_be_cut"]
-    assert inspected["slim"]
-    assert sum(a["heads"] for a in inspected["attention"]) == 7
-    layers = [row["layer"] for row in inspected["flops_per_layer"]]
-    assert layers == [*(f"bert.encoder.layer.{number}" for number in range(2)), ""]
-    for first, second in ((project / "model", project / "onnx"), (project / "onnx", project / "onnx")):
-        command = ("bench", first, second, "--shape", "2x8", "--repeats", 4, "--runtime", "onnxruntime-cpu", "--json")
-        assert hies(*command) == 0
-        (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
-        assert (row["batch"], row["sequence"], row["runtime"]) == (2, 8, "onnxruntime-cpu")
-        assert (row["flops_ratio"] < 1) == (first == project / "model")
-    for models in ((project / "model", slim), (slim,)):
-        assert hies("bench", *models, "--shape", "2x8", "--repeats", 4, "--json") == 0
-        (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
-        assert row["runtime"] == "torch"
-        assert (row["flops_ratio"] < 1) == (row["realised"] is not None) == (len(models) == 2)
+    given = (ran[0] / name for name in models)
+    assert hies("bench", *given, "--shape", "2x8", "--repeats", 2, "--runtime", runtime, "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
+    assert (row["batch"], row["sequence"], row["runtime"]) == (2, 8, runtime)
+    assert (row["flops_ratio"] < 1) == (row["realised"] is not None) == (models[0] == "model")
 
 
+@pytest.mark.usefixtures("untraced")
 def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(project / "train.jsonl", 60)
-    torch_only = ("--set", "measure.runtimes=[torch]")
-    options = ("--set", "prune.alpha=auto", "--set", "prune.compensation={samples: 60}", *torch_only)
-    with without_tracing():
-        assert hies("run", project / "recipe.yaml", *options, "--json") == 0
+    asked = {"prune.alpha": "auto", "prune.compensation.samples": 60, "measure.runtimes": "[torch]"}
+    assert hies("run", project / "recipe.yaml", *settings(asked)) == 0
     report = Report.from_file(project / "out")
     curve = report.details.alpha_curve
     assert report.alpha in [point.alpha for point in curve]
     assert json.loads((project / "out" / "plan.json").read_text())["alpha"] == report.alpha
-    assert json.loads((project / "out" / "scores.json").read_text())["alpha_curve"] == [
-        asdict(point) for point in curve
-    ]
+    written = json.loads((project / "out" / "scores.json").read_text())
+    assert written["alpha_curve"] == [asdict(point) for point in curve]
     # It was chosen by what the compensated model makes of the held-out rows.
-    asked = {"prune.alpha": "auto", "prune.compensation": {"samples": 60}, "measure.runtimes": ["torch"]}
-    prepared = load_pruning(PruningRecipe.from_yaml(project / "recipe.yaml", asked))
-    slim = hies_export.load(project / "out" / "slim")
-    dense_logits, logits = predict(prepared.model, prepared.rows.held_out), predict(slim, prepared.rows.held_out)
-    expected = share_same(dense_logits, logits)
+    prepared = load_pruning(PruningRecipe.from_yaml(project / "recipe.yaml", asked | {"measure.runtimes": ["torch"]}))
+    rows, slim = prepared.rows.held_out, hies_export.load(project / "out" / "slim")
+    expected = share_same(predict(prepared.model, rows), predict(slim, rows))
     assert next(p for p in curve if p.alpha == report.alpha).stability == pytest.approx(expected)
-    # The same alpha given as a number, without compensation, is what it started from.
-    fixed = ("--set", f"prune.alpha={report.alpha}", "-o", project / "fixed", *torch_only)
-    with without_tracing():
-        assert hies("run", project / "recipe.yaml", *fixed) == 0
-    alone = Report.from_file(project / "fixed")
-    assert alone.heads == report.heads
-    assert report.details.uncompensated.metrics["accuracy"] == alone.quality["slim"]
+    # The cut without a refit is what it started from.
+    plan = PruningPlan.from_file(project / "out" / "plan.json")
+    alone = compare(prepared, prune_units(prepared.model, plan.kept, prepared.modules))
+    assert report.details.uncompensated.metrics["accuracy"] == alone.metrics["accuracy"].slim
     assert report.details.uncompensated.stability == alone.stability
     assert {fit.method for fit in report.details.compensation} <= {"least_squares", "bias", "none"}
     assert len(report.details.compensation) == sum(kept < 6 for kept in report.heads["kept_per_layer"])
@@ -247,15 +241,12 @@ def test_without_labels_the_models_predictions_stand_in(project: Path) -> None:
 
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("labelled", [True, False])
-def test_label_sets(labelled: bool, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_label_sets(labelled: bool, project: Path) -> None:
     save_text_model(project / "tags", num_labels=4, problem_type="multi_label_classification")
     write_rows(project / "train.jsonl", 12, lambda i: [i % 4])
     write_rows(project / "validation.jsonl", 20, lambda i: [*range(i % 4)])
     how = {"model": project / "tags", "measure.runtimes": "[torch]", "data.label": "label" if labelled else "null"}
-    options = [part for key, value in how.items() for part in ("--set", f"{key}={value}")]
-    assert hies("run", project / "recipe.yaml", *options, "--set", "cascade.disagreement=0.5") == 2
-    assert "got BertForSequenceClassification with sets of labels" in capsys.readouterr().err
-    assert hies("run", project / "recipe.yaml", *options, "--set", "evaluation.threshold=0.45") == 0
+    assert hies("run", project / "recipe.yaml", *settings(how | {"evaluation.threshold": 0.45})) == 0
     report = Report.from_file(project / "out")
     rows = [json.loads(line) for line in (project / "validation.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(project / "tags")
@@ -282,8 +273,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "missing file": ({"data.files.train": "nowhere.jsonl"}, "nowhere.jsonl"),
     "missing split": ({"calibration.split": "trian"}, "the split must be one of"),
     "missing column": ({"data.text": "sentense"}, "but it has sentence, other, label"),
-    "missing model": ({"model": "nowhere"}, "a model must be a folder with a config.json or a Hub id"),
-    "problem type": ({"model": "odd"}, "problem_type must be regression, single_label_classification or multi_label"),
     "label out of range": ({"data.files.validation": "many.jsonl"}, "labels must be in [0, 2)"),
     "empty split": ({"data.files.train": "empty.jsonl"}, "empty"),
     "runtime not here": ({"measure.runtimes": "[onnxruntime-cuda]"}, 'install it with: pip install "hies-export[gpu]"'),
@@ -307,18 +296,12 @@ def test_bad_input_is_one_clear_sentence_before_any_calibration(
     if name == "not cuttable":
         save_text_model(project / "longformer")
         architecture("Longformer", num_hidden_layers=1, attention_window=[4])().save_pretrained(project / "longformer")
-    if name == "problem type":
-        config = json.loads((save_text_model(project / "odd") / "config.json").read_text())
-        (project / "odd" / "config.json").write_text(json.dumps(config | {"problem_type": "odd"}))
     if name == "not fine-tuned":
         save_text_model(project / "headless")
         BertModel.from_pretrained(project / "headless").save_pretrained(project / "headless")
     monkeypatch.setattr("hies_export.pipeline.stages.collect_statistics", lambda *a, **k: pytest.fail("calibrated"))
-    options = []
-    for key, value in overrides.items():
-        path = str(project / value) if key.startswith(("data.files", "model")) else value
-        options += ["--set", f"{key}={path}"]
-    assert hies("run", project / "recipe.yaml", *options) == 2
+    here = {k: project / v if k.startswith(("data.files", "model")) else v for k, v in overrides.items()}
+    assert hies("run", project / "recipe.yaml", *settings(here)) == 2
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.split())
     assert "Traceback" not in captured.err
@@ -335,45 +318,36 @@ def test_an_existing_output_is_refused_before_work(project: Path, capsys: pytest
     assert (project / "out" / "plan.json").is_file()
 
 
-def not_a_number(project: Path, patch: pytest.MonkeyPatch) -> None:
-    model = BertForSequenceClassification.from_pretrained(project / "model")
-    torch.nn.init.constant_(model.classifier.bias, float("nan"))
-    model.save_pretrained(project / "model")
-
-
-def full_disk(project: Path, patch: pytest.MonkeyPatch) -> None:
+def full_disk(patch: pytest.MonkeyPatch) -> None:
     write = Mock(side_effect=OSError(28, "No space left on device"))
     patch.setattr("hies_export.pipeline.reporting.render_markdown", write)  # the last file of all
 
 
-def interrupt(number: int, project: Path, patch: pytest.MonkeyPatch) -> None:
+def interrupt(patch: pytest.MonkeyPatch) -> None:
     # Elsewhere no handler can be set, and the signal would end the tests.
     assert threading.current_thread() is threading.main_thread()
     # While it measures, with everything else written.
     # To this thread: one that the kernel gives to another thread is handled a little later, maybe after the run.
-    patch.setattr(TorchRuntime, "run", lambda *_: signal.raise_signal(number))
+    patch.setattr(TorchRuntime, "run", lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("happens", "code", "message"),
     [
-        (not_a_number, 2, "the weights must be finite, but classifier.bias"),
         (full_disk, 1, "No space left on device"),
-        (partial(interrupt, signal.SIGINT), 130, "nothing half-written"),
-        (partial(interrupt, signal.SIGTERM), 130, "nothing half-written"),
+        (interrupt, 130, "nothing half-written"),
     ],
-    ids=["nan", "full disk", "SIGINT", "SIGTERM"],
 )
 def test_what_stops_a_run_is_said_and_leaves_nothing(
-    happens: Callable[[Path, pytest.MonkeyPatch], None],
+    happens: Callable[[pytest.MonkeyPatch], None],
     code: int,
     message: str,
     project: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    happens(project, monkeypatch)
+    happens(monkeypatch)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert hies("run", project / "recipe.yaml", "--set", "measure.runtimes=[torch]") == code
     assert message in capsys.readouterr().err
@@ -399,18 +373,10 @@ def test_bench_refuses_what_cannot_be_compared(
         assert message in capsys.readouterr().err
 
 
-def test_models_of_different_vocabularies_read_the_tokens_of_the_smaller(tmp_path: Path) -> None:
-    bert().save_pretrained(tmp_path / "large")
-    bert(vocab_size=7).save_pretrained(tmp_path / "small")
+def test_models_of_different_sizes_read_tokens_and_rows_of_the_smaller(tmp_path: Path) -> None:
+    bert(num_hidden_layers=1).save_pretrained(tmp_path / "large")
+    bert(num_hidden_layers=1, vocab_size=7, max_position_embeddings=24).save_pretrained(tmp_path / "small")
     for first, second in (("large", "small"), ("small", "large")):
-        (row,) = bench(tmp_path / first, tmp_path / second, shapes=[(4, 16)], repeats=2)
-        assert (row.batch, row.sequence) == (4, 16)
-
-
-def test_models_of_different_positions_read_rows_of_the_shorter(tmp_path: Path) -> None:
-    for tokens in (64, 24):
-        bert(max_position_embeddings=tokens).save_pretrained(tmp_path / str(tokens))
-    for first, second in (("64", "24"), ("24", "64")):
         rows = bench(tmp_path / first, tmp_path / second, repeats=2)
         assert [(row.batch, row.sequence) for row in rows] == [(1, 24), (8, 24)]
 
@@ -439,9 +405,7 @@ def test_public_names_are_complete() -> None:
     for module in pkgutil.walk_packages(hies_export.__path__, "hies_export."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    for name in hies_export.__all__:
-        value = getattr(hies_export, name)
-        assert value.__doc__ or name == "CRITERIA"
-        assert not isinstance(value, ModuleType)  # a module of the same name would hide it
+    # A module of the same name would hide it.
+    assert not [name for name in hies_export.__all__ if isinstance(getattr(hies_export, name), ModuleType)]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hies_export.nothing  # noqa: B018

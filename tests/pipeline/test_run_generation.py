@@ -8,13 +8,7 @@ import datasets
 import pytest
 import torch
 from PIL import Image
-from support.models import (
-    causal_lm,
-    llava,
-    llava_processor,
-    save_stories,
-    write_recipe,
-)
+from support.models import causal_lm, llava, llava_processor, save_stories, write_recipe
 from support.runs import hies
 from transformers import AutoTokenizer
 
@@ -31,7 +25,7 @@ def stories(tmp_path: Path) -> Path:
         calibration={"split": "train[:60%]", "samples": 12, "batch_size": 4},
         evaluation={"split": "train[60%:]"},
         prune={"alpha": 0.5, "budget": {"heads": 0.5}, "allocation": "uniform"},
-        measure={"repeats": 2, "shapes": [[1, 8], [2, 16]]},
+        measure={"repeats": 2, "shapes": [[2, 16]]},
     )
 
 
@@ -44,11 +38,11 @@ def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert summary["onnx_max_abs"] < 1e-3
     # One of two key/value heads of width 8 is left: keys and values in float32.
     assert summary["cache_bytes_per_token"] == {"dense": 2 * 2 * 8 * 4, "slim": 2 * 8 * 4}
-    assert {(row["runtime"], row["batch"], row["sequence"]) for row in summary["latency"]} == {
-        (runtime, *shape) for runtime in ("torch", "onnxruntime-cpu") for shape in ((1, 8), (2, 16))
-    }
-    assert [row["phase"] for row in summary["latency"]] == ["prefill", "decode"] * 4
+    assert [(row["runtime"], row["phase"]) for row in summary["latency"]] == [
+        (runtime, phase) for runtime in ("torch", "onnxruntime-cpu") for phase in ("prefill", "decode")
+    ]
     for row in summary["latency"]:
+        assert (row["batch"], row["sequence"]) == (2, 16)
         tokens = row["batch"] * (1 if row["phase"] == "decode" else row["sequence"])
         speed = {side: tokens / row[f"{side}_ms"] * 1000 for side in ("dense", "slim")}
         assert row["tokens_per_second"] == pytest.approx(speed)
@@ -74,12 +68,10 @@ def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "options",
     [
-        ["prune.alpha=auto", "prune.compensation.method=least_squares", "prune.compensation.samples=24"],
-        ["prune.criterion=compensated", "prune.compensation.method=least_squares"],
         ["prune.unit=query", "prune.allocation=global", "dtype=bfloat16", "measure.dtypes=[float16, bfloat16]"],
-        ["data.packing=false", "evaluation.metrics=[token_accuracy, perplexity]"],
+        ["data.packing=false", "evaluation.metrics=[token_accuracy, perplexity]", "prune.alpha=auto"],
     ],
-    ids=["alpha auto", "compensated", "query heads", "rows"],
+    ids=["query heads", "rows, and alpha chosen on them"],
 )
 @pytest.mark.usefixtures("untraced")
 def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
@@ -93,14 +85,11 @@ def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
         assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
 
 
-COLUMNS = "text-generation needs data.text (one column), data.messages, or data.prompt and data.answer"
 BAD = {
-    "label": ("data.label=text", COLUMNS),
-    "answer alone": ("data.answer=text", COLUMNS),
+    "label": ("data.label=text", "text-generation needs data.text (one column), data.messages, or data.prompt and"),
     "metric": ("evaluation.metrics=[accuracy]", "the metrics of a language model must be among perplexity, token_acc"),
     "tower": ("prune.towers=[vision]", "prune.towers must be among language, the towers of this model, got 'vision'"),
     "slice": ("calibration.split=train[5]", "a slice of a split must be like train[:80%]"),
-    "device map": ("device_map=auto", "device_map is gone: blocks of a model that does not fit a GPU go there one"),
     "groups": ("prune.min_heads=3", "remove 1 of 2 key/value groups, but min_heads 3 leave only 0 to remove"),
 }
 
@@ -135,7 +124,7 @@ def made_up(folder: Path) -> None:
         calibration={"samples": 12, "batch_size": 6},
         evaluation={"split": "test", "samples": 40},
         prune={"alpha": 0.5, "towers": ["language", "vision"], "budget": {"heads": 0.4}},
-        measure={"repeats": 2, "shapes": [[1], [2]]},
+        measure={"repeats": 2, "shapes": [[2]]},
     )
 
 
@@ -152,8 +141,7 @@ def test_vision_language_model(tmp_path: Path) -> None:
     assert report.cut_max_abs < 1e-4
     assert report.reload_max_abs < 1e-5
     assert {row["runtime"] for row in report.latency} == {"torch"}
-    cut = {name.split(".")[1]: line for name, line in report.details.head_map.items() if "·" in line}
-    assert cut
+    assert any("·" in line for line in report.details.head_map.values())
     images = [tmp_path / f"{i}.png" for i in range(2)]
     for i, file in enumerate(images):
         Image.new("RGB", (64, 64), (200 * i, 60, 90)).save(file)

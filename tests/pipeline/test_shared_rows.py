@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.loading import load_pruning
+from support.loading import load_pruning, recipe_of
 from support.models import WORDS, bert, save_regressor, text_batch
 
 from hies_export import RequestError, prune
@@ -19,7 +19,7 @@ SHARED = "of the .* rows are among those that units are"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A regressor, and files of 200 rows: all, a copy, a shuffled copy, other rows, and rows that all recur."""
+    """A regressor, and files of 200 rows: all, a shuffled copy, other rows, and rows that all recur."""
     folder = save_regressor(tmp_path_factory.mktemp("shared"), prune={"budget": {"keep": 0.8}, "alpha": 0.5})
     draw = random.Random(0)
 
@@ -28,29 +28,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return [{"sentence": text, "other": "good", "label": number / count} for number, text in enumerate(texts)]
 
     every, others = rows(200), rows(200)
-    files = {"all": every, "copy": every, "shuffled": draw.sample(every, 200), "others": others}
+    files = {"all": every, "shuffled": draw.sample(every, 200), "others": others}
     files |= {"half": every[:100] + others[:100], "few": every[:10] + others[:190], "recurring": 20 * every[:10]}
     for name, content in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     return folder
 
 
-def recipe_of(folder: Path, train: str, validation: str, **fields: Any) -> PruningRecipe:
+def of_files(folder: Path, train: str, validation: str, **fields: Any) -> PruningRecipe:
     files = {"train": folder / f"{train}.jsonl", "validation": folder / f"{validation}.jsonl"}
-    asked = {"data.files": files, **{name.replace("__", "."): value for name, value in fields.items()}}
-    return PruningRecipe.from_yaml(folder / "recipe.yaml", {"calibration.samples": 100, **asked})
+    return recipe_of(folder, **{"calibration__samples": 100, "data__files": files, **fields})
 
 
-@pytest.mark.parametrize("validation", ["all", "copy", "shuffled", "half"])
+@pytest.mark.parametrize("validation", ["all", "shuffled", "half"])
 def test_a_promise_on_rows_that_are_fitted_is_refused(folder: Path, validation: str) -> None:
     with pytest.raises(RequestError, match=f"a promise must be judged on rows of its own, but .* {SHARED}"):
-        load_pruning(recipe_of(folder, "all", validation))
+        load_pruning(of_files(folder, "all", validation))
     with pytest.raises(RequestError, match=SHARED):
-        load_pruning(recipe_of(folder, "all", validation).to_deploy(keep=0.8))
+        load_pruning(of_files(folder, "all", validation).to_deploy(keep=0.8))
 
 
 def test_without_a_promise_it_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    load_pruning(recipe_of(folder, "all", "shuffled", prune__budget={"heads": 0.5}))
+    load_pruning(of_files(folder, "all", "shuffled", prune__budget={"heads": 0.5}))
     assert "and new rows may keep less; give files that share no rows" in caplog.text
 
 
@@ -58,7 +57,7 @@ def test_without_a_promise_it_is_said(folder: Path, caplog: pytest.LogCaptureFix
 def test_other_rows_and_texts_that_recur_are_fine(
     folder: Path, train: str, validation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load_pruning(recipe_of(folder, train, validation))
+    load_pruning(of_files(folder, train, validation))
     assert "are among those" not in caplog.text
     assert ("overlap, so that a model may be judged" in caplog.text) == (train == validation)
 
@@ -67,17 +66,17 @@ def test_other_rows_and_texts_that_recur_are_fine(
 def test_rows_that_repeat_others_are_counted(
     folder: Path, validation: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load_pruning(recipe_of(folder, "all", validation, prune__budget={"heads": 0.5}))
+    load_pruning(of_files(folder, "all", validation, prune__budget={"heads": 0.5}))
     assert ("repeat others" in caplog.text) == bool(said)
     assert said in caplog.text
 
 
 def test_slices_of_one_file_are_apart_if_they_do_not_overlap(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     slices = {"calibration__split": "train[:50%]", "evaluation__split": "validation[50%:]"}
-    load_pruning(recipe_of(folder, "all", "all", **slices, calibration__samples=40))
+    load_pruning(of_files(folder, "all", "all", **slices, calibration__samples=40))
     assert not caplog.messages
     with pytest.raises(RequestError, match=SHARED):
-        load_pruning(recipe_of(folder, "all", "all", **(slices | {"evaluation__split": "validation[20%:]"})))
+        load_pruning(of_files(folder, "all", "all", **(slices | {"evaluation__split": "validation[20%:]"})))
 
 
 def test_in_memory_as_well() -> None:

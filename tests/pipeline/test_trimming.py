@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from support.loading import load_pruning
 from support.models import text_batch, write_recipe
 from support.runs import without_tracing
 from support.sentences import MEAN, sentence_folder
 from support.vocabularies import byte_level, pages, reader, unigram, wordpiece
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
 from hies_export import PruningPlan, PruningRecipe, count_flops, count_parameters
@@ -86,14 +87,12 @@ def test_what_is_saved_is_what_was_judged_and_the_dense_model_is_the_one_with_al
     assert report.parameters.ratio <= 0.75
     assert report.bytes.dense > report.bytes.slim
     # Heads and neurons make up for what the tokens alone did not save, and no more.
-    assert report.details.outcome is not None
     assert report.details.outcome.predicted == pytest.approx(report.parameters.ratio)
 
 
 def test_the_report_says_how_other_texts_are_cut(ran: tuple[Path, Report]) -> None:
     folder, report = ran
     facts = report.vocabulary
-    assert facts is not None
     one, other = (AutoTokenizer.from_pretrained(folder / place) for place in ("model", "out/slim"))
     cut = [[tokenizer(text, truncation=True).tokens() for tokenizer in (one, other)] for text in OTHER]
     assert (facts.total, facts.kept, facts.texts) == (len(one) + 7, len(other), len(TRAIN))
@@ -149,16 +148,13 @@ def test_a_budget_of_time_is_held_against_the_model_without_the_tokens(
     latency = {"ratio": 0.85, "runtime": "torch", "batch": 2, "sequence": 16, "dtype": "float32"}
     sections = {"modules": ["attention"], "criterion": "his", "compensation": None}
     report = run(project(tmp_path, prune={"budget": {"latency": latency}, **sections}))
-    assert report.details.outcome is not None
     assert report.details.outcome.found == Found(0.83)
-    assert report.vocabulary is not None
     assert compared == [[(report.vocabulary.kept, "torch", "float32")] * 2]
 
 
 def test_tokens_alone_may_go(tmp_path: Path) -> None:
     report = run(project(tmp_path, prune={}, vocabulary={"multiple_of": 8}))
     assert (report.heads.removed, report.neurons) == (0, None)
-    assert report.vocabulary is not None
     assert report.vocabulary.kept % 8 == 0
     assert report.stability > 0.9
     assert report.parameters.ratio < 1
@@ -167,63 +163,33 @@ def test_tokens_alone_may_go(tmp_path: Path) -> None:
 def test_texts_may_come_from_files(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("\n".join(pages()[::50]))
     recipe = project(tmp_path, vocabulary={"files": ["mine.txt"], "keep": ["[MASK]"]}, prune={"budget": {"heads": 0.3}})
-    report = run(recipe)
-    assert report.vocabulary is not None
-    assert (report.vocabulary.source, report.vocabulary.texts) == ("mine.txt", len(pages()[::50]))
-    assert PruningRecipe.from_yaml(recipe).inputs["vocabulary.files.0"] == tmp_path / "mine.txt"
-
-
-def language_model(folder: Path, **sections: Any) -> Path:
-    """Write a decoder, lines of text and a recipe."""
-    tokenizer = byte_level()
-    reader("LlamaForCausalLM", tokenizer, max_position_embeddings=64).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    for name, texts in (("train", TRAIN), ("validation", OTHER)):
-        (folder / f"{name}.txt").write_text("\n".join(texts))
-    files = {"train": "train.txt", "validation": "validation.txt"}
-    usual = {
-        "data": {"files": files, "text": "text", "max_length": 32},
-        "calibration": {"samples": 8},
-        "vocabulary": {},
-        "prune": {"budget": {"flops": 0.8}},
-        "measure": {"runtimes": [], "shapes": [[1, 16]]},
-    }
-    return write_recipe(folder, "text-generation", **(usual | sections))
-
-
-def test_a_language_model_is_judged_beside_the_model_with_all_tokens(tmp_path: Path) -> None:
-    report = run(language_model(tmp_path))
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    small = hies_export.load(tmp_path / "out" / "slim")
-    batch = {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}
-    assert (report.flops.dense, report.flops.slim) == (count_flops(dense, batch), count_flops(small, batch))
-    assert report.flops.shape == (1, 16)
-    assert report.flops.ratio <= 0.8
-    assert small.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path / "out" / "slim").eos_token_id
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    ids = torch.tensor(tokenizer("\n".join(OTHER) + "\n")["input_ids"])
-    blocks = ids[: len(ids) - len(ids) % 32].view(-1, 32)
-    with torch.no_grad():
-        likely = dense(blocks).logits[:, :-1].log_softmax(-1).gather(-1, blocks[:, 1:, None])
-    characters = sum(len(tokenizer.decode(block[1:])) for block in blocks)
-    assert report.quality.metric == "nats_per_character"
-    assert report.quality.dense == pytest.approx(-likely.sum().item() / characters, rel=1e-5)
-    assert report.quality.slim > 0
-    assert report.vocabulary is not None
-    assert report.vocabulary.judged.dense_tokens == blocks.numel()
+    facts = load_pruning(PruningRecipe.from_yaml(recipe)).trimming.facts
+    assert (facts.source, facts.texts) == ("mine.txt", len(pages()[::50]))
 
 
 def test_only_tokens_that_went_change_what_a_language_model_says(tmp_path: Path) -> None:
     """Where all tokens stay, the loss is the dense model's over the rows of its head that stay."""
-    data = {"files": {"train": "train.txt", "validation": "train.txt"}, "text": "text", "packing": False}
-    report = run(language_model(tmp_path, prune={}, data=data, evaluation={"samples": 20, "rows": "first"}))
-    assert report.vocabulary is not None
-    assert report.vocabulary.judged.otherwise == 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    stay = [
-        tokenizer.convert_tokens_to_ids(token) for token in AutoTokenizer.from_pretrained(tmp_path / "out/slim").vocab
-    ]
+    tokenizer = byte_level()
+    dense = reader("LlamaForCausalLM", tokenizer, max_position_embeddings=64)
+    for part in (dense, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "train.txt").write_text("\n".join(TRAIN))
+    recipe = write_recipe(
+        tmp_path,
+        "text-generation",
+        data={"files": {"train": "train.txt", "validation": "train.txt"}, "text": "text", "packing": False},
+        calibration={"samples": 8},
+        evaluation={"samples": 20, "rows": "first"},
+        vocabulary={},
+        measure={"runtimes": [], "shapes": [[1, 16]]},
+    )
+    report, small = run(recipe), hies_export.load(tmp_path / "out" / "slim")
+    smaller = AutoTokenizer.from_pretrained(tmp_path / "out" / "slim")
+    batch = {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}
+    assert (report.flops.dense, report.flops.slim) == (count_flops(dense, batch), count_flops(small, batch))
+    assert small.config.eos_token_id == smaller.eos_token_id
+    assert (report.quality.metric, report.vocabulary.judged.otherwise) == ("nats_per_character", 0)
+    stay = [tokenizer.convert_tokens_to_ids(token) for token in smaller.vocab]
     nats, characters, same = [0.0, 0.0], 0, []
     for text in TRAIN[:20]:
         ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=64)["input_ids"]
@@ -280,13 +246,6 @@ READ: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any], Any]] = {
         {"text": "a"},
         lambda read: [read(words, is_split_into_words=True) for words in WORDS],
     ),
-    "questions": (
-        "BertForQuestionAnswering",
-        wordpiece,
-        {"a": SHORT, "b": ANSWERS},
-        {"text": ("a", "b")},
-        lambda read: [read(a, b) for a, b in zip(SHORT, ANSWERS, strict=True)],
-    ),
 }
 
 
@@ -321,10 +280,9 @@ def test_an_embedding_model_is_ranked_beside_the_vectors_of_all_tokens(tmp_path:
     encoder = reader("BertModel", tokenizer, max_position_embeddings=64)
     model = sentence_folder(tmp_path / "model", encoder=encoder, pooling=MEAN | {"word_embedding_dimension": 32})
     tokenizer.save_pretrained(model)
-    rows = {"train": TRAIN, "validation": OTHER[:60]}
+    rows = {"train": TRAIN, "validation": OTHER[:40]}
     for name, texts in rows.items():
-        pairs = itertools.pairwise(texts)
-        lines = (json.dumps({"query": one, "document": [other]}) for one, other in pairs)
+        lines = (json.dumps({"query": one, "document": [other]}) for one, other in itertools.pairwise(texts))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     recipe = write_recipe(
         tmp_path,
@@ -337,17 +295,13 @@ def test_an_embedding_model_is_ranked_beside_the_vectors_of_all_tokens(tmp_path:
     )
     report = run(recipe)
     folders = (model, tmp_path / "out" / "slim")
-    queries, documents = list(dict.fromkeys(OTHER[:59])), list(dict.fromkeys(OTHER[1:60]))
-    (dense_queries, dense_documents), (slim_queries, _) = (
-        (embedded(folder, queries), embedded(folder, documents)) for folder in folders
-    )
-    firsts = [(one @ dense_documents.T).argmax(-1) for one in (dense_queries, slim_queries)]
-    assert report.ranking is not None
-    top1 = (firsts[0] == firsts[1]).double().mean().item()
-    assert report.ranking["dense_index"]["top1"] == pytest.approx(top1)
-    assert report.ranking["dense_index"]["cosine"] == pytest.approx(
-        (dense_queries * slim_queries).sum(-1).mean().item(), abs=1e-5
-    )
+    queries, documents = list(dict.fromkeys(OTHER[:39])), list(dict.fromkeys(OTHER[1:40]))
+    dense, slim = (embedded(folder, queries) for folder in folders)
+    index = embedded(model, documents).T
+    top1 = ((dense @ index).argmax(-1) == (slim @ index).argmax(-1)).double().mean().item()
+    found = report.ranking["dense_index"]
+    assert found["top1"] == pytest.approx(top1)
+    assert found["cosine"] == pytest.approx((dense * slim).sum(-1).mean().item(), abs=1e-5)
 
 
 def embedded(folder: Path, texts: list[str]) -> torch.Tensor:
@@ -369,7 +323,6 @@ def test_in_memory(budget: dict[str, float] | None, tmp_path: Path) -> None:
     result = hies_export.prune(
         dense, rows, processor=tokenizer, held_out=other, budget=budget, vocabulary={"min_count": 2}
     )
-    assert result.held_out is not None
     result.save_pretrained(tmp_path / "slim")
     assert not (tmp_path / "slim" / "vocab.txt").exists()
     small = hies_export.load(tmp_path / "slim")
@@ -394,11 +347,8 @@ def test_what_cannot_be_done_in_memory_is_refused(tmp_path: Path) -> None:
     for batches, options, problem in (
         *renumbered,
         (rows.select([]), {"processor": tokenizer, "vocabulary": {}}, "vocabulary= needs texts to see which tokens"),
-        (rows, {"processor": tokenizer, "vocabulary": ["", " "]}, "there must be texts to see which tokens"),
-        (rows, {"processor": tokenizer, "vocabulary": {"texts": TRAIN[0]}}, "texts must be a list of texts, got '# h"),
         (rows, {"vocabulary": {}}, "vocabulary= needs processor=, the model's tokenizer, got none"),
         (rows, {"processor": tokenizer, "vocabulary": {"words": 3}}, "vocabulary= must be arguments of trim_voc"),
-        (rows, {}, "budget must be given"),
     ):
         with pytest.raises(RequestError, match=problem):
             hies_export.prune(model, batches, **options)  # type: ignore[arg-type]
@@ -410,7 +360,6 @@ def test_what_cannot_be_done_in_memory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "problem"),
     [
-        ({"vocabulary": {"min_count": 0}}, "vocabulary.min_count must be greater than or equal to 1, got 0"),
         ({"vocabulary": {"words": 3}}, "vocabulary.words is not a field of the recipe"),
         ({"cascade": {"disagreement": 0.1}, "prune": {}}, "a cascade promises the answers of a dense model that reads"),
         ({"task": "image-classification", "data": {"name": "a", "image": "i"}}, "vocabulary is for models that read"),
