@@ -6,12 +6,11 @@ import pytest
 import torch
 from support.reading import classifying, given
 
+from hies_export import Kept, Scores, Selection
 from hies_export.evaluate.judge import Judge, Judgement
 from hies_export.pipeline.stages import Trial
 from hies_export.pipeline.trials import Trials, choose_alpha, choose_by_agreement
-from hies_export.score.criteria import Scores
 from hies_export.tasks import Predictions, TextGeneration
-from hies_export.units.units import Kept, Selection
 
 
 class Given(Trials):

@@ -13,8 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import prune as torch_prune
 from transformers import AlbertConfig, AlbertForSequenceClassification, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from hies_export import RequestError, load, prune
-from hies_export.errors import NonFiniteError
+from hies_export import NonFiniteError, RequestError, load, prune
 
 Model = Callable[[], PreTrainedModel]
 

@@ -18,9 +18,8 @@ from support.tolerance import REFITTED, assert_near
 from transformers import AutoModelForSequenceClassification
 
 import hies_export
+from hies_export import PlanError, PruningRecipe, RecipeError, Report, collect_statistics, score_compensated
 from hies_export.calibrate.moments import MomentStore
-from hies_export.calibrate.statistics import collect_statistics
-from hies_export.errors import PlanError, RecipeError
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import draw as draws_module
@@ -28,10 +27,7 @@ from hies_export.pipeline import stages as stages_module
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_recipe import splits_of
 from hies_export.pipeline.pruning import Pruning
-from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import Choice, calibrate, effect_batches, predict_pruned, refit_of, select
-from hies_export.report.report import Report
-from hies_export.score.compensated import score_compensated
 from hies_export.score.criteria import Scores, score_units
 from hies_export.select.cost import CostTable
 from hies_export.select.plan import PruningPlan

@@ -16,8 +16,7 @@ from support.models import save_project, save_text_model
 from support.runs import deploy_on, hies
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hies_export import load_runtime, prune
-from hies_export.errors import RequestError
+from hies_export import PruningRecipe, Report, RequestError, load_runtime, prune, run
 from hies_export.forms.form import Forms
 from hies_export.forms.runtimes.ort import OnnxRuntime
 from hies_export.forms.time import time
@@ -26,10 +25,7 @@ from hies_export.pipeline import fastest
 from hies_export.pipeline.fastest import find_compound
 from hies_export.pipeline.load_recipe import load_recipe, rows_in_order
 from hies_export.pipeline.push import _contents
-from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.pipeline.run import run
 from hies_export.pipeline.stages import calibrate
-from hies_export.report.report import Report
 
 SHAPE = {
     **{"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 192},

@@ -9,8 +9,7 @@ import torch
 from support.families import decoder
 from support.models import bert, text_batch
 
-from hies_export import PruningRecipe, prune
-from hies_export.errors import RecipeError, UnsupportedModelError
+from hies_export import PruningRecipe, RecipeError, UnsupportedModelError, prune
 from hies_export.pipeline.recipe import PruneSection
 from hies_export.pipeline.run import note_on_device
 

@@ -17,7 +17,7 @@ from support.references import same_in_onnxruntime
 from support.runs import deploy_on, hies
 from transformers import BertForNextSentencePrediction, BertModel
 
-from hies_export import DataError, ExportError, PlanError, RecipeError, RequestError, deploy
+from hies_export import DataError, ExportError, PlanError, PruningRecipe, RecipeError, Report, RequestError, deploy
 from hies_export.cli.deploy import minutes
 from hies_export.data.batches import samples_of
 from hies_export.evaluate.interval import Looks
@@ -33,11 +33,9 @@ from hies_export.pipeline.fastest import Decision, find_fastest
 from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.pruning import Rows
-from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import calibrate
 from hies_export.recipe.budget import Found
 from hies_export.recipe.sections import DeploySection
-from hies_export.report.report import Report
 from hies_export.slim.bundles import flops_table
 from hies_export.tasks import COLUMNS
 

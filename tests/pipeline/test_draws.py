@@ -12,8 +12,8 @@ from support.models import word_tokenizer
 from support.reading import reading
 from transformers import BertConfig
 
+from hies_export import RequestError
 from hies_export.data.rows import load_rows
-from hies_export.errors import RequestError
 from hies_export.pipeline.draw import Draws, Promise, Splits, draw, evaluated, hold_out
 from hies_export.pipeline.recipe import PruneSection
 from hies_export.recipe.sections import CalibrationSection, Columns, DataSection, EvaluationSection, HeldOutSection

@@ -22,11 +22,10 @@ from transformers import (
 )
 
 import hies_export
+from hies_export import PruningRecipe, Report
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import measure as measuring
 from hies_export.pipeline.load_recipe import rows_in_order
-from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.report.report import Report
 
 Row = dict[str, Any]
 SEARCH = {"query": "query", "document": "document"}

@@ -13,10 +13,8 @@ from support.runs import hies
 from transformers import Dinov2Config, Dinov2ForImageClassification
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-from hies_export import DataError, RequestError
+from hies_export import DataError, PruningRecipe, Report, RequestError
 from hies_export.pipeline.load_recipe import load_recipe
-from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.report.report import Report
 
 # Patches of 14 x 14 in a picture of 28 x 42, and the token of the class.
 TOKENS = 1 + 2 * 3

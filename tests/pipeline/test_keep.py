@@ -15,9 +15,8 @@ from support.loading import load_pruning, recipe_of
 from support.models import save_regressor
 from support.runs import without_tracing
 
-from hies_export import RequestError, prune
+from hies_export import DropError, RequestError, Selection, flops_table, prune, prune_units, score_units, select_units
 from hies_export.calibrate.moments import MomentStore
-from hies_export.errors import DropError
 from hies_export.evaluate.interval import FAILURES, confidence_of_each
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline import choose as choosing
@@ -28,12 +27,7 @@ from hies_export.pipeline.pruning import Pruning, Rows
 from hies_export.pipeline.recipe import PruneSection
 from hies_export.pipeline.stages import calibrate, confirm, cut
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
-from hies_export.score.criteria import score_units
-from hies_export.select.select import select_units
-from hies_export.slim.bundles import flops_table
-from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import refit
-from hies_export.units.units import Selection
 
 BOTH = ["attention", "mlp"]
 

@@ -9,14 +9,13 @@ from support.loading import load_pruning, recipe_of
 from support.models import save_project, save_regressor, save_stories
 from support.runs import held_out_and_evaluated
 
+from hies_export import PruningRecipe, RequestError
 from hies_export.data.batches import samples_of
-from hies_export.errors import RequestError
 from hies_export.evaluate.interval import FAILURES, Looks, confidence_of_each, lower_share, queries_needed, rows_needed
 from hies_export.pipeline.draw import Promise, all_looks
 from hies_export.pipeline.fastest import looks_of
 from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.pruning import Pruning
-from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.recipe.sections import DeploySection
 from hies_export.tasks import TASKS
 

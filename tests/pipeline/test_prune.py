@@ -37,13 +37,12 @@ from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 from transformers.utils import logging
 
 import hies_export
-from hies_export import HiesError, PruningPlan, PruningRecipe, prune
+from hies_export import HiesError, PruningPlan, PruningRecipe, flops_table, prune
 from hies_export.evaluate.metrics import register_metric
 from hies_export.pipeline import in_memory, stages
 from hies_export.pipeline import prune as prune_file
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.recipe import PruneSection
-from hies_export.slim.bundles import flops_table
 
 BOTH = ["attention", "mlp"]
 REFIT = {"method": "least_squares", "samples": 64}

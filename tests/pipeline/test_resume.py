@@ -16,9 +16,9 @@ from support.models import causal_lm, save_stories
 from support.runs import hies, without_tracing
 from support.tolerance import REFITTED, assert_near, assert_same_plan
 
+from hies_export import PruningPlan
 from hies_export.pipeline import journal
 from hies_export.score import compensated
-from hies_export.select.plan import PruningPlan
 
 # Heads and neurons of four blocks.
 MODULES = 8

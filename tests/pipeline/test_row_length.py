@@ -11,9 +11,9 @@ from support.loading import load_pruning
 from support.models import bert, image_batch, save_project, vit
 from support.reports import SERVED, make_report, terminal
 
+from hies_export import PruningRecipe
 from hies_export.pipeline.delivery import on_rows
 from hies_export.pipeline.load_recipe import load_recipe
-from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.units.shapes import row_length
 
 

@@ -27,14 +27,11 @@ from support.tolerance import assert_near, assert_same_plan, near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertModel
 
 import hies_export
+from hies_export import PruningPlan, PruningRecipe, bench, prune_units
 from hies_export.evaluate.predict import predict
 from hies_export.forms.runtimes.pytorch import TorchRuntime
-from hies_export.pipeline.bench import bench
-from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import compare
 from hies_export.report.report import KEPT, Report
-from hies_export.select.plan import PruningPlan
-from hies_export.slim.cut import prune_units
 
 SUMMARY = {
     *("model", "task", "criterion", "alpha", "seed", "heads", "parameters", "bytes", "flops", "quality", "stability"),

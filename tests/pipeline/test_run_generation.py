@@ -13,7 +13,7 @@ from support.runs import hies
 from transformers import AutoTokenizer
 
 import hies_export
-from hies_export.report.report import Report
+from hies_export import Report
 
 
 @pytest.fixture

@@ -15,15 +15,13 @@ from support.runs import hies, without_tracing
 from support.tolerance import assert_near
 from transformers import PreTrainedModel
 
-from hies_export.checkpoint.load import load
+from hies_export import PruningRecipe, Report, load
 from hies_export.checkpoint.save import REFIT
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline import run as running
 from hies_export.pipeline.pruning import Pruning
-from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.stages import compare
-from hies_export.report.report import Report
 
 
 @pytest.fixture(scope="module")

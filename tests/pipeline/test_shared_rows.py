@@ -10,9 +10,8 @@ import torch
 from support.loading import load_pruning, recipe_of
 from support.models import WORDS, bert, save_regressor, text_batch
 
-from hies_export import RequestError, prune
+from hies_export import PruningRecipe, RequestError, prune
 from hies_export.data.batches import sample_contents
-from hies_export.pipeline.recipe import PruningRecipe
 
 SHARED = "of the .* rows are among those that units are"
 

@@ -18,13 +18,12 @@ from support.vocabularies import byte_level, pages, reader, unigram, wordpiece
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
-from hies_export import PruningPlan, PruningRecipe, count_flops, count_parameters
+from hies_export import PruningPlan, PruningRecipe, Report, count_flops, count_parameters
 from hies_export.errors import HiesError, PlanError, RecipeError, RequestError
 from hies_export.forms.deployment import DeployWay
 from hies_export.forms.latency import TimedCut, TimedOn
 from hies_export.pipeline import fastest
 from hies_export.recipe.budget import Found
-from hies_export.report.report import Report
 
 # Every fourth sentence is one to score on, so that the others have tokens that go.
 TRAIN, OTHER = pages()[::4], pages()[1::8]
