@@ -1,6 +1,5 @@
 """Heads and neurons under one budget through the whole line, and what `criterion: auto` chooses, again by hand."""
 
-import copy
 import itertools
 import json
 from dataclasses import dataclass, replace
@@ -14,12 +13,12 @@ import torch
 from support.loading import load_pruning, recipe_of
 from support.models import save_regressor
 from support.runs import without_tracing
-from support.tolerance import REFITTED, assert_near
-from transformers import AutoModelForSequenceClassification
+from support.tolerance import REFITTED
 
 import hies_export
 from hies_export import PlanError, PruningRecipe, RecipeError, Report, collect_statistics, score_compensated
 from hies_export.calibrate.moments import MomentStore
+from hies_export.data.batches import samples_of
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import draw as draws_module
@@ -71,16 +70,6 @@ def done(folder: Path) -> Run:
         return Run(folder / "auto", recipe, recipe.run(), load_pruning(recipe))
 
 
-def masked_logits(prepared: Pruning, plan: PruningPlan, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return logits of the dense model with zeros for the weights that read removed units."""
-    model = copy.deepcopy(prepared.model)
-    with torch.no_grad():
-        for module in prepared.modules:
-            weight = model.get_submodule(module.consumer).weight
-            weight.view(len(weight), module.units, -1)[:, list(plan.kept[module.name].removed)] = 0
-        return model(**batch).logits
-
-
 def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
     report, plan = done.report, PruningPlan.from_file(done.folder / "plan.json")
     assert [kept.kind for kept in plan.kept.values()] == ["attention"] * 3 + ["mlp"] * 3
@@ -115,33 +104,6 @@ def test_a_score_of_every_unit_is_written(done: Run) -> None:
     assert {name: len(values) for name, values in written["scores"].items()} == sizes
     assert written["his"].keys() == sizes.keys()
     assert all(0 <= value <= 1 for value in itertools.chain(*written["scores"].values()))
-
-
-def test_a_cut_of_both_kinds_computes_what_masks_do_and_reloads(done: Run) -> None:
-    plan, batch = PruningPlan.from_file(done.folder / "plan.json"), done.pruning.rows.evaluation[0]
-    cut = prune_units(done.pruning.model, plan, done.pruning.modules)
-    with torch.no_grad():
-        torch.testing.assert_close(cut(**batch).logits, masked_logits(done.pruning, plan, batch), rtol=1e-4, atol=1e-5)
-        ours = hies_export.load(done.folder / "slim")(**batch).logits
-        theirs = AutoModelForSequenceClassification.from_pretrained(done.folder / "slim", trust_remote_code=True)
-        assert_near(ours, theirs(**batch).logits)
-        # It was refitted, so it is not what masks compute.
-        assert not torch.allclose(ours, cut(**batch).logits, atol=1e-3)
-
-
-def test_auto_tries_every_criterion(done: Run) -> None:
-    tried = done.report.details.tried
-    alphas = [("hies", alpha) for alpha in (0.3, 0.6, 0.9, 0.99)]
-    found = [(t.criterion, t.alpha) for t in tried]
-    assert found[:7] == [("compensated", None), ("fisher", None), *alphas, ("his", None)]
-    assert [t.candidate for t in tried[:7]] == list(range(7))
-    assert [t.token_weights for t in tried] == [1.0] * 7 + [0.3, 0.1]
-    # The best of all candidates is judged again with every weight of tokens, and one row is chosen.
-    (chosen,) = (number for number, t in enumerate(tried) if t.chosen)
-    assert {t.candidate for t in tried[7:]} == {tried[chosen].candidate}
-    plan = PruningPlan.from_file(done.folder / "plan.json")
-    assert (plan.criterion, plan.alpha) == found[chosen] == (done.report.criterion, done.report.alpha)
-    assert len({t.stability for t in tried}) > 2  # candidates that are all alike would prove nothing
 
 
 def flops_of(prepared: Pruning) -> CostTable:
@@ -208,6 +170,9 @@ def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> N
         return agreement(dense, logits), pearson(prepared, logits)
 
     candidates = by_hand(prepared)
+    assert [t.candidate for t in tried[:7]] == list(range(7))
+    assert [t.token_weights for t in tried] == [1.0] * 7 + [0.3, 0.1]
+    assert len({t.stability for t in tried}) > 2  # candidates that are all alike would prove nothing
     for (scores, selection), row in zip(candidates, tried[:7], strict=True):
         assert (scores.criterion, scores.parameters.get("alpha")) == (row.criterion, row.alpha)
         assert judged(selection, 1.0) == pytest.approx((row.stability, row.quality), abs=REFITTED)
@@ -218,25 +183,21 @@ def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> N
     # What is saved is what was chosen.
     slim = predict(hies_export.load(done.folder / "slim"), prepared.rows.held_out).values
     (chosen,) = (row for row in tried if row.chosen)
+    assert {row.candidate for row in tried[7:]} == {chosen.candidate}
+    assert (plan.criterion, plan.alpha) == (chosen.criterion, chosen.alpha)
     assert agreement(dense, slim) == pytest.approx(chosen.stability)
 
 
 def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draws_module, "AUTO_SAMPLES", 90)
-
-    def rows(batches: list[dict[str, torch.Tensor]]) -> int:
-        return sum(len(batch["input_ids"]) for batch in batches)
-
-    prepared = done.pruning
-    by_use = (prepared.rows.score, prepared.rows.refit, prepared.rows.held_out)
-    assert [rows(batches) for batches in by_use] == [20, 60, 90]
+    rows = done.pruning.rows
+    assert [samples_of(batches) for batches in (rows.score, rows.refit, rows.held_out)] == [20, 60, 90]
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
     options = done.recipe.prune
     draws = draws_module.Draws.of(options, done.recipe.calibration)
     assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
-    load = partial(prepared.task.load, files=done.recipe.data.files)
-    splits = splits_of(done.recipe)
-    found = draws_module.draw(splits, load, options, draws)
+    load = partial(done.pruning.task.load, files=done.recipe.data.files)
+    found = draws_module.draw(splits_of(done.recipe), load, options, draws)
     drawn = load("train", samples=150, shuffle_seed=0)
     assert [*found.held_out] == [*drawn.select(range(60, 150))]
     assert [*found.compensation] == [*drawn.select(range(60))]

@@ -16,10 +16,7 @@ from support.runs import deploy_on, without_tracing
 from support.sentences import WORDS, bert_encoder, sentence_folder
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoTokenizer, PreTrainedModel
 
 import hies_export
 from hies_export import PruningRecipe, Report

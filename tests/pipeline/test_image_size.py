@@ -25,10 +25,8 @@ CROP = {"size": {"shortest_edge": 42}, "crop_size": {"height": 28, "width": 42}}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DINOv2 whose config says 112 x 112, a processor that crops, and pictures of three classes."""
     folder = tmp_path_factory.mktemp("images")
-    config = Dinov2Config(
-        image_size=112, patch_size=14, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, mlp_ratio=2,
-        num_labels=3,
-    )  # fmt: skip
+    sizes = {"image_size": 112, "patch_size": 14, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = Dinov2Config(**sizes, mlp_ratio=2, num_labels=3)
     shake(Dinov2ForImageClassification(config)).save_pretrained(folder / "model")
     BitImageProcessorPil(**CROP).save_pretrained(folder / "model")
     draw = np.random.default_rng(0)

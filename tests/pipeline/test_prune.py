@@ -170,29 +170,28 @@ def test_drawn_batches_are_held_out_unless_others_are_given(unharmed: Any) -> No
     lengths = {batch["input_ids"].shape[1] for batch in own.pruning.rows.held_out}
     assert len(lengths) == 2
     assert lengths != {16, 17}  # the last ones
-    scored, apart = ([batch for batch in batches if (batch["input_ids"].shape[1] in lengths) == held_out]
-                     for held_out in (False, True))  # fmt: skip
+    apart = [batch for batch in batches if batch["input_ids"].shape[1] in lengths]
+    scored = [batch for batch in batches if batch["input_ids"].shape[1] not in lengths]
     given = prune(model, scored, held_out=apart, budget={"heads": 0.5})
-    assert own.plan == given.plan
-    assert str(own) == str(given)
+    assert (given.plan, str(given)) == (own.plan, str(own))
     alone = prune(model, scored, held_out=[], budget={"heads": 0.5})
     assert (alone.plan, alone.held_out) == (own.plan, None)
-    (one,) = prune(model, [text_batch(8, 12)], budget={"heads": 0.5}).pruning.rows.held_out
-    assert "same prediction, 1 held-out row  " in str(prune(model, [text_batch(4, 12)], budget={"heads": 0.5}))
-    assert len(one["labels"]) == 2  # of a single batch, a quarter of its rows
+
+
+def test_of_a_single_batch_a_quarter_of_the_rows_is_held_out() -> None:
+    found = prune(bert(), [text_batch(4, 12)], budget={"heads": 0.5})
+    assert [len(batch["labels"]) for batch in found.pruning.rows.held_out] == [1]
+    assert "same prediction, 1 held-out row  " in str(found)
 
 
 def test_of_rows_that_are_sorted_by_their_label_all_classes_are_held_out(tmp_path: Path) -> None:
     save_text_model(tmp_path, num_labels=4)
     model, tokenizer = (of.from_pretrained(tmp_path) for of in (BertForSequenceClassification, AutoTokenizer))
-    rows = datasets.Dataset.from_dict(
-        {"text": [WORDS[n % 7] for n in range(80)], "label": [n // 20 for n in range(80)]}
-    )
-    found = prune(model, rows, processor=tokenizer, budget={"heads": 0.5}).pruning.rows
-    assert [set(torch.cat([batch["labels"] for batch in part]).tolist()) for part in (found.score, found.held_out)] == [
-        {0, 1, 2, 3}
-    ] * 2
-    assert sum(len(batch["labels"]) for batch in found.held_out) == 20
+    columns = {"text": [WORDS[n % 7] for n in range(80)], "label": [n // 20 for n in range(80)]}
+    found = prune(model, datasets.Dataset.from_dict(columns), processor=tokenizer, budget={"heads": 0.5}).pruning.rows
+    for part, count in ((found.score, 60), (found.held_out, 20)):
+        labels = torch.cat([batch["labels"] for batch in part]).tolist()
+        assert (set(labels), len(labels)) == ({0, 1, 2, 3}, count)
 
 
 def test_a_metric_fails_on_the_dense_model_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from support.tolerance import REFITTED, assert_near, assert_same_plan
 
 from hies_export import PruningPlan
 from hies_export.pipeline import journal
-from hies_export.score import compensated
 
 # Heads and neurons of four blocks.
 MODULES = 8
@@ -76,25 +76,12 @@ def _assert_same(recipe: Path, name: str) -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modules that were ranked in this process."""
-    names, chain = [], compensated.removal_chain
-
-    def counted(layer: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        names.append(module.name)
-        return chain(layer, module, *args, **kwargs)
-
-    monkeypatch.setattr(compensated, "removal_chain", counted)
-    return names
-
-
-@pytest.fixture
-def refits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modules that were ranked or refitted in this process, as they are kept."""
-    names, kept = [], journal._Kept.__setitem__
+def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The modules that were ranked and refitted in this process, as they are kept."""
+    names, kept = defaultdict(list), journal._Kept.__setitem__
 
     def counted(self: Any, name: str, value: Any) -> None:
-        names.append(name)
+        names[self._folder.name].append(name)
         kept(self, name, value)
 
     monkeypatch.setattr(journal._Kept, "__setitem__", counted)
@@ -102,7 +89,7 @@ def refits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_killed_while_units_are_ranked(
-    story: Path, killed: Path, calls: list[str], capsys: pytest.CaptureFixture[str]
+    story: Path, killed: Path, found: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = _left(killed, "ranking")
     shutil.rmtree(left / "refitted")
@@ -113,28 +100,28 @@ def test_killed_while_units_are_ranked(
     (left / "ranked" / "model.layers.3.mlp.safetensors").write_bytes(b"")
     assert _run(story, "ranking") == 0
     assert "was killed: 2 modules were ranked, and 0 refitted" in " ".join(capsys.readouterr().err.split())
-    assert [name.split(".")[2] for name in calls] == ["1", "1", "2", "2", "3", "3"]
+    assert [name.split(".")[2] for name in found["ranked"]] == ["1", "1", "2", "2", "3", "3"]
     _assert_same(story, "ranking")
 
 
 def test_killed_while_layers_are_refitted(
-    story: Path, killed: Path, calls: list[str], refits: list[str], capsys: pytest.CaptureFixture[str]
+    story: Path, killed: Path, found: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _left(killed, "refitting")
     assert _run(story, "refitting") == 0
     assert f"was killed: {MODULES} modules were ranked, and 2 refitted" in " ".join(capsys.readouterr().err.split())
-    assert calls == []
-    assert 0 < len(refits) <= MODULES - 2
+    assert not found["ranked"]
+    assert 0 < len(found["refitted"]) <= MODULES - 2
     _assert_same(story, "refitting")
 
 
 def test_other_options_start_anew(
-    story: Path, killed: Path, calls: list[str], capsys: pytest.CaptureFixture[str]
+    story: Path, killed: Path, found: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = _left(killed, "other")
     assert _run(story, "other", "--set", "prune.budget.parameters=0.8") == 0
     assert "starting anew" in capsys.readouterr().err
-    assert len(calls) == MODULES
+    assert len(found["ranked"]) == MODULES
     assert not left.exists()
 
 

@@ -224,19 +224,6 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("untraced")
-def test_without_labels_the_models_predictions_stand_in(project: Path) -> None:
-    assert hies("run", project / "recipe.yaml", "--set", "data.label=null", "--set", "measure.runtimes=[torch]") == 0
-    report = Report.from_file(project / "out")
-    assert json.loads((project / "out" / "plan.json").read_text())["calibration"]["labels"] == "predictions"
-    assert report.quality["dense"] == 1.0
-    assert report.quality["slim"] == pytest.approx(report.stability)
-    assert "predictions" in (project / "out" / "report.md").read_text()
-    # Of the model with itself, an accuracy says nothing to others.
-    assert not report.details.data.evaluation_labelled
-    assert "accuracy" not in (project / "out" / "slim" / "README.md").read_text()
-
-
-@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("labelled", [True, False])
 def test_label_sets(labelled: bool, project: Path) -> None:
     save_text_model(project / "tags", num_labels=4, problem_type="multi_label_classification")
@@ -257,18 +244,19 @@ def test_label_sets(labelled: bool, project: Path) -> None:
     wanted = torch.tensor([[label in row["label"] for label in range(4)] for row in rows]) if labelled else dense
     f1 = 2 * (slim & wanted).sum() / (slim.sum() + wanted.sum()).clamp(min=1)
     assert report.quality["slim"] == pytest.approx(f1.item())
+    # Of the model with itself, a metric says nothing to others.
+    assert report.details.data.evaluation_labelled == labelled
+    assert report.details.data.labels == ("data" if labelled else "predictions")
     text = (project / "out" / "report.md").read_text()
     assert "same label set" in text
     assert ("micro F1" in text) == labelled
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no rows to choose alpha on": (
-        {"prune.alpha": "auto", "calibration.samples": 12},
-        "needs samples beyond the 12 to score on, but the split 'train' has 12",
-    ),
+    "no rows to choose alpha on": ({"prune.alpha": "auto", "calibration.samples": 12}, "beyond the 12 to score on"),
     "missing file": ({"data.files.train": "nowhere.jsonl"}, "nowhere.jsonl"),
     "missing split": ({"calibration.split": "trian"}, "the split must be one of"),
+    "slice": ({"calibration.split": "train[5]"}, "a slice of a split must be like train[:80%]"),
     "missing column": ({"data.text": "sentense"}, "but it has sentence, other, label"),
     "label out of range": ({"data.files.validation": "many.jsonl"}, "labels must be in [0, 2)"),
     "empty split": ({"data.files.train": "empty.jsonl"}, "empty"),
@@ -276,9 +264,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"measure.shapes": "[[1]]"}, "must be batch and sequence, got [1]"),
     "task of the model": (
         {"task": "image-classification", "data.text": "[]", "data.image": "sentence"},
-        "image-classification needs a model fine-tuned for it",
+        "needs a model fine-tuned for it",
     ),
-    "not cuttable": ({"model": "longformer"}, "LongformerForSequenceClassification (longformer) cannot be cut"),
+    "not cuttable": ({"model": "longformer"}, "(longformer) cannot be cut"),
     "not fine-tuned": ({"model": "headless"}, "is a BertModel of type 'bert'; fine-tune it for the task"),
 }
 
@@ -331,10 +319,7 @@ def interrupt(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("happens", "code", "message"),
-    [
-        (full_disk, 1, "No space left on device"),
-        (interrupt, 130, "nothing half-written"),
-    ],
+    [(full_disk, 1, "No space left on device"), (interrupt, 130, "nothing half-written")],
 )
 def test_what_stops_a_run_is_said_and_leaves_nothing(
     happens: Callable[[pytest.MonkeyPatch], None],
