@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from hies_export.pipeline.recipe import PruneSection
 
 BOTH = ["attention", "mlp"]
 REFIT = {"method": "least_squares", "samples": 64}
+ONE_LABEL = partial(bert, num_labels=1)
 HALF: dict[str, Any] = {"criterion": "his", "budget": {"heads": 0.5}}
 
 pytestmark = [
@@ -345,15 +347,13 @@ def test_the_folder_is_pushed_when_asked(hub: Hub, tmp_path: Path) -> None:
     assert hub.repositories["user/slim"].private
 
 
-def of_type(model: PreTrainedModel, problem: str) -> PreTrainedModel:
-    """Return a model with a problem type that newer releases of transformers refuse to load."""
-    model.config.problem_type = problem
-    return model
+def configured(make: Callable[..., PreTrainedModel], **fields: Any) -> Callable[[], PreTrainedModel]:
+    """Return what makes a model and then changes its config, also to what transformers refuses to load."""
 
+    def model() -> PreTrainedModel:
+        vars((made := make()).config).update(fields)
+        return made
 
-def quantised() -> PreTrainedModel:
-    model = bert()
-    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     return model
 
 
@@ -363,20 +363,11 @@ def quantised_by_torch() -> PreTrainedModel:
         return torch.ao.quantization.quantize_dynamic(bert(), {torch.nn.Linear})
 
 
-def named(make: Callable[..., PreTrainedModel], id2label: Any) -> Callable[[], PreTrainedModel]:
-    def model() -> PreTrainedModel:
-        made = make(num_labels=3)
-        made.config.id2label = id2label
-        return made
-
-    return model
-
-
 # Arguments in place of a BERT, batches of text and a budget of half the heads, and what is said of them. What is
 # refused of batches stands in tests/data.
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"model": named(vit, {0: "a", 1: "b", 2: "c", 3: "d"}), "batches": images}, "names 4 .* ViTForIm.* gives 3"),
-    ({"model": named(bert, {1: "a", 2: "b", 3: "c"}), "batches": unlabelled}, "numbered from 0 without a gap"),
+    ({"model": configured(vit, id2label=dict(enumerate("abcd"))), "batches": images}, "names 4 .* ViTForIm.* gives 3"),
+    ({"model": configured(bert, id2label={1: "a", 2: "b", 3: "c"}), "batches": unlabelled}, "from 0 without a gap"),
     (
         {"batches": lambda: [text_batch() | {"labels": torch.zeros(4, 1, dtype=torch.int64)}]},
         r"labels must be one class for each sample, but a batch has torch.int64 of shape \(4, 1\)",
@@ -388,13 +379,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "compensation.method bias needs .*, but model.layers.0.self_attn.o_proj has none; use least_squares",
     ),
     ({"alpha": "auto", "held_out": []}, "alpha: auto is chosen on held-out rows, and there are none; pass held_out="),
-    ({"model": quantised}, "this BertForSequenceClassification is quantised; load it with"),
-    ({"model": quantised_by_torch}, "this BertForSequenceClassification is quantised; load it with"),
+    ({"model": configured(bert, quantization_config={"load_in_8bit": True})}, "is quantised; load it with"),
+    ({"model": quantised_by_torch}, "is quantised; load it with"),
     ({"model": lambda: torch.nn.Linear(2, 2)}, "PreTrainedModel of transformers, got Linear; pass the one inside it"),
     ({"model": lambda: BertModel(bert().config)}, "AutoModelForSequenceClassification, .* got"),
-    ({"model": lambda: of_type(bert(num_labels=1), "single_label_classification")}, "two labels or more, .* has 1"),
-    ({"model": lambda: of_type(vit(), "regression")}, "a regression must have one label, but the model has 3"),
-    ({"model": lambda: of_type(bert(), "multilabel")}, "problem_type must be regression, .*, got 'multilabel'"),
+    ({"model": configured(ONE_LABEL, problem_type="single_label_classification")}, "two labels or more, .* has 1"),
+    ({"model": configured(vit, problem_type="regression")}, "a regression must have one label, but the model has 3"),
+    ({"model": configured(bert, problem_type="multilabel")}, "problem_type must be regression, .*, got 'multilabel'"),
     ({"evaluation": {"stability_tolerance": 0}}, "evaluation.stability_tolerance must be .* above 0|greater than 0"),
     ({"evaluation": {"threshold": 1.0}}, "evaluation.threshold must be .*1"),
     ({"evaluation": {"split": "test"}}, "evaluation.split is not a field"),
