@@ -239,7 +239,7 @@ def test_in_bfloat16_on_openvino(tmp_path: Path) -> None:
 
 
 def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "SIZES", 2)
+    monkeypatch.setattr(choosing, "SIZES", 3)
     deploy_on(monkeypatch)
     monkeypatch.setattr(fastest, "FLOPS_TO_TRY", (0.8, 0.6))
 

@@ -97,7 +97,7 @@ def test_a_promise_of_a_runtime_is_judged_on_its_files(
     """By a budget of `keep` alone."""
     keep = {"predictions": 0.3, "runtime": "onnxruntime-cpu", "batch": 2, "sequence": 16}
     recipe = recipe_of(folder, output=str(tmp_path / "out"), prune__modules=["mlp"], prune__budget={"keep": keep})
-    monkeypatch.setattr(choosing, "SIZES", 2)
+    monkeypatch.setattr(choosing, "SIZES", 3)
     monkeypatch.setattr(
         delivery_file, "latency_table", lambda m, of, where, **_: flops_table(m, of, batch=where.batch, unit="group")
     )
@@ -154,7 +154,7 @@ def test_a_runtime_that_fails_in_the_search_leaves_the_others(
 
         return fail
 
-    monkeypatch.setattr(choosing, "SIZES", 3)
+    monkeypatch.setattr(choosing, "SIZES", 6)
     deploy_on(monkeypatch)
     monkeypatch.setattr(delivery_file, "predictor", predictor)
     answer = searched(recipe_of(folder, output=tmp_path / "out"), keep=0.4)
@@ -172,7 +172,7 @@ def test_a_form_that_cannot_become_the_fastest_is_searched_no_further(
         (fast,) = try_dense(*given)
         return [fast, replace(fast, runtime="openvino", bits="bfloat16", dense_ratio=10.0)]
 
-    monkeypatch.setattr(choosing, "SIZES", 3)
+    monkeypatch.setattr(choosing, "SIZES", 6)
     deploy_on(monkeypatch)
     monkeypatch.setattr(Judge, "found", lambda *_: Found(1.0, 1.0))
     monkeypatch.setattr(fastest, "try_dense", slowed)

@@ -351,7 +351,9 @@ def configured(make: Callable[..., PreTrainedModel], **fields: Any) -> Callable[
     """Return what makes a model and then changes its config, also to what transformers refuses to load."""
 
     def model() -> PreTrainedModel:
-        vars((made := make()).config).update(fields)
+        made = make()
+        for name, value in fields.items():
+            setattr(made.config, name, value)
         return made
 
     return model
@@ -379,7 +381,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "compensation.method bias needs .*, but model.layers.0.self_attn.o_proj has none; use least_squares",
     ),
     ({"alpha": "auto", "held_out": []}, "alpha: auto is chosen on held-out rows, and there are none; pass held_out="),
-    ({"model": configured(bert, quantization_config={"load_in_8bit": True})}, "is quantised; load it with"),
+    ({"model": configured(bert, quantization_config={"quant_method": "bitsandbytes"})}, "is quantised; load it with"),
     ({"model": quantised_by_torch}, "is quantised; load it with"),
     ({"model": lambda: torch.nn.Linear(2, 2)}, "PreTrainedModel of transformers, got Linear; pass the one inside it"),
     ({"model": lambda: BertModel(bert().config)}, "AutoModelForSequenceClassification, .* got"),

@@ -30,7 +30,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("story")
     recipe = save_stories(
         folder,
-        lines=120,
+        lines=200,
         calibration={"split": "train[:60%]", "samples": 8, "batch_size": 4},
         evaluation={"split": "train[60%:]"},
         prune={

@@ -15,7 +15,7 @@ from support.models import text_batch, write_recipe
 from support.runs import without_tracing
 from support.sentences import MEAN, sentence_folder
 from support.vocabularies import byte_level, pages, reader, unigram, wordpiece
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
 from hies_export import PruningPlan, PruningRecipe, Report, count_flops, count_parameters
@@ -169,9 +169,9 @@ def test_texts_may_come_from_files(tmp_path: Path) -> None:
 def test_only_tokens_that_went_change_what_a_language_model_says(tmp_path: Path) -> None:
     """Where all tokens stay, the loss is the dense model's over the rows of its head that stay."""
     tokenizer = byte_level()
-    dense = reader("LlamaForCausalLM", tokenizer, max_position_embeddings=64)
-    for part in (dense, tokenizer):
+    for part in (reader("LlamaForCausalLM", tokenizer, max_position_embeddings=64), tokenizer):
         part.save_pretrained(tmp_path / "model")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     (tmp_path / "train.txt").write_text("\n".join(TRAIN))
     recipe = write_recipe(
         tmp_path,
@@ -180,6 +180,7 @@ def test_only_tokens_that_went_change_what_a_language_model_says(tmp_path: Path)
         calibration={"samples": 8},
         evaluation={"samples": 20, "rows": "first"},
         vocabulary={},
+        prune={},
         measure={"runtimes": [], "shapes": [[1, 16]]},
     )
     report, small = run(recipe), hies_export.load(tmp_path / "out" / "slim")
