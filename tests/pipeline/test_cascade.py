@@ -198,7 +198,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"cascade": {"disagreement": 0.3, "flops": [0.2, 0.35]}, "prune": HEADS},
         "the budget asks for FLOPs at most 0.35 of dense",
     ),
-    "tokens": ({"task": "text-generation"}, "cascade is for classifiers, got task: text-generation; leave it out"),
     "numbers": ({"model": "numbers"}, "two classifiers of the same classes, got BertForSequenceClassification with no"),
     "not installed": ({"cascade": OPENVINO}, 'pip install "hies-export[openvino]"'),
 }
