@@ -246,6 +246,13 @@ READ: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any], Any]] = {
         {"text": "a"},
         lambda read: [read(words, is_split_into_words=True) for words in WORDS],
     ),
+    "questions": (
+        "BertForQuestionAnswering",
+        wordpiece,
+        {"a": SHORT, "b": ANSWERS},
+        {"text": ("a", "b")},
+        lambda read: [read(a, b) for a, b in zip(SHORT, ANSWERS, strict=True)],
+    ),
 }
 
 
