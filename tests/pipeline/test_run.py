@@ -161,9 +161,9 @@ def test_the_recipe_in_the_folder_of_a_run_gives_the_same_run(
 @pytest.mark.usefixtures("untraced")
 def test_the_report_of_a_model_on_the_hub_has_its_commit(hub: Hub, project: Path) -> None:
     files = {file.name: file.read_bytes() for file in (project / "model").iterdir()}
-    commits = hub.add("user/model", files).branches
+    commits = hub.add("user/classifier", files).branches
     commits["half"] = [replace(commits["main"][0], sha="c0ffee" + 34 * "0")]
-    changes = {"model": "user/model", "measure.runtimes": "[torch]", "revision": "half"}
+    changes = {"model": "user/classifier", "measure.runtimes": "[torch]", "revision": "half"}
     assert hies("run", project / "recipe.yaml", *settings(changes)) == 0
     assert Report.from_file(project / "out").details.run["digests"]["model"] == commits["half"][0].sha
 
