@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.cuts import random_cut
 from support.fields import used_checkpoints
-from support.models import bert, causal_lm, generative_tokenizer, save_project, text_batch
+from support.models import bert, causal_lm, generative_tokenizer, text_batch
 from support.reads import Read, outcome
 from support.reports import make_report
 from support.runs import hies
@@ -59,7 +60,6 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
 @pytest.mark.parametrize(
     ("kind", "place", "to", "message"),
     [
-        ("plan.json", (*UNITS, 0), "a", r"kept.*units.0: Input should be a valid integer, got 'a'"),
         ("plan.json", UNITS, [0, 99], r"units must be ascending indices in \[0, 6\), got \[0, 99\]"),
         ("plan.json", (*KEPT, "total"), 10**12, "total: Input should be less than or equal to 1048576"),
         ("plan.json", (*KEPT, "groups"), 4, "total must be a multiple of groups, got 6 and 4"),
@@ -70,7 +70,6 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
         ("slim/config.json", ATTRIBUTES, {LAYER: {"num_attention_heads": "2"}}, "TypeError: .*num_attention_heads = 2"),
         ("slim/config.json", ATTRIBUTES, {LAYER: {"num_attention_head": 2}}, "AttributeError: .*num_attention_head'"),
         ("slim/config.json", LINEAR, {f"{LAYER}.query": [4]}, "ValueError"),
-        ("dense/config.json", (), [1], r"in .*config.json Input should be .* got \[1\]"),
         ("dense/config.json", ("hidden_size",), "wide", "values that its class takes, but .*hidden_size"),
         ("dense/config.json", ("num_attention_heads",), 5, "must load, but does not: ValueError: .*not a multiple"),
         ("dense/config.json", ("pruned_heads",), {"x": [1]}, "pruned_heads .*: ValueError"),
@@ -79,7 +78,6 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
         ("dense/config.json", ("num_labels",), 10**9, "num_labels must be at most 1000000, got"),
         ("dense/config.json", ("vocab_size",), 10**9, r"\d{2},.* parameters, and its files hold \d{2},\d{3};"),
         ("report.json", ("parameters", "dense"), 0, "parameters.dense: Input should be greater than 0, got 0"),
-        ("report.json", ("details", "neurons"), {"a": {"kept": 1}}, "details.neurons.a.total: Field required"),
         ("report.json", ("details", "uncompensated"), {"metrics": {}, "stability": 1}, "the first metric, 'accuracy'"),
         ("report.json", ("details", "flops_per_layer"), PER_LAYER, "as many layers"),
         ("report.json", ("latency", 0, "ratio"), float("nan"), "latency.0.ratio: Input should be a finite number"),
@@ -87,7 +85,7 @@ PER_LAYER = {"dense": [{"layer": "a", "projections": 1, "products": 1, "other": 
 )
 def test_a_value_that_does_not_fit(kind: str, place: Any, to: Any, message: str, files: Path, tmp_path: Path) -> None:
     file = shutil.copytree(files, tmp_path / "copy") / kind
-    change(file, *place, to=to) if place else file.write_text(json.dumps(to))
+    change(file, *place, to=to)
     read, error, beginning = KINDS[kind]
     with pytest.raises(error, match=beginning + message):
         read(file)
@@ -95,98 +93,72 @@ def test_a_value_that_does_not_fit(kind: str, place: Any, to: Any, message: str,
         assert hies(command, file) == 2
 
 
-@pytest.mark.parametrize("command", ["run", "inspect", "export", "bench"])
-def test_truncated_weights(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    project = save_project(tmp_path, train=40, validation=20, prune={"budget": {"heads": 0.5}})
-    weights = project / "model" / "model.safetensors"
+def test_truncated_weights(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = shutil.copytree(files / "dense", tmp_path / "copy") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    given = {"run": ["recipe.yaml"], "export": ["model", "-o", project / "onnx"]}.get(command, ["model"])
-    assert hies(command, project / given[0], *given[1:]) == 2
+    assert hies("inspect", weights.parent) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "weights must be a safetensors file, but " in said
-    assert "SafetensorError: Error while deserializing header: incomplete" in said
+    assert re.search("weights must be a safetensors file, but .*SafetensorError: .*incomplete", said)
 
 
 @pytest.mark.parametrize("saved", ["model.safetensors", "pytorch_model.bin"])
-def test_weights_that_do_not_fit_the_config(saved: str, tmp_path: Path) -> None:
+def test_weights_of_another_shape_than_the_config_says(saved: str, tmp_path: Path) -> None:
     """transformers compares them, and its report is in the sentence."""
     bert().save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
+    weights = load_file(tmp_path / "model.safetensors") | {"classifier.bias": torch.zeros(7)}
     (tmp_path / "model.safetensors").unlink()
-
-    def save() -> None:
-        if saved == "pytorch_model.bin":
-            torch.save(weights, tmp_path / saved)
-        else:
-            save_file(weights, tmp_path / saved, metadata={"format": "pt"})
-
-    weights["classifier.bias"] = torch.zeros(7)
-    save()
+    save = torch.save if saved.endswith(".bin") else partial(save_file, metadata={"format": "pt"})
+    save(weights, tmp_path / saved)
     with pytest.raises(RequestError, match=r"must load, but does not: .*classifier.bias .*7.*3"):
         load(tmp_path)
     assert load(tmp_path, ignore_mismatched_sizes=True).num_labels == 3
-    del weights["classifier.bias"]
-    save()
-    with pytest.raises(RequestError, match=r"parameter must be in the files, but .* has no classifier.bias; they"):
-        load(tmp_path)
-
-
-def save_with(model: PreTrainedModel, folder: Path, *, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    """Save a model, and change its config and add weights afterwards."""
-    model.save_pretrained(folder)
-    for name, value in config.items():
-        change(folder / "config.json", name, to=value)
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | weights, file, metadata={"format": "pt"})
-    return folder
 
 
 RELATIVE = "bert.encoder.layer.0.attention.self.distance_embedding.weight"
 KEYS = "model.layers.1.self_attn.k_proj."
 
 
+UNREAD = {"bert.embeddings.position_ids": torch.arange(64)[None], "cls.predictions.bias": torch.ones(9)}
+
+
 @pytest.mark.parametrize(
-    ("model", "config", "weights", "lacking"),
+    ("model", "config", "weights", "refused", "said"),
     [
         # What the class was trained with and computes without.
-        (bert, {"num_hidden_layers": 1}, {}, "bert.encoder.layer.1, bert.encoder.layer.2,"),
-        (bert, {"position_embedding_type": "relative_key"}, {RELATIVE: torch.ones(63, 8)}, ".*distance_embedding,"),
-        (causal_lm, {}, {KEYS + "bias": torch.ones(16)}, ".*k_proj.bias,"),
-        (causal_lm, {}, {KEYS + "lora_A.weight": torch.ones(2, 32)}, ".*k_proj.lora_A,"),
-        (bert, {}, {"bert.embeddings.other_embeddings.weight": torch.ones(2, 32)}, "bert.embeddings.other_embeddings,"),
+        (bert, {"num_hidden_layers": 1}, {}, "bert.encoder.layer.1, bert.encoder.layer.2,", ""),
+        (bert, {"position_embedding_type": "relative_key"}, {RELATIVE: torch.ones(63, 8)}, "distance_embedding,", ""),
+        (causal_lm, {}, {KEYS + "bias": torch.ones(16)}, "k_proj.bias,", ""),
+        (causal_lm, {}, {KEYS + "lora_A.weight": torch.ones(2, 32)}, "k_proj.lora_A,", ""),
+        (bert, {}, {"bert.embeddings.other_embeddings.weight": torch.ones(2, 32)}, "embeddings.other_embeddings,", ""),
         # What changes nothing.
-        (causal_lm, {}, {KEYS + "bias": torch.zeros(16)}, None),
-        (
-            bert,
-            {},
-            {"bert.embeddings.position_ids": torch.arange(64)[None], "cls.predictions.bias": torch.ones(9)},
-            None,
-        ),
-        (causal_lm, {"num_nextn_predict_layers": 1}, {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}, None),
-        (causal_lm, {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, None),
+        (causal_lm, {}, {KEYS + "bias": torch.zeros(16)}, "", ""),
+        (bert, {}, UNREAD, "", ""),
+        (causal_lm, {"num_nextn_predict_layers": 1}, {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}, "", ""),
+        (causal_lm, {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "", ""),
+        (causal_lm, {}, {"model.vision_tower.x.weight": torch.ones(2)}, "", "model.vision_tower, which LlamaForCausal"),
     ],
 )
 def test_weights_that_the_class_does_not_read(
     model: Callable[[], PreTrainedModel],
     config: dict[str, Any],
     weights: dict[str, Tensor],
-    lacking: str | None,
+    refused: str,
+    said: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = save_with(model(), tmp_path, config=config, weights=weights)
-    if lacking is not None:
-        with pytest.raises(RequestError, match=f"all of its tensors, but the files of .* hold {lacking} which .* does"):
-            load(folder)
+    model().save_pretrained(tmp_path)
+    for name, value in config.items():
+        change(tmp_path / "config.json", name, to=value)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | weights, file, metadata={"format": "pt"})
+    if refused:
+        with pytest.raises(RequestError, match=f"all of its tensors, but the files of .* hold .*{refused} which .* do"):
+            load(tmp_path)
     else:
-        load(folder)
-        assert not caplog.records
-
-
-def test_a_part_beside_the_model_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = save_with(causal_lm(), tmp_path, config={}, weights={"model.vision_tower.x.weight": torch.ones(2)})
-    load(folder)
-    assert "also hold model.vision_tower, which LlamaForCausalLM does not read" in caplog.text
+        load(tmp_path)
+        assert bool(caplog.records) is bool(said)
+        assert said in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -198,15 +170,11 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Read]:
     ("name", "place", "to", "message"),
     [
         ("a BERT: config.json", ("text_config",), "x", "text_encoder must be a config, got 'x'"),
-        ("a LLaMA: config.json", ("decoder",), {"x": 1}, "text_encoder must be a config, got {'x': 1}"),
         ("a ViT: config.json", ("num_attention_heads",), -1, "a model must run on one random image of .*, but ViT"),
         ("a BERT: tokenizer_config.json", ("model_max_length",), "64", "a tokenizer that works, .* TypeError"),
-        ("a LLaMA: tokenizer_config.json", ("model_max_length",), [64], "a tokenizer that works, .* TypeError"),
         # A library in Rust panics.
         ("a BERT: tokenizer.json", ("post_processor", "special_tokens"), {}, "PanicException: no entry found for key"),
         ("a ViT: preprocessor_config.json", ("size", "width"), [], "an image processor that works, .*'height' and"),
-        ("a ViT: preprocessor_config.json", ("resample",), 99, "an image processor that works, .*resampling filter"),
-        ("a ViT: preprocessor_config.json", ("image_mean",), [0.5], "that works, .*mean must have 3 elements"),
         ("a ViT: preprocessor_config.json", ("image_mean",), float("inf"), "makes NaN or infinity .* pixel_values"),
     ],
 )

@@ -34,7 +34,7 @@ def tree(chance: random.Random, depth: int = 0) -> Any:
     return plain[min(kind, 4)]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_whatever_pyyaml_writes_comes_back(seed: int) -> None:
     wanted = tree(random.Random(seed))
     assert parse_yaml(yaml.safe_dump(wanted, allow_unicode=True), source="r") == wanted
@@ -47,10 +47,8 @@ def test_whatever_pyyaml_writes_comes_back(seed: int) -> None:
         ("\nx: !!int abc", "abc"),
         ("x: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
         (BOMB, r"anchors \(&\) and aliases \(\*\) are not allowed"),
-        ("a: &a [*a]", r"anchors \(&\) and aliases \(\*\) are not allowed"),
         ("a: " + "[" * 3000, ""),
         ("a: 1\nb: " + "9" * 5000, ""),
-        ("a: [1,\n", "while parsing a flow"),
         ("a: 1\nb: \0", "not allowed"),
         ("a: 1\n---\nb: 1", "expected a single document in the stream"),
     ],
@@ -81,20 +79,18 @@ def test_values_are_of_yaml_1_2() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "count"),
     [
-        {f"field {i}": i for i in range(100)},
-        {"model": "x" * 60000},
-        {"x" * 60000: 1},
-        {"model": [["x" * 1000] * 10] * 10},
-        {"prune": {"criterion": "x" * 60000}},
-        {"data": {"files": {"x" * 30000: "x" * 30000}}},
+        ({f"field {i}": i for i in range(100)}, 103),  # and the three that must be given
+        ({"model": [["x" * 1000] * 10] * 10}, 3),
+        ({"x" * 60_000: 1}, 4),
+        ({"prune": {"criterion": "x" * 60_000}}, 4),
+        ({"data": {"files": {"x" * 30_000: "x" * 30_000}}}, 2),
     ],
 )
-def test_messages_are_bounded(fields: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=r"^\d+ problems:\n") as error:
+def test_messages_are_bounded(fields: dict[str, Any], count: int) -> None:
+    with pytest.raises(RecipeError, match=rf"^{count} problems:\n") as error:
         PruningRecipe(**fields)
     assert len(str(error.value)) < 10_000
-    if len(fields) > 20:
-        assert str(error.value).endswith("  - and 83 more")  # 100, and the three that must be given
-        assert len(error.value.problems) == 103
+    assert len(error.value.problems) == count
+    assert count < 100 or str(error.value).endswith("  - and 83 more")
