@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import save_project, save_stories
+from support.models import save_project, save_stories, save_text_model
 from support.runs import hies
 from support.spawned import environment, fail, free_port, run, statistics, work
 from support.tolerance import REFITTED, assert_near, assert_same_plan
@@ -24,23 +24,24 @@ from hies_export.checkpoint.save import REFIT, read_refit
 from hies_export.processes import VARIABLES
 
 BOTH = ["attention", "mlp"]
-SMALL = {"repeats": 2, "shapes": [[1, 8]], "runtimes": ["torch"]}
+WANTED: dict[str, Any] = {"modules": BOTH, "criterion": "compensated"}
+UNTIMED: dict[str, Any] = {"runtimes": []}
 
 
 def save_bert(folder: Path, *, rows: int = 21, held_out: int = 13, **prune: Any) -> None:
     """Rows that two does not divide, nor do batches of them."""
     folder.mkdir()
     least_squares = {"method": "least_squares", "samples": 18, "token_weights": 0.3}
-    wanted: dict[str, Any] = {"modules": BOTH, "criterion": "compensated", "budget": {"flops": 0.7}}
     save_project(
         folder,
         train=rows,
         validation=held_out,
         calibration={"samples": min(rows, 21), "batch_size": 4},
         evaluation={"batch_size": 3},
-        prune={**wanted, "compensation": least_squares} | prune,
-        measure=SMALL,
+        prune={**WANTED, "budget": {"flops": 0.7}, "compensation": least_squares} | prune,
+        measure=UNTIMED,
     )
+    save_text_model(folder / "model", num_hidden_layers=2)
 
 
 def save_llama(folder: Path) -> None:
@@ -48,14 +49,11 @@ def save_llama(folder: Path) -> None:
     least_squares = {"method": "least_squares", "samples": 15, "sequential": True}
     save_stories(
         folder,
-        lines=120,
+        lines=70,
         calibration={"split": "train[:60%]", "samples": 13, "batch_size": 4},
         evaluation={"split": "train[60%:]", "batch_size": 4},
-        prune={
-            **{"modules": BOTH, "criterion": "compensated", "budget": {"parameters": 0.8}},
-            "compensation": least_squares,
-        },
-        measure=SMALL,
+        prune={**WANTED, "budget": {"parameters": 0.8}, "compensation": least_squares},
+        measure=UNTIMED,
     )
 
 
@@ -108,6 +106,10 @@ def test_two_processes_keep_the_units_that_one_does(found: Path, project: str) -
     assert one["report"]["stability"] == other["report"]["stability"]
     assert other["report"]["quality"]["slim"] == pytest.approx(one["report"]["quality"]["slim"], rel=1e-5)
     assert other["report"]["environment"]["processes"] == 2
+    if project != "auto":
+        read_refit(PruningPlan.from_file(found / project / "two" / "plan.json"), found / project / "two" / REFIT)
+    # One process writes.
+    assert {path.name for path in (found / project).iterdir() if path.is_dir()} == {"model", "one", "two"}
 
 
 @pytest.mark.slow
@@ -119,13 +121,6 @@ def test_all_processes_have_the_same_statistics(found: Path, rows: str, name: st
         assert_near(first[what], values, where=what)
         for other in others:  # in the same bits, because each process chooses by its own
             assert_near(other[what], first[what], within=0, where=what)
-
-
-@pytest.mark.slow
-def test_one_process_writes(found: Path) -> None:
-    folder = found / "bert" / "two"
-    read_refit(PruningPlan.from_file(folder / "plan.json"), folder / REFIT)
-    assert {path.name for path in (found / "bert").iterdir() if path.is_dir()} == {"model", "one", "two"}
 
 
 @pytest.mark.slow
@@ -183,25 +178,25 @@ def test_the_first_process_speaks_first(monkeypatch: pytest.MonkeyPatch, capsys:
         assert waited == expected
 
 
-def test_srun_without_world_size_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    with processes.together():
-        assert processes.world() == 1
-    assert "without WORLD_SIZE each of them does all of the work" in caplog.text
+LAUNCHED = {
+    "srun without WORLD_SIZE": ({"SLURM_STEP_NUM_TASKS": "4"}, "without WORLD_SIZE each of them does all of the work"),
+    "one process of accelerate": ({"ACCELERATE_MIXED_PRECISION": "no"}, ""),
+}
 
 
-def test_one_process_of_accelerate_is_not_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", LAUNCHED)
+def test_several_that_would_each_do_all_of_the_work_are_warned_of(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    given, warned = LAUNCHED[how]
     for name in (*VARIABLES, "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     with processes.together():
         assert processes.world() == 1
-    assert caplog.text == ""
+    assert bool(caplog.text) is bool(warned)
+    assert warned in caplog.text
 
 
 @pytest.mark.parametrize(("multi_gpu", "worlds", "warned"), [("", 1, True), ("--multi_gpu", 2, False)])

@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -70,23 +69,12 @@ def test_what_is_wrong_is_said(field: str, value: object, message: str) -> None:
     assert error.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "other", "message"),
-    [
-        ("prune.budget", {"latency": {"ratio": 0.8}}, {"measure": {"dtypes": ["float32"]}}, "dtypes must not be given"),
-        (
-            "held_out.split",
-            "validation",
-            {"evaluation": {"rows": "first"}},
-            "rows must be drawn from the others, got f",
-        ),
-    ],
-)
-def test_sections_that_do_not_fit_each_other(field: str, value: object, other: Any, message: str) -> None:
-    fields = changed(field, value)
-    PruningRecipe(**fields)
-    with pytest.raises(RecipeError, match=message):
-        PruningRecipe(**fields, **other)
+def test_sections_that_do_not_fit_each_other() -> None:
+    timed = changed("prune.budget", {"latency": {"ratio": 0.8}})
+    with pytest.raises(RecipeError, match="measure.dtypes must not be given, got float32, float16; time other dtypes"):
+        PruningRecipe(**timed, measure={"dtypes": ["float32", "float16"]})
+    with pytest.raises(RecipeError, match="evaluation.rows must be drawn from the others, got first"):
+        PruningRecipe(**changed("held_out.split", "validation"), evaluation={"rows": "first"})
 
 
 def test_all_problems_at_once() -> None:

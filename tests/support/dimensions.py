@@ -48,7 +48,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 # Dimensions that several types share.
 _RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
-_BIT = {"model_type": "bit", "embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4, "num_groups": 4}
 _WINDOWS = {"depths": [2, 2], "num_heads": [3, 6], "window_size": 2}
 _SWIN = _WINDOWS | {"model_type": "swin", "image_size": 32, "patch_size": 2, "embed_dim": 12}
 _PYRAMID = {
@@ -151,7 +150,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lxmert": {"l_layers": 1, "x_layers": 1, "r_layers": 1, "visual_feat_dim": 16},
     "mask2former": _PYRAMID
     | {"feature_size": 96, "mask_feature_size": 96, "hidden_dim": 96, "encoder_feedforward_dim": 64},
-    "mgp-str": {"image_size": [16, 64], "num_bpe_labels": 100, "num_wordpiece_labels": 100},
     "mm-grounding-dino": _GROUNDED,
     "mobilebert": {"embedding_size": 128, "hidden_size": 48, "intra_bottleneck_size": 48, "true_hidden_size": 48},
     "mobilevit": {"image_size": 64},
@@ -165,8 +163,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "text_encoder_width": 96,
         "text_encoder_num_layers": 1,
     },
-    "patchtst": {"num_input_channels": 2, "patch_length": 4, "patch_stride": 4, "context_length": 16},
-    "patchtsmixer": {"num_input_channels": 2, "patch_length": 4, "patch_stride": 4, "context_length": 16},
     "perceiver": {
         "num_latents": 8,
         "d_latents": 48,
@@ -176,7 +172,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "qk_channels": 48,
         "v_channels": 48,
     },
-    "pix2struct": {"vision_config": {"patch_embed_hidden_size": 48, "seq_len": 16}, "is_encoder_decoder": True},
     "reformer": {
         "axial_pos_embds_dim": [24, 24],
         "axial_pos_shape": [8, 8],
@@ -228,7 +223,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": _ROPE_BY_LAYER},
     "csm": {"codec_config": {"upsample_groups": 48}, "num_codebooks": 2, "depth_decoder_config": {"num_codebooks": 2}},
     "dbrx": {"attn_config": {"kv_n_heads": 3, "rope_theta": 1e4, "clip_qkv": 8.0}},
-    "decision_transformer": {"n_layer": 2},
     "deimv2": _LEVELS,
     "depth_pro": {
         "patch_size": 16,
@@ -247,7 +241,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         "delay_pattern": [0],
     },
-    "efficientnet": _EFFICIENT,
     "emu3": {
         "vocabulary_map": {"<image>": 99},
         "vq_config": {
@@ -267,14 +260,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hy_v4_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [0, 1, 1]}},
     "janus": {"vision_config": {"num_image_tokens": 16}, "vq_config": _VQ},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
-    "lw_detr": {
-        "backbone_config": {"num_windows": 4, "window_block_indices": [0], "out_indices": [1, 2]},
-        "decoder_self_attention_heads": 6,
-        "decoder_cross_attention_heads": 6,
-        "num_queries": 5,
-        "group_detr": 1,
-        "d_model": 96,
-    },
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}},
     "moonshine_streaming": {"num_key_value_heads": 6},
     "nemotron3_diarization": {"head_config": {"audio_hidden_size": 48}},
@@ -288,10 +273,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "group_detr": 1,
         "d_model": 96,
     },
-    "seamless_m4t": {"speech_encoder_layers": 2, "speech_encoder_attention_heads": 6},
-    "seamless_m4t_v2": {"speech_encoder_layers": 2, "speech_encoder_attention_heads": 6},
-    "timesfm": {"patch_length": 4, "context_length": 16, "horizon_length": 4},
-    "timesfm2_5": {"patch_length": 4, "context_length": 16, "horizon_length": 4, "output_quantile_len": 16},
     "videoprism_vision_model": {
         "tubelet_size": [1, 4, 4],
         "num_spatial_layers": 2,
@@ -310,7 +291,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_chunk_size": 8},
     "codegen": {"n_head": 4},
     "deepseek_v2": {"num_key_value_heads": 6, "head_dim": 4, "topk_method": "greedy", "num_experts_per_tok": 2},
-    "diffllama": {"num_key_value_heads": 2},
     "esm": {"vocab_size": 33, "position_embedding_type": "rotary"},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
