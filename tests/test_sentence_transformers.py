@@ -25,11 +25,10 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 TEXTS = [" ".join(WORDS[start : start + count]) for start, count in ((0, 3), (10, 7), (20, 1), (5, 30), (40, 11))]
 MANY = [*TEXTS, *(" ".join(WORDS[start : start + 5]) for start in range(40))]
-NORM = {"norm.weight": torch.rand(20) + 0.5, "norm.bias": torch.randn(20)}
+NORM = {"norm.weight": torch.linspace(0.5, 1.5, 20), "norm.bias": torch.linspace(-1, 1, 20)}
 FLAG = "pooling_mode_{}_tokens"
 # How texts are embedded, and how they are read, in the words of older and newer releases.
 FOLDERS: dict[str, dict[str, Any]] = {
-    "mean": {},
     "last": {"pooling": {"word_embedding_dimension": WIDTH, "pooling_mode_lasttoken": True}},
     "two": {"pooling": MEAN | {FLAG.format("max"): True}, "layers": [dense(2 * WIDTH, 12), ("Normalize", {}, {})]},
     "weighted": {"pooling": {"embedding_dimension": WIDTH, "pooling_mode": "weightedmean"}},
@@ -54,10 +53,9 @@ FOLDERS: dict[str, dict[str, Any]] = {
 
 
 def folder_of(name: str, folder: Path) -> Path:
-    given = dict(FOLDERS[name])
-    if "encoder" in given:
-        given["encoder"] = t5_encoder(given["encoder"])
-    return sentence_folder(folder, **given)
+    given = FOLDERS[name]
+    encoder = t5_encoder(given["encoder"]) if "encoder" in given else bert_encoder(num_hidden_layers=1)
+    return sentence_folder(folder, **given | {"encoder": encoder})
 
 
 def ours(model: TextEncoder) -> Tensor:
@@ -76,23 +74,16 @@ def theirs(folder: Path) -> Tensor:
     return torch.cat([torch.tensor(encode(TEXTS)) for encode in ways])
 
 
-def slim_folder(source: Path, folder: Path) -> TextEncoder:
-    """Cut a SentenceTransformer at random, and save it."""
-    model = load_embedder(source)
-    batch = model.reader.read("text", TEXTS)
-    modules = find_modules(model, batch, kinds=("attention", "mlp"))
-    kept = random_neurons(modules, uniform=False)
-    slim = prune_units(model, kept, modules)
-    save_slim(slim, folder, plan=PruningPlan(kept=kept, criterion="random"), batch=batch)
-    assert isinstance(slim, TextEncoder)
-    return slim
-
-
 @pytest.mark.parametrize("name", FOLDERS)
 def test_dense_slim_and_served_folders_give_one_set_of_numbers(name: str, tmp_path: Path) -> None:
     source = folder_of(name, tmp_path / "dense")
-    torch.testing.assert_close(ours(load_embedder(source)), theirs(source), atol=1e-5, rtol=0)
-    slim = slim_folder(source, tmp_path / "slim")
+    model = load_embedder(source)
+    torch.testing.assert_close(ours(model), theirs(source), atol=1e-5, rtol=0)
+    batch = model.reader.read("text", TEXTS)
+    modules = find_modules(model, batch, kinds=("attention", "mlp"))
+    plan = PruningPlan(kept=random_neurons(modules, uniform=False), criterion="random")
+    slim: Any = prune_units(model, plan, modules)
+    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
     torch.testing.assert_close(ours(slim), theirs(tmp_path / "slim"), atol=1e-5, rtol=0)
     torch.testing.assert_close(ours(load_embedder(tmp_path / "slim")), ours(slim))
     there = st.SentenceTransformer(str(tmp_path / "slim"), device="cpu", trust_remote_code=True)
@@ -132,7 +123,8 @@ def test_prune_gives_back_a_sentence_transformer(tmp_path: Path) -> None:
     source = sentence_folder(tmp_path / "dense", [dense(WIDTH, 12), ("Normalize", {}, {})], options=options)
     given = st.SentenceTransformer(str(source), device="cpu")
     before, config = given.encode(TEXTS), given[0].model.config.to_dict()
-    texts = [" ".join(random.choices(WORDS, k=6)) for _ in range(40)]
+    chance = random.Random(0)
+    texts = [" ".join(chance.choices(WORDS, k=6)) for _ in range(40)]
     result = prune(given, texts, budget={"heads": 0.5}, criterion="his", compensation={"method": "least_squares"})
     slim = result.model
     assert type(slim) is st.SentenceTransformer
@@ -164,7 +156,8 @@ def test_a_vocabulary_is_trimmed_with_the_tokenizer_of_the_object(tmp_path: Path
 def test_prune_gives_back_a_cross_encoder(tmp_path: Path) -> None:
     save_text_model(tmp_path / "dense", num_labels=1)
     given = st.CrossEncoder(str(tmp_path / "dense"), device="cpu", activation_fn=torch.nn.Identity())
-    pairs = [(f"w{query}", " ".join(random.choices(GOOD, k=4))) for query in range(8) for _ in range(6)]
+    chance = random.Random(0)
+    pairs = [(f"w{query}", " ".join(chance.choices(GOOD, k=4))) for query in range(8) for _ in range(6)]
     before = given.predict(pairs)
     result = prune(given, pairs, budget={"heads": 0.5}, criterion="his")
     slim = result.model
@@ -196,7 +189,6 @@ def test_an_encoder_becomes_a_sentence_transformer(tmp_path: Path) -> None:
     for embedding, message in (
         ({}, "embedding must have pooling .*, got neither"),
         ({"pooling": "mean", "norm": True}, "may have normalize .*, got norm, pooling"),
-        ({"pooling": "sum"}, "pooling must be one of mean, cls, last, max, got 'sum'"),
     ):
         with pytest.raises(RequestError, match=message):
             prune(encoder, batches, embedding=embedding, **how)
