@@ -56,11 +56,8 @@ _PYRAMID = {
     "num_queries": 5,
 }
 _LEVELS = {
-    "backbone_config": _RESNET | {"model_type": "rt_detr_resnet", "out_features": ["stage2", "stage3", "stage4"]},
-    "encoder_in_channels": [8] * 3,
-    "encoder_hidden_dim": 48,
-    "decoder_in_channels": [48] * 3,
-    "num_queries": 5,
+    **{"backbone_config": _RESNET | {"model_type": "rt_detr_resnet", "out_features": ["stage2", "stage3", "stage4"]}},
+    **{"encoder_in_channels": [8] * 3, "encoder_hidden_dim": 48, "decoder_in_channels": [48] * 3, "num_queries": 5},
 }
 _DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET | {"out_features": ["stage4"]}}
 _GROUNDED = {
@@ -77,25 +74,15 @@ _SEGMENT = {
     "mask_decoder_config": {"iou_head_hidden_dim": 16},
 }
 _HIERA = {
-    "model_type": "sam2_hiera_det_model",
-    "hidden_size": 12,
-    "num_attention_heads": 1,
-    "embed_dim_per_stage": [12, 24, 48],
-    "num_attention_heads_per_stage": [2, 4, 6],
-    "blocks_per_stage": [1, 1, 2],
-    "window_size_per_stage": [2, 2, 2],
-    "window_positional_embedding_background_size": [2, 2],
-    "num_query_pool_stages": 2,
-    "global_attention_blocks": [3],
-    "image_size": [64, 64],
+    **{"model_type": "sam2_hiera_det_model", "hidden_size": 12, "num_attention_heads": 1},
+    **{"embed_dim_per_stage": [12, 24, 48], "num_attention_heads_per_stage": [2, 4, 6], "blocks_per_stage": [1, 1, 2]},
+    **{"window_size_per_stage": [2, 2, 2], "window_positional_embedding_background_size": [2, 2]},
+    **{"num_query_pool_stages": 2, "global_attention_blocks": [3], "image_size": [64, 64]},
 }
 _HIERA_TOWER = {
-    "backbone_config": _HIERA,
-    "backbone_channel_list": [48, 24, 12],
-    "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
-    "fpn_hidden_size": 48,
-    "fpn_top_down_levels": [1, 2],
-    "num_feature_levels": 3,
+    **{"backbone_config": _HIERA, "backbone_channel_list": [48, 24, 12]},
+    **{"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]], "fpn_hidden_size": 48, "fpn_top_down_levels": [1, 2]},
+    **{"num_feature_levels": 3},
 }
 _VQ = {"base_channels": 32, "num_res_blocks": 1, "channel_multiplier": [1, 1], "resolution": 16, "num_embeddings": 64}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -115,11 +102,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "clap": {
         "audio_config": _WINDOWS
         | {
-            "spec_size": 16,
-            "num_mel_bins": 16,
-            "patch_embeds_hidden_size": 24,
-            "patch_stride": [4, 4],
-            "hidden_size": 48,
+            **{"spec_size": 16, "num_mel_bins": 16, "patch_embeds_hidden_size": 24, "patch_stride": [4, 4]},
+            **{"hidden_size": 48},
         }
     },
     "conditional_detr": _DETR,
@@ -140,12 +124,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "internvl": {"vision_config": {"patch_size": [4, 4]}},
     "layoutlmv3": _BOXES,
     "levit": {
-        "hidden_sizes": [24, 32, 48],
-        "depths": [1] * 3,
-        "key_dim": [8] * 3,
-        "num_attention_heads": [3, 4, 6],
-        "image_size": 64,
-        "patch_size": 16,
+        **{"hidden_sizes": [24, 32, 48], "depths": [1] * 3, "key_dim": [8] * 3, "num_attention_heads": [3, 4, 6]},
+        **{"image_size": 64, "patch_size": 16},
     },
     "lxmert": {"l_layers": 1, "x_layers": 1, "r_layers": 1, "visual_feat_dim": 16},
     "mask2former": _PYRAMID
@@ -156,30 +136,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mobilevitv2": {"image_size": 128},
     "oneformer": _PYRAMID
     | {
-        "conv_dim": 96,
-        "mask_dim": 96,
-        "hidden_dim": 96,
-        "encoder_feedforward_dim": 64,
-        "text_encoder_width": 96,
-        "text_encoder_num_layers": 1,
+        **{"conv_dim": 96, "mask_dim": 96, "hidden_dim": 96, "encoder_feedforward_dim": 64, "text_encoder_width": 96},
+        **{"text_encoder_num_layers": 1},
     },
     "perceiver": {
-        "num_latents": 8,
-        "d_latents": 48,
-        "num_self_attends_per_block": 2,
-        "num_self_attention_heads": 6,
-        "num_cross_attention_heads": 6,
-        "qk_channels": 48,
-        "v_channels": 48,
+        **{"num_latents": 8, "d_latents": 48, "num_self_attends_per_block": 2, "num_self_attention_heads": 6},
+        **{"num_cross_attention_heads": 6, "qk_channels": 48, "v_channels": 48},
     },
     "reformer": {
-        "axial_pos_embds_dim": [24, 24],
-        "axial_pos_shape": [8, 8],
-        "feed_forward_size": 64,
-        "attn_layers": ["local", "lsh"],
-        "num_buckets": 2,
-        "hash_seed": 0,
-        "is_decoder": True,
+        **{"axial_pos_embds_dim": [24, 24], "axial_pos_shape": [8, 8], "feed_forward_size": 64},
+        **{"attn_layers": ["local", "lsh"], "num_buckets": 2, "hash_seed": 0, "is_decoder": True},
     },
     "rt_detr": _LEVELS,
     "rt_detr_v2": _LEVELS,
@@ -201,19 +167,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "time_series_transformer": _SERIES,
     "vipllava": {"vision_feature_layers": [0, 1]},
     "vjepa2": {
-        "crop_size": 16,
-        "frames_per_clip": 4,
-        "pred_hidden_size": 48,
-        "pred_num_attention_heads": 6,
-        "pred_num_hidden_layers": 2,
+        **{"crop_size": 16, "frames_per_clip": 4, "pred_hidden_size": 48, "pred_num_attention_heads": 6},
+        **{"pred_num_hidden_layers": 2},
     },
     "xclip": {
         "prompt_num_attention_heads": 6,
         "vision_config": {
-            "mit_hidden_size": 48,
-            "mit_intermediate_size": 64,
-            "mit_num_attention_heads": 6,
-            "num_frames": 2,
+            **{"mit_hidden_size": 48, "mit_intermediate_size": 64, "mit_num_attention_heads": 6, "num_frames": 2},
         },
     },
     "align": {"vision_config": _EFFICIENT | {"hidden_dim": 48, "width_coefficient": 0.15}},
@@ -225,30 +185,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 3, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deimv2": _LEVELS,
     "depth_pro": {
-        "patch_size": 16,
-        "intermediate_hook_ids": [1, 0],
-        "intermediate_feature_dims": [8, 8],
-        "scaled_images_feature_dims": [8, 8, 8],
-        "fusion_hidden_size": 16,
+        **{"patch_size": 16, "intermediate_hook_ids": [1, 0], "intermediate_feature_dims": [8, 8]},
+        **{"scaled_images_feature_dims": [8, 8, 8], "fusion_hidden_size": 16},
     },
     "dia": {
         "decoder_config": {
-            "cross_num_attention_heads": 6,
-            "cross_num_key_value_heads": 3,
-            "cross_head_dim": 8,
-            "cross_hidden_size": 48,
-            "num_channels": 1,
+            **{"cross_num_attention_heads": 6, "cross_num_key_value_heads": 3, "cross_head_dim": 8},
+            **{"cross_hidden_size": 48, "num_channels": 1},
         },
         "delay_pattern": [0],
     },
     "emu3": {
         "vocabulary_map": {"<image>": 99},
         "vq_config": {
-            "base_channels": 32,
-            "num_res_blocks": 1,
-            "channel_multiplier": [1, 1],
-            "attn_resolutions": [],
-            "codebook_size": 64,
+            **{"base_channels": 32, "num_res_blocks": 1, "channel_multiplier": [1, 1], "attn_resolutions": []},
+            **{"codebook_size": 64},
         },
     },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 12}},
@@ -266,24 +217,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "pocket_tts": {"flow_head_config": {"condition_dim": 48}},
     "rf_detr": {
-        "backbone_config": {"num_windows": 2, "out_indices": [1, 2]},
-        "decoder_self_attention_heads": 6,
-        "decoder_cross_attention_heads": 6,
-        "num_queries": 5,
-        "group_detr": 1,
-        "d_model": 96,
+        **{"backbone_config": {"num_windows": 2, "out_indices": [1, 2]}, "decoder_self_attention_heads": 6},
+        **{"decoder_cross_attention_heads": 6, "num_queries": 5, "group_detr": 1, "d_model": 96},
     },
     "videoprism_vision_model": {
-        "tubelet_size": [1, 4, 4],
-        "num_spatial_layers": 2,
-        "num_temporal_layers": 2,
-        "num_frames": 2,
+        **{"tubelet_size": [1, 4, 4], "num_spatial_layers": 2, "num_temporal_layers": 2, "num_frames": 2},
     },
     "zamba": {
-        "num_hidden_layers": 4,
-        "attention_hidden_size": 96,
-        "attention_head_dim": 16,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        **{"num_hidden_layers": 4, "attention_hidden_size": 96, "attention_head_dim": 16},
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2},
     },
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 2},
     "zaya": {"num_experts_per_tok": 1},
