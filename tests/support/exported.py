@@ -18,13 +18,8 @@ from support.models import WORDS, shake
 
 TEXT = SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 3, "bos_token_id": 1, "eos_token_id": None}
 VISION = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "image_size": 16,
-    "patch_size": 8,
-    "projection_dim": 8,
+    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 16},
+    **{"patch_size": 8, "projection_dim": 8},
 }
 
 

@@ -28,6 +28,25 @@ def kept_columns(plan: PruningPlan, site: PrunableModule) -> list[int]:
     return [head * width + j for head in plan.kept[site.name].units for j in range(width)]
 
 
+def design_formula(
+    layer: Any, x: np.ndarray, kept: list[int], ridge: float, *, of_all: bool = False
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return W'_K and b' as DESIGN writes them, by numpy, from all inputs x of shape (tokens, columns).
+
+    The ridge is relative to the mean variance of the kept columns, or of all of them.
+    """
+    w, b = (None if p is None else p.detach().double().numpy() for p in (layer.weight, layer.bias))
+    removed = sorted(set(range(x.shape[1])) - set(kept))
+    mean = x.mean(0) if b is not None else np.zeros(x.shape[1])
+    c = (x - mean).T @ (x - mean) / len(x)
+    c_kk, c_mk = c[np.ix_(kept, kept)], c[np.ix_(removed, kept)]
+    damping = ridge * (c if of_all else c_kk).diagonal().mean() * np.eye(len(kept))
+    new = w[:, kept] + w[:, removed] @ c_mk @ np.linalg.inv(c_kk + damping)
+    if b is None:
+        return new, None
+    return new, b + w[:, removed] @ mean[removed] + (w[:, kept] - new) @ mean[kept]
+
+
 def layer_tokens(
     model: PreTrainedModel, layer: str, batches: Sequence[dict[str, Tensor]]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -89,21 +108,13 @@ def naive_effect(
     The compensated layer is built for the kept groups. A sample is the inputs, outputs and output gradients of the
     layer, each of shape (tokens, features).
     """
-    layer = model.get_submodule(module.consumer)
-    w = layer.weight.detach().double().numpy()
-    b = np.zeros(len(w)) if layer.bias is None else layer.bias.detach().double().numpy()
     width = module.group_size * module.unit_width
     kept = [g * width + j for g in groups for j in range(width)]
-    removed = sorted(set(range(w.shape[1])) - set(kept))
-    x = np.concatenate([x for x, _, _ in samples])
-    mean = np.zeros(x.shape[1]) if layer.bias is None else x.mean(0)
-    c = (x - mean).T @ (x - mean) / len(x)
-    damped = c[np.ix_(kept, kept)] + RIDGE * np.trace(c) / len(c) * np.eye(len(kept))
-    new = w[:, kept] + w[:, removed] @ c[np.ix_(removed, kept)] @ np.linalg.inv(damped)
-    shift = b + w[:, removed] @ mean[removed] + (w[:, kept] - new) @ mean[kept]
+    every = np.concatenate([x for x, _, _ in samples])
+    new, shift = design_formula(model.get_submodule(module.consumer), every, kept, RIDGE, of_all=True)
     effect = 0.0
     for x, y, g in samples:
-        d = ((x[:, kept] @ new.T + shift - y) * g).sum(1)
+        d = ((x[:, kept] @ new.T + (0 if shift is None else shift) - y) * g).sum(1)
         effect += float(d @ d) + (float(d.sum()) ** 2 if per_sample else 0.0)
     return effect / len(samples)
 

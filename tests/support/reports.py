@@ -21,12 +21,8 @@ TRIED: dict[str, Any] = {"candidate": 0, "token_weights": 1.0, "alpha": None, "c
 _TIME = {"batch": 8, "sequence": 20, "phase": "rows", "ms": 3.0, "ratio_low": 0.4, "ratio_high": 0.5, "noisy": False}
 _JUDGED = {"flops": 0.7, "kept": 0.995, "at_least": 0.99, "removed": 7}
 _WAY = {
-    "runtime": "onnxruntime-cpu",
-    "bits": "float32",
-    "kept": 1.0,
-    "at_least": 0.995,
-    "dense_ratio": 1.0,
-    "flops": 0.7,
+    **{"runtime": "onnxruntime-cpu", "bits": "float32", "kept": 1.0, "at_least": 0.995, "dense_ratio": 1.0},
+    **{"flops": 0.7},
 }
 CASCADE: dict[str, Any] = {
     **{"disagreement": 0.01, "confidence": 0.95, "threshold": 0.4, "rows": 1821, "passed_on": 0.05},

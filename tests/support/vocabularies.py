@@ -102,11 +102,8 @@ def reader(name: str, tokenizer: PreTrainedTokenizerFast, *, spare: int = 7, **o
     """Return a tiny model of a class of transformers that reads with a tokenizer; it has some rows to spare."""
     config_class = getattr(transformers, name).config_class
     size = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "num_key_value_heads": 4,
+        **{"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+        **{"num_key_value_heads": 4},
     }
     special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     config = config_class(vocab_size=len(tokenizer) + spare, **(size | special | options))
