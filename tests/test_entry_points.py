@@ -8,9 +8,10 @@ import pytest
 from support.models import bert, save_project, text_batch
 from support.runs import hies
 
-from hies_export import CRITERIA, RecipeError, Report, RequestError, deploy, load, prune
+from hies_export import CRITERIA, RecipeError, Report, RequestError, load, prune
 from hies_export.entry_points import Registry
 from hies_export.evaluate.metrics import METRICS
+from hies_export.forms.deployment import find_ways
 from hies_export.forms.formats import FORMATS
 from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.pipeline.recipe import PruningRecipe
@@ -102,7 +103,7 @@ def test_a_run_uses_a_task_a_metric_a_runtime_and_a_format(tmp_path: Path) -> No
         "export": {"format": "other"},
         "measure": {"runtimes": ["other"], "shapes": [[2, 16]], "repeats": 2},
     }
-    folder = save_project(tmp_path, train=24, validation=12, **sections)
+    folder = save_project(tmp_path, train=16, validation=12, **sections)
     assert hies("run", folder / "recipe.yaml", "--set", "task=other") == 0
     report = Report.from_file(folder / "out")
     assert (report.task, report.quality.metric) == ("other", "other")
@@ -136,20 +137,16 @@ def test_names_are_listed_without_an_import_and_unknown_ones_refused() -> None:
         PruningRecipe.model_validate({**fields, "prune": {"budget": {"heads": 0.5}}, "export": {"format": "othr"}})
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_package_that_does_not_bring_what_it_says_is_named(group: str, site: Path) -> None:
+def test_a_package_that_does_not_bring_what_it_says_is_named(site: Path) -> None:
     install(site, broken="other_broken", unnamed="other")
-    with pytest.raises(RequestError, match=rf"entry point broken of hies_export\.{group} .* No module named 'other_b"):
-        GROUPS[group]["broken"]
-    with pytest.raises(RequestError, match=rf"entry point unnamed of hies_export\.{group} .* but other registers "):
-        GROUPS[group]["unnamed"]
+    with pytest.raises(RequestError, match=r"entry point broken of hies_export\.tasks .* No module named 'other_b"):
+        TASKS["broken"]
+    with pytest.raises(RequestError, match=r"entry point unnamed of hies_export\.tasks .* but other registers "):
+        TASKS["unnamed"]
 
 
-def test_deploy_tries_a_runtime_in_its_bits(tmp_path: Path) -> None:
-    folder = save_project(tmp_path, train=24, validation=12, prune={"budget": {"heads": 0.5}})
-    recipe = PruningRecipe.from_yaml(folder / "recipe.yaml")
-    with pytest.raises(RecipeError, match="runtimes to deploy on must be among .*, other, got torch"):
-        deploy(recipe, runtimes=["torch"], keep=0.5)
+def test_deploy_tries_a_runtime_in_its_bits() -> None:
+    assert find_ways(TASKS["text-classification"], ["other"]) == [("other", "float32")]
 
 
 def test_a_table_of_names_alone_is_a_mapping() -> None:
