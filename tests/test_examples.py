@@ -35,10 +35,12 @@ EXPORTED = {"custom_task", "llama_generate_from_onnx", "llava_both_towers"}
 
 @pytest.fixture
 def trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Train the classifier of three of them once, for all processes of the tests."""
+    """Train the classifier of three of them once, for all processes of the tests; all train in half of the steps."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     tiny = importlib.import_module("tiny")
     monkeypatch.setitem(sys.modules, "tiny", sys.modules.pop("tiny"))  # the scripts' own import of it, only here
+    train = tiny._train
+    monkeypatch.setattr(tiny, "_train", lambda *given, steps: train(*given, steps=steps // 2))
     base = tmp_path_factory.getbasetemp()
     trained = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sentiment"
     with FileLock(f"{trained}.lock"):
