@@ -42,12 +42,15 @@ def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         yield from _common(model)
 
 
+def _drawing(seed: int) -> tuple[torch.Generator, Callable[..., Tensor]]:
+    """Return a generator, and what draws a normal tensor of a shape from it."""
+    generator = torch.Generator().manual_seed(seed)
+    return generator, lambda *shape: torch.randn(shape, generator=generator)
+
+
 def _own_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the inputs that only few models take, for those that this one takes."""
-    config, generator = model.config, torch.Generator().manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+    config, (generator, normal) = model.config, _drawing(1)
 
     def integers(high: int, *shape: int) -> Tensor:
         return torch.randint(1, high, shape, generator=generator)
@@ -91,11 +94,7 @@ def _own_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
 def _common(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Yield batches of the inputs that many models take."""
     accepted = inspect.signature(model.forward).parameters
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
+    generator, normal = _drawing(0)
     tokens = min(90, _first_number(model.config.get_text_config(), ("vocab_size",), 90))
     text = {
         "input_ids": torch.randint(3, tokens, (ROWS, LENGTH), generator=generator),
@@ -173,11 +172,7 @@ def _common(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 
 def _series(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Yield series of numbers: of several channels, with times and a future, or plain ones."""
-    config, generator = model.config, torch.Generator().manual_seed(2)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
+    config, (_, normal) = model.config, _drawing(2)
     length = _first_number(config, ("context_length",), 16)
     if hasattr(config, "lags_sequence"):
         past, future = length + max(config.lags_sequence), config.prediction_length

@@ -290,16 +290,9 @@ def _check_fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None)
 
 
 def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest: Any, scale: float
 ) -> tuple[Tensor, ...]:
+    is_causal = rest[2:] == (True,)  # behind compute_log_sumexp and dropout_p
     tensors, options, blind = _attend(query, key, value, bias, is_causal, scale)
     output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, **options)
     rows = query.shape[2]
@@ -312,21 +305,9 @@ def _efficient(
 
 
 def _efficient_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    logsumexp_of_forward: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: Sequence[bool],
-    is_causal: bool = False,
-    *,
-    scale: float,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest: Any, scale: float
 ) -> tuple[Tensor | None, ...]:
+    is_causal = rest[6:] == (True,)  # behind out, logsumexp, seed, offset, dropout_p and grad_input_mask
     tensors, options, blind = _attend(query, key, value, bias, is_causal, scale)
     output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, **options)
     grad = nn.functional.pad(grad, (0, output.shape[-1] - grad.shape[-1]))
