@@ -23,7 +23,6 @@ def plan_of(
     counts: Sequence[int] | None = None,
     seed: int = 0,
     calibration: Mapping[str, Any] | None = None,
-    model: Mapping[str, tuple[float, ...]] | None = None,
     **constraints: Any,
 ) -> PruningPlan:
     """Return the plan of what `select_units` selects; `constraints` are the fields of `Constraints`."""
@@ -35,13 +34,12 @@ def plan_of(
         seed=seed,
         calibration=dict(calibration or {}),
         versions=library_versions(),
-        model=dict(model or {}),
     )
 
 
-def random_plan(sites: Sequence[PrunableModule], *, uniform: bool, seed: int = 0) -> PruningPlan:
+def random_plan(sites: Sequence[PrunableModule], *, uniform: bool) -> PruningPlan:
     """Return a plan that removes four heads of ten, in whole groups where there are several."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     scores = {s.name: torch.rand(s.units, generator=generator, dtype=torch.float64) for s in sites}
     return plan_of(
         Scores("random", {}, scores),

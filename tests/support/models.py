@@ -107,15 +107,12 @@ def generative_tokenizer(words: Sequence[str] = GENERATIVE_WORDS, **options: obj
     )
 
 
-def llava_processor(
-    tokenizer: PreTrainedTokenizerFast | None = None, *, image_size: int = 16, patch_size: int = 4, **options: object
-) -> LlavaProcessor:
+def llava_processor(tokenizer: PreTrainedTokenizerFast | None = None, **options: object) -> LlavaProcessor:
     """Return a processor for `llava`, by which an image takes 16 tokens."""
-    crop = {"height": image_size, "width": image_size}
     return LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=crop),
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
         tokenizer or generative_tokenizer(),
-        patch_size=patch_size,
+        patch_size=4,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         **options,

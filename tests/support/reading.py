@@ -16,11 +16,12 @@ def reading(task: str, *, columns: Columns = NOTHING, config: Any, processor: An
     return TASKS[task](config).to_read(columns.model_copy(update=fields), processor)
 
 
-def classifying(kind: str = "classes", labels: int = 3, **options: Any) -> TextClassification:
+def classifying(kind: str = "classes", **options: Any) -> TextClassification:
     """Return the task of a model that predicts classes, label sets or numbers."""
     problem = {"labels": "multi_label_classification"}.get(kind)
-    count = 1 if kind == "numbers" else labels
-    return TextClassification(SimpleNamespace(num_labels=count, problem_type=problem), **options)
+    return TextClassification(
+        SimpleNamespace(num_labels=1 if kind == "numbers" else 3, problem_type=problem), **options
+    )
 
 
 def given(logits: Tensor, kind: str | None = None) -> Predictions:
@@ -28,7 +29,7 @@ def given(logits: Tensor, kind: str | None = None) -> Predictions:
     return Predictions(kind or ("numbers" if logits.shape[-1] == 1 else "classes"), logits)
 
 
-def share_same(dense: Predictions, other: Predictions, task: Task | None = None) -> float:
-    """Return the share of predictions that are the dense model's, by default of a classifier or a language model."""
-    task = task or (classifying(dense.kind) if dense.nll is None else TASKS["text-generation"](None))
+def share_same(dense: Predictions, other: Predictions) -> float:
+    """Return the share of predictions that are the dense model's, of a classifier or a language model."""
+    task = classifying(dense.kind) if dense.nll is None else TASKS["text-generation"](None)
     return task.same(dense, other).double().mean().item()
