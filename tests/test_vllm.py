@@ -52,23 +52,14 @@ WITH_CODE = {**BY_TRANSFORMERS, "trust_remote_code": True}
 
 @dataclass(frozen=True)
 class Case:
-    """A cut and how vLLM is asked to run it.
+    """A cut and how vLLM is asked to run it."""
 
-    Attributes:
-        family: Of the dense model.
-        groups: Groups of heads kept in each layer, of 4; None for all.
-        neurons: Neurons kept in each layer, of 688; None for all.
-        written: Model type of the slim checkpoint.
-        options: Of `vllm.LLM`.
-        fields: Of the dense config; those that are None are left out.
-    """
-
-    family: str
-    groups: tuple[int, ...] | None
-    neurons: tuple[int, ...] | None
-    written: str
-    options: dict[str, Any] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
+    family: str  # of the dense model
+    groups: tuple[int, ...] | None  # of heads kept in each layer, of 4; None for all
+    neurons: tuple[int, ...] | None  # kept in each layer, of 688; None for all
+    written: str  # model type of the slim checkpoint
+    options: dict[str, Any] = field(default_factory=dict)  # of `vllm.LLM`
+    fields: dict[str, Any] = field(default_factory=dict)  # of the dense config; those that are None are left out
 
 
 EVEN, UNEVEN, GROUPS = (512,) * 4, (300, 337, 411, 640), (4, 2, 3, 1)

@@ -18,10 +18,8 @@ def reading(task: str, *, columns: Columns = NOTHING, config: Any, processor: An
 
 def classifying(kind: str = "classes", **options: Any) -> TextClassification:
     """Return the task of a model that predicts classes, label sets or numbers."""
-    problem = {"labels": "multi_label_classification"}.get(kind)
-    return TextClassification(
-        SimpleNamespace(num_labels=1 if kind == "numbers" else 3, problem_type=problem), **options
-    )
+    count, problem = 1 if kind == "numbers" else 3, "multi_label_classification" if kind == "labels" else None
+    return TextClassification(SimpleNamespace(num_labels=count, problem_type=problem), **options)
 
 
 def given(logits: Tensor, kind: str | None = None) -> Predictions:
