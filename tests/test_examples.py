@@ -36,12 +36,10 @@ UNTRACED = {"heal_with_lora", "recover_with_trainer"}  # they say nothing of ONN
 
 @pytest.fixture
 def trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Train the classifier of three of them once, for all processes of the tests; all train in half of the steps."""
+    """Train the classifier of three of them once, for all processes of the tests."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     tiny = importlib.import_module("tiny")
     monkeypatch.setitem(sys.modules, "tiny", sys.modules.pop("tiny"))  # the scripts' own import of it, only here
-    train = tiny._train
-    monkeypatch.setattr(tiny, "_train", lambda *given, steps: train(*given, steps=steps // 2))
     base = tmp_path_factory.getbasetemp()
     trained = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sentiment"
     with FileLock(f"{trained}.lock"):

@@ -68,7 +68,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     save_bert(folder / "bert")
     save_bert(folder / "few", rows=6, held_out=2)
-    save_bert(folder / "auto", rows=90, criterion="auto", budget={"heads": 0.3}, modules=["attention"])
+    save_bert(folder / "auto", rows=60, criterion="auto", budget={"heads": 0.3}, modules=["attention"])
     save_llama(folder / "llama")
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
