@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -84,7 +85,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spawn(function: Callable[..., None], count: int, *arguments: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        # A server that has imported everything forks the processes, which saves their imports.
+        # A server that has imported everything forks the processes; it looks for modules where this variable says.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         multiprocessing.set_forkserver_preload(["support.spawned"])
         torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")
 
