@@ -17,27 +17,31 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hies_export import DataError, find_modules
-from hies_export.data.batches import Batch, batches_fingerprint, by_length, in_rows, samples_of, size_of
+from hies_export import DataError
+from hies_export.data.batches import Batch, by_length, in_rows, samples_of, size_of
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
-from hies_export.model.tokens import count_tokens, first_samples
+from hies_export.model.tokens import count_tokens
 from hies_export.tasks import TASKS, task_of
 from hies_export.tasks.given import batches_of, check_batches
 
-MODELS = {"bert": bert, "regression": lambda: bert(num_labels=1), "vit": vit, "lm": causal_lm, "llava": llava}
+MODELS = {
+    "bert": bert,
+    "regression": lambda: bert(num_labels=1),
+    "label sets": lambda: bert(problem_type="multi_label_classification"),
+    **{"vit": vit, "lm": causal_lm, "llava": llava},
+}
 IDS = torch.arange(12).view(3, 4) + 5
 PIXELS = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
-TEXT_AND_IMAGE = {"input_ids": torch.cat([torch.full((3, 16), 4), IDS], dim=1), "pixel_values": PIXELS}
 
 
-def check(model: PreTrainedModel, batches: Any, **options: Any) -> list[Batch]:
-    return check_batches(model, batches, task_of(model), **options)
+def check(model: PreTrainedModel, batches: Any) -> list[Batch]:
+    return check_batches(model, batches, task_of(model))
 
 
 def read(model: PreTrainedModel, batches: Any) -> list[Batch]:
-    return batches_of(model, batches, what="batches", task=task_of(model), processor=None, columns=None)
+    return batches_of(model, batches, what="held_out", task=task_of(model), processor=None, columns=None)
 
 
 @pytest.fixture(scope="module")
@@ -48,31 +52,24 @@ def models() -> dict[str, PreTrainedModel]:
 @pytest.mark.parametrize(
     ("name", "batch", "tokens"),
     [
-        ("bert", {"input_ids": IDS}, 12),
         ("bert", {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": IDS % 2}, 7),
         ("bert", {"labels": torch.tensor([2, 0, 1]), "input_ids": IDS.int(), "position_ids": IDS % 4}, 12),
         ("regression", {"input_ids": IDS, "labels": torch.tensor([0.5, -1.0, 3.0])}, 12),
-        ("vit", {"pixel_values": PIXELS}, 3 * 17),
         ("vit", {"pixel_values": PIXELS, "labels": torch.tensor([2, 0, 1])}, 3 * 17),
         ("lm", {"input_ids": IDS, "labels": IDS, "attention_mask": MASK.bool()}, 7),
-        ("lm", {"input_ids": IDS, "position_ids": IDS % 4}, 12),
-        ("llava", TEXT_AND_IMAGE, 60),
+        ("llava", {"input_ids": torch.cat([torch.full((3, 16), 4), IDS], dim=1), "pixel_values": PIXELS}, 60),
     ],
 )
 def test_any_mapping_of_tensors_is_read(
     models: dict[str, PreTrainedModel], name: str, batch: dict[str, torch.Tensor], tokens: int
 ) -> None:
     model = models[name]
-    for kind in (BatchEncoding, BatchFeature):
-        assert type(check(model, [kind(batch)])[0]) is dict
-    kind = dict
-    (checked,) = check(model, [kind(batch)])
-    assert type(checked) is dict
-    assert all(torch.equal(checked[key], batch[key]) for key in batch)
+    for kind in (dict, BatchEncoding, BatchFeature):
+        (checked,) = check(model, [kind(batch)])
+        assert type(checked) is dict
+        assert checked.keys() == batch.keys()
+        assert all(torch.equal(checked[key], batch[key]) for key in batch)
     assert (size_of(checked), samples_of([checked, checked]), count_tokens(model, checked)) == (3, 6, tokens)
-    assert batches_fingerprint([checked]) == batches_fingerprint([batch]) != batches_fingerprint([first_samples(batch)])
-    found = find_modules(model, first_samples(checked), kinds=("attention", "mlp"))
-    assert {module.kind for module in found} == {"attention", "mlp"}
 
 
 def test_a_loader_is_read_once_with_its_last_smaller_batch(models: dict[str, PreTrainedModel]) -> None:
@@ -87,30 +84,34 @@ GOOD = {"input_ids": IDS}
 
 
 @pytest.mark.parametrize(
-    ("batches", "refusal"),
+    ("name", "batches", "refusal"),
     [
-        (GOOD, "batches must be a list or a DataLoader of batches, got a dict"),
-        (IDS, "got a Tensor"),
-        ([], "batches must have at least one batch, got none; an iterator"),
-        ([(IDS, MASK)], r"must map names of arguments to tensors, but batch 0 \(from 0\) of batches is a tuple"),
-        ([GOOD, IDS], r"batch 1 \(from 0\) of batches is a Tensor"),
-        ([{}], "must map names of arguments to tensors, but .* is a dict"),
-        ([GOOD | {"idx": torch.arange(3)}], "argument of BertForSequenceClassification.forward, .* 'idx'; leave"),
-        ([GOOD | {"label": torch.tensor([0, 1, 2])}], "has 'label'; leave it out; did you mean 'labels'?"),
-        ([{"input_ids": IDS.tolist()}], "tensors only, but 'input_ids' of batch 0 .* is a list; .*return_tensors='pt'"),
-        ([GOOD | {"labels": torch.tensor([0])}], r"the samples, .* has input_ids \(3, 4\), labels \(1,\)"),
-        ([{"input_ids": IDS[:0]}], r"the samples, one or more, but .* has input_ids \(0, 4\)"),
-        ([GOOD, GOOD | {"attention_mask": MASK}], r"the first one \(input_ids\), but batch 1 .* has input_ids, att"),
-        ([{"input_ids": IDS + 90}], r"input_ids must be torch.int64 in \[0, 100\), which the model knows, .* has 100"),
-        ([GOOD | {"labels": torch.tensor([0, 1, 3])}], r"labels must be torch.int64 in \[0, 3\), .* has 3"),
-        ([GOOD | {"labels": torch.tensor([0, 1, 2]).int()}], "labels must be torch.int64 .* has torch.int32"),
+        ("bert", GOOD, "held_out must be a list or a DataLoader of batches, got a dict"),
+        ("bert", IDS, "got a Tensor"),
+        ("bert", [], "held_out must have at least one batch, got none; an iterator"),
+        ("bert", [GOOD, (IDS, MASK)], r"must map names of arguments to .* batch 1 \(from 0\) of held_out is a tuple"),
+        ("bert", [{}], "must map names of arguments to tensors, but .* is a dict"),
+        ("bert", [GOOD | {"idx": torch.arange(3)}], "argument of BertForSequenceClassification.forward, .* 'idx'"),
+        ("bert", [GOOD | {"group": torch.arange(3)}], "has 'group'; leave it out"),
+        ("bert", [GOOD | {"label": torch.tensor([0, 1, 2])}], "has 'label'; leave it out; did you mean 'labels'?"),
+        ("bert", [{"input_ids": IDS.tolist()}], "tensors only, but 'input_ids' of batch 0 .* list; .*return_tensors"),
+        ("bert", [GOOD | {"labels": torch.tensor([0])}], r"the samples, .* has input_ids \(3, 4\), labels \(1,\)"),
+        ("bert", [{"input_ids": IDS[:0]}], r"the samples, one or more, but .* has input_ids \(0, 4\)"),
+        ("bert", [GOOD, GOOD | {"attention_mask": MASK}], r"the first one \(input_ids\), but batch 1 .* has .*, att"),
+        ("bert", [{"input_ids": IDS + 90}], r"input_ids must be torch.int64 in \[0, 100\), which .* knows, .* has 100"),
+        ("bert", [GOOD | {"labels": torch.tensor([0, 1, 3])}], r"labels must be torch.int64 in \[0, 3\), .* has 3"),
+        ("bert", [GOOD | {"labels": torch.tensor([0, 1, 2]).int()}], "labels must be torch.int64 .* has torch.int32"),
+        ("regression", [GOOD | {"labels": torch.rand(3, 1)}], r"one number for each sample, .* of shape \(3, 1\)"),
+        ("label sets", [GOOD | {"labels": torch.ones(3)}], "0 or 1 for each of 3 labels"),
+        ("label sets", [GOOD | {"labels": torch.ones(3, 4)}], "0 or 1 for each of 3 labels"),
+        ("label sets", [GOOD | {"labels": torch.full((3, 3), 0.5)}], "0 or 1 for each of 3 labels"),
     ],
 )
 def test_what_the_model_does_not_take_is_refused_in_one_sentence(
-    models: dict[str, PreTrainedModel], batches: Any, refusal: str
+    models: dict[str, PreTrainedModel], name: str, batches: Any, refusal: str
 ) -> None:
     with pytest.raises(DataError, match=refusal) as error:
-        read(models["bert"], batches)
+        read(models[name], batches)
     assert "\n" not in str(error.value)
 
 
@@ -166,52 +167,32 @@ def test_labels_at_padding_are_those_of_no_token(name: str, side: str) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
-def test_batches_are_named_by_the_callers_word(models: dict[str, PreTrainedModel]) -> None:
-    with pytest.raises(DataError, match=r"batch 0 \(from 0\) of held_out is a Tensor"):
-        check(models["bert"], [IDS], what="held_out")
-
-
-def test_label_sets_stay_with_their_samples_where_these_are_ordered_by_length() -> None:
-    flags = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])  # as many as tokens
-    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": flags}
-    (found,) = by_length([batch], config=bert().config)
-    assert torch.equal(found["labels"], flags.flip(0))
+def test_what_is_of_whole_samples_stays_with_them_where_these_are_ordered_by_length() -> None:
+    """Also where a sample has as many values as tokens."""
+    flags = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+    whole = {"labels": flags, "relevant": torch.arange(12).view(3, 4), "grades": flags + 1}
+    (found,) = by_length([{"input_ids": IDS, "attention_mask": MASK, **whole}], config=bert().config)
+    assert all(torch.equal(found[key], value.flip(0)) for key, value in whole.items())
     assert found["attention_mask"].sum(-1).tolist() == [1, 2, 4]
 
 
-def test_batches_of_a_reranker_may_say_how_rows_belong_together() -> None:
-    ids = torch.ones(2, 4, dtype=torch.int64)
-    described = {"input_ids": ids, "group": torch.tensor([0, 1]), "grades": torch.ones(2)}
-    (found,) = check(bert(num_labels=1), [described])
-    assert found["group"].tolist() == [0, 1]
-    with pytest.raises(DataError, match="every key of a batch must be an argument .* has 'group'; leave it out"):
-        check(bert(), [described])
-
-
-def test_the_keys_of_choices_are_kept_where_all_of_them_are_there(models: dict[str, PreTrainedModel]) -> None:
+def test_keys_that_say_how_rows_belong_together_are_kept(models: dict[str, PreTrainedModel]) -> None:
+    described = {"input_ids": IDS, "group": torch.tensor([0, 1, 1]), "grades": torch.ones(3)}
     choices = {key: torch.arange(3) for key in ("question", "choice", "right", "characters")}
-    (checked,) = check(models["lm"], [{"input_ids": IDS, "labels": IDS, **choices}])
-    assert checked.keys() == {"input_ids", "labels", *choices}
-
-
-@pytest.mark.parametrize("labels", [torch.ones(3), torch.ones(3, 4), torch.full((3, 3), 0.5)])
-def test_a_multi_label_classifier_needs_a_flag_for_each_label(labels: torch.Tensor) -> None:
-    model = bert(problem_type="multi_label_classification")
-    flags = torch.tensor([[0.0, 1.0, 1.0]] * 3)
-    assert torch.equal(read(model, [{"input_ids": IDS, "labels": flags}])[0]["labels"], flags)
-    with pytest.raises(DataError, match="0 or 1 for each of 3 labels"):
-        read(model, [{"input_ids": IDS, "labels": labels}])
-
-
-def test_a_regression_needs_one_number_for_each_sample(models: dict[str, PreTrainedModel]) -> None:
-    with pytest.raises(DataError, match=r"one number for each sample, .* of shape \(3, 1\)"):
-        read(models["regression"], [{"input_ids": IDS, "labels": torch.rand(3, 1)}])
+    for name, batch in (("regression", described), ("lm", {"input_ids": IDS, "labels": IDS, **choices})):
+        (found,) = check(models[name], [batch])
+        assert found.keys() == batch.keys()
+        assert all(torch.equal(found[key], value) for key, value in batch.items())
 
 
 def test_batches_like_others_keep_the_order_of_their_samples() -> None:
     """The same texts in other tokens: the second is the longest in one vocabulary, and the shortest in the other."""
-    lengths, others = (3, 5, 4), (4, 2, 6)
-    batches, like = ([_one_text(number, length) for number, length in enumerate(of)] for of in (lengths, others))
+
+    def texts(*lengths: int) -> list[Batch]:
+        ones = [torch.ones(1, length, dtype=torch.int64) for length in lengths]
+        return [{"input_ids": one, "attention_mask": one, "labels": torch.tensor([n])} for n, one in enumerate(ones)]
+
+    batches, like = texts(3, 5, 4), texts(4, 2, 6)
     found = by_length(batches, config=bert().config, like=like)
     assert [batch["labels"].item() for batch in found] == [1, 0, 2]
     assert [batch["attention_mask"].sum().item() for batch in found] == [5, 3, 4]
@@ -224,11 +205,6 @@ def test_a_batch_is_split_by_rows_unless_a_tensor_has_others() -> None:
     assert all(torch.equal(torch.cat([part[key] for part in parts]), batch[key]) for key in batch)
     for whole in (batch, batch | {"pixel_values": torch.zeros(7, 3)}, batch | {"scale": torch.tensor(1.0)}):
         assert in_rows(whole, 5 if whole is batch else 2) == [whole]
-
-
-def _one_text(number: int, length: int) -> dict[str, torch.Tensor]:
-    ids = torch.full((1, length), 7)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([number])}
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -12,7 +12,7 @@ from support.reading import reading
 from support.sentences import embedder
 from transformers import BertConfig, BertModel
 
-from hies_export.data.batches import ROW_KEYS, by_length
+from hies_export.data.batches import ROW_KEYS, batches_fingerprint, by_length
 from hies_export.data.rows import take
 from hies_export.errors import DataError, RequestError
 from hies_export.model.text_encoder import TextEncoder
@@ -22,6 +22,7 @@ from hies_export.tasks.given import batches_of, check_batches, usual_columns
 
 WORDS = [*"abcdefghijklmnop", "query", "passage", "B"]
 EMBEDS = TASKS["feature-extraction"]
+ASKED = {"query": "query", "document": "document"}
 
 
 def tokenizer() -> Any:
@@ -59,56 +60,40 @@ def encoder(**options: Any) -> TextEncoder:
 # ---- texts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("judged", [False, True])
-def test_texts_alone_are_read_once_and_need_no_description(judged: bool) -> None:
-    rows = rows_of(text=["a b c", "d", "a b c", "e f", "d", "g h i j"])
-    of = reader(text=("text",))
-    found = read(of, rows, size=2, use="judge" if judged else "score")
+@pytest.mark.parametrize("use", ["score", "refit", "judge", "time"])
+def test_texts_alone_are_read_once_and_need_no_description(use: Use, caplog: pytest.LogCaptureFixture) -> None:
+    rows = rows_of(text=["a b c", "d", "a b c", "e f", "d", "g h i j", "", " \n"])
+    found = read(reader(text=("text",)), rows, size=2, use=use)
     distinct = ["a b c", "d", "e f", "g h i j"]
-    assert texts_of(found) == sorted(distinct, key=len)
+    assert texts_of(found) == (distinct if use == "time" else sorted(distinct, key=len))
     assert all(set(batch) == {"input_ids", "attention_mask", "token_type_ids"} for batch in found)
     assert [len(batch["input_ids"]) for batch in found] == [2, 2]
-
-
-def test_both_columns_are_texts_where_no_similarity_is_known() -> None:
+    assert "2 of 8 rows are blank in 'text' and left out" in caplog.text
+    # Of two columns without a known similarity, both are texts.
     rows = rows_of(one=["a b", "c"], two=["c", "d"])
-    of, uses = reader(text=("one", "two")), ("score", "refit", "judge", "time")
-    for use in uses:
-        assert sorted(texts_of(read(of, rows, use=use))) == ["a b", "c", "d"]
-
-
-def test_blank_rows_of_plain_text_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    assert texts_of(read(reader(text=("text",)), rows_of(text=["a", "", " \n", "b"]))) == ["a", "b"]
-    assert "2 of 4 rows are blank in 'text' and left out" in caplog.text
+    assert sorted(texts_of(read(reader(text=("one", "two")), rows, use=use))) == ["a b", "c", "d"]
 
 
 def test_texts_are_cut_as_the_reader_of_one_text_to_classify_cuts_them() -> None:
     rows = rows_of(text=["a b c d e f g", "h i"])
     (found,) = read(reader(text=("text",), max_length=5), rows)
-    classifying = reading(
-        "text-classification", columns=Columns(text=("text",)), config=BertConfig(), processor=tokenizer(), max_length=5
-    )
+    fields: dict[str, Any] = {"columns": Columns(text=("text",)), "processor": tokenizer(), "max_length": 5}
+    classifying = reading("text-classification", config=BertConfig(), **fields)
     (expected,) = by_length(classifying.read(rows, size=4), config=BertConfig())
     assert {key: value.tolist() for key, value in found.items()} == {k: v.tolist() for k, v in expected.items()}
     assert found["input_ids"].shape == (2, 5)
 
 
-def test_each_kind_of_text_has_its_prompt() -> None:
+def test_each_kind_of_text_has_its_prompt_and_its_length() -> None:
     prompts = {"query": "query ", "passage": "passage ", "other": "B "}
     asked = rows_of(query=["a"], document=["a b"])
-    of = reader(query="query", document="document", prompts=prompts)
-    assert texts_of(read(of, asked)) == ["query a", "passage a b"]
-    assert texts_of(read(of, asked, use="judge")) == ["query a", "passage a b"]
+    of = reader(**ASKED, prompts=prompts)
+    assert texts_of(read(of, asked)) == texts_of(read(of, asked, use="judge")) == ["query a", "passage a b"]
     of = reader(text=("text",), prompts=prompts, default_prompt_name="other")
     assert texts_of(read(of, rows_of(text=["a"]))) == ["B a"]
-
-
-def test_each_kind_of_text_has_its_length() -> None:
     asked = rows_of(query=["a b c d e f"], document=["g h i j k"])
-    of = reader(query="query", document="document", max_length=5, query_length=4)
-    assert texts_of(read(of, asked)) == ["a b", "g h i"]  # beside two special tokens
-    of = reader(query="query", document="document", max_length=3, query_length=4)
-    assert texts_of(read(of, asked)) == ["a", "g"]
+    for limit, cut in ((5, ["a b", "g h i"]), (3, ["a", "g"])):  # beside two special tokens
+        assert texts_of(read(reader(**ASKED, max_length=limit, query_length=4), asked)) == cut
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------
@@ -127,7 +112,7 @@ def test_texts_of_pairs_are_found_again_by_number_and_side() -> None:
         assert text == pairs[pair][side]
         assert score == pytest.approx(scores[pair])
     assert sorted(zip(described["pair"], described["side"], strict=True)) == [(p, s) for p in range(9) for s in (0, 1)]
-    assert [batch["score"].dtype for batch in found[:1]] == [torch.float32]
+    assert found[0]["score"].dtype == torch.float32
     lengths = [int(row.sum()) for batch in found for row in batch["attention_mask"]]
     assert lengths == sorted(lengths)
 
@@ -150,9 +135,8 @@ def random_rows(chance: random.Random, *, labels: bool, lists: bool) -> datasets
 
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize("lists", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_queries_name_their_documents(labels: bool, lists: bool, seed: int) -> None:
-    rows = random_rows(random.Random(seed), labels=labels, lists=lists)
+def test_queries_name_their_documents(labels: bool, lists: bool) -> None:
+    rows = random_rows(random.Random(0), labels=labels, lists=lists)
     wanted: dict[str, dict[str, float]] = defaultdict(dict)
     corpus = set()
     for row in rows:
@@ -162,7 +146,7 @@ def test_queries_name_their_documents(labels: bool, lists: bool, seed: int) -> N
         if row["query"]:
             for text, grade in zip(texts, grades, strict=True):
                 wanted[row["query"]][text] = max(grade, wanted[row["query"]].get(text, 0))
-    of = reader(query="query", document="document", label="label" if labels else None)
+    of = reader(**ASKED, label="label" if labels else None)
     plain = read(of, rows)
     assert sorted(texts_of(plain)) == sorted([*wanted, *corpus])
     assert not set(ROW_KEYS) & {key for batch in plain for key in batch}
@@ -185,7 +169,7 @@ def test_queries_name_their_documents(labels: bool, lists: bool, seed: int) -> N
 
 def test_queries_and_documents_are_never_in_one_batch_and_little_is_padded() -> None:
     rows = random_rows(random.Random(1), labels=True, lists=True)
-    found = read(reader(query="query", document="document", label="label"), rows, use="judge")
+    found = read(reader(**ASKED, label="label"), rows, use="judge")
     kinds = [set((batch["query"] >= 0).tolist()) for batch in found]
     assert all(len(kind) == 1 for kind in kinds)
     assert [True in kind for kind in kinds] == sorted((True in kind for kind in kinds), reverse=True)
@@ -194,26 +178,9 @@ def test_queries_and_documents_are_never_in_one_batch_and_little_is_padded() -> 
         lengths = [int(row.sum()) for batch in of_kind for row in batch["attention_mask"]]
         assert lengths == sorted(lengths)
     again = by_length(found, config=BertConfig())
-    assert [{k: v.tolist() for k, v in batch.items()} for batch in again] == [
-        {k: v.tolist() for k, v in batch.items()} for batch in found
-    ]
+    assert batches_fingerprint(again) == batches_fingerprint(found)
 
 
-def test_as_many_relevant_documents_as_tokens_are_no_tokens() -> None:
-    batch = {
-        "input_ids": torch.tensor([[2, 4, 5, 3], [2, 6, 3, 0]]),
-        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
-        "query": torch.tensor([0, 1]),
-        "document": torch.tensor([-1, -1]),
-        "relevant": torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]]),
-        "grades": torch.ones(2, 4),
-    }
-    (found,) = by_length([batch], config=BertConfig())
-    assert found["input_ids"].tolist() == [[2, 6, 3, 0], [2, 4, 5, 3]]
-    assert found["relevant"].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
-
-
-ASKED = {"query": "query", "document": "document"}
 PAIR = {"text": ("a", "b")}
 
 
@@ -244,15 +211,13 @@ def test_what_cannot_be_read_is_refused_before_any_work(columns: Any, read_by: A
         reader(**read_by).check_rows(rows_of(**columns))
 
 
-def test_a_query_that_should_find_nothing_cannot_be_judged() -> None:
+def test_rows_without_a_query_or_a_relevant_document() -> None:
     rows = rows_of(query=["a", "b"], document=["c", "d"], label=[1, 0])
     of = reader(**ASKED, label="label")
     assert len(texts_of(read(of, rows))) == 4
     with pytest.raises(DataError, match="every query must have a relevant document .* 'b' has none; remove its rows"):
         read(of, rows, use="judge")
-
-
-def test_documents_of_no_query_are_read_to_be_timed() -> None:
+    # The first rows of a file are timed.
     rows = rows_of(query=[None, None, "c"], document=["a", "b", "d"])
     batches = reader(**ASKED).read(rows.select(range(2)), size=4, use="judge")
     assert texts_of(batches) == ["a", "b"]
@@ -293,22 +258,22 @@ def test_candidates_are_numbered_by_their_query_and_have_grades_when_judged() ->
     assert torch.cat([batch["grades"] for batch in sorted_]).tolist() == [1, 2, 1, 3, 0]
 
 
-def test_what_is_no_reranker_is_refused() -> None:
-    with pytest.raises(
-        DataError, match="for rerankers, whose model has one label, but this one has 3; leave data.group"
-    ):
-        reranker(3).check_rows(rows_of(**CANDIDATES))
-    with pytest.raises(DataError, match=r"every row must have a 'id', but row 1 \(from 0\) has "):
-        reranker().check_rows(rows_of(**(CANDIDATES | {"id": ["x", None, "x", "z", "y"]})))
-    with pytest.raises(DataError, match=r"every row must have a 'id', but row 0 \(from 0\) has "):
-        reranker().check_rows(rows_of(**(CANDIDATES | {"id": [" ", *"xyzx"]})))
-    with pytest.raises(DataError, match="'id' must hold a text or a number per row, got List"):
-        reranker().check_rows(rows_of(**(CANDIDATES | {"id": [[1]] * 5})))
-    with pytest.raises(DataError, match="how much a candidate is wanted must be a number, but row 0"):
-        reranker(label="label").check_rows(rows_of(**(CANDIDATES | {"label": list("abcde")})))
+@pytest.mark.parametrize(
+    ("change", "options", "match"),
+    [
+        ({}, {"labels": 3}, "for rerankers, whose model has one label, but this one has 3; leave data.group"),
+        ({"id": ["x", None, "x", "z", "y"]}, {}, r"every row must have a 'id', but row 1 \(from 0\) has "),
+        ({"id": [" ", *"xyzx"]}, {}, r"every row must have a 'id', but row 0 \(from 0\) has "),
+        ({"id": [[1]] * 5}, {}, "'id' must hold a text or a number per row, got List"),
+        ({"label": list("abcde")}, {"label": "label"}, "how much a candidate is wanted must be a number, but row 0"),
+    ],
+)
+def test_what_is_no_reranker_is_refused(change: Any, options: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        reranker(**options).check_rows(rows_of(**(CANDIDATES | change)))
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("in_order", [False, True])
 def test_rows_of_a_query_are_drawn_together(seed: int | None, in_order: bool) -> None:
     chance = random.Random(5)
@@ -343,12 +308,9 @@ def given(model: Any, texts: Any, task: Task | None = None, **options: Any) -> l
 def test_a_list_of_texts_is_read_as_the_rows_of_a_data_set() -> None:
     texts = ["a b", "c", "a b", "d e f"]
     model = encoder(max_seq_length=5, prompts={"x": "passage "}, default_prompt_name="x")
-    assert texts_of(given(model, texts)) == ["passage c", "passage a b", "passage d e"]
-    rows = given(encoder(), rows_of(text=texts))
-    assert texts_of(rows) == ["c", "a b", "d e f"]
-
-
-def test_a_list_of_pairs_is_grouped_by_its_queries_where_there_is_one_label() -> None:
+    for rows in (texts, rows_of(text=texts)):
+        assert texts_of(given(model, rows)) == ["passage c", "passage a b", "passage d e"]
+    # Pairs are grouped by their queries where there is one label.
     pairs = [("a", "b"), ("c", "d"), ["a", "e"]]
     (found,) = given(bert(num_labels=1), pairs)
     assert texts_of([found]) == ["a b", "c d", "a e"]

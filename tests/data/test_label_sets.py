@@ -20,9 +20,10 @@ def config(*names: str) -> BertConfig:
     return BertConfig(problem_type="multi_label_classification", id2label=ids, label2id=numbers)
 
 
-def rows_of(values: list[Any], feature: Any = None) -> datasets.Dataset:
+def read(values: list[Any], names: list[str], feature: Any = None) -> list[list[float]]:
     rows = datasets.Dataset.from_dict({"label": values}, None if feature is None else datasets.Features(label=feature))
-    return number_rows(rows, source="train.jsonl")
+    rows = number_rows(rows, source="train.jsonl")
+    return read_label_sets(rows, column="label", config=config(*names)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -41,20 +42,17 @@ def rows_of(values: list[Any], feature: Any = None) -> datasets.Dataset:
     ],
 )
 def test_a_row_has_the_numbers_names_or_flags_of_its_labels(values: list[Any], feature: Any, wanted: list[str]) -> None:
-    found = read_label_sets(rows_of(values, feature), column="label", config=config(*NAMES))
-    assert ["".join(f"{value:g}" for value in row) for row in found.tolist()] == wanted
+    assert ["".join(f"{value:g}" for value in row) for row in read(values, NAMES, feature)] == wanted
 
 
 @pytest.mark.parametrize("values", [[0, 1], [False, True], [0.0, 1.0], [[0], [1]], [[0.0], [1.0]]])
 def test_of_a_single_label_a_row_says_whether_it_applies(values: list[Any]) -> None:
-    assert read_label_sets(rows_of(values), column="label", config=config("yes")).tolist() == [[0.0], [1.0]]
+    assert read(values, ["yes"]) == [[0.0], [1.0]]
 
 
 def test_of_two_labels_a_list_of_both_numbers_is_no_pair_of_flags() -> None:
-    found = read_label_sets(rows_of([[0, 1], [0], []]), column="label", config=config("no", "yes"))
-    assert found.tolist() == [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
-    of_classes = read_label_sets(rows_of([[0, 1]], OF_CLASSES), column="label", config=config("anger", "joy"))
-    assert of_classes.tolist() == [[1.0, 1.0]]
+    assert read([[0, 1], [0], []], ["no", "yes"]) == [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+    assert read([[0, 1]], ["anger", "joy"], OF_CLASSES) == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
@@ -73,4 +71,4 @@ def test_of_two_labels_a_list_of_both_numbers_is_no_pair_of_flags() -> None:
 )
 def test_other_columns_are_refused(values: list[Any], names: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_label_sets(rows_of(values), column="label", config=config(*names))
+        read(values, names)

@@ -1,6 +1,5 @@
 """An error names the row of the file, however rows were drawn: against plain lists of numbers."""
 
-import json
 import random
 import re
 from pathlib import Path
@@ -24,20 +23,13 @@ ROWS = 40
 
 
 def random_order(count: int, chance: random.Random) -> list[int]:
-    """Return which of so many rows to take: a slice, a stride, a sample, a filter, each row twice."""
-    start = chance.randrange(count)
-    ways = [
-        list(range(start, count)),
-        list(range(start, count, 3)),
-        chance.sample(range(count), chance.randint(1, count)),
-        list(reversed(range(count))),
-        [i for i in range(count) if chance.random() < 0.7] or [0],
-        [i for i in range(count) for _ in range(2)],
-    ]
+    """Return which of so many rows to take: a stride, a sample, or each row twice."""
+    numbers = list(range(count))
+    ways = [numbers[:: chance.choice([-1, 1, 3])], chance.sample(numbers, chance.randint(1, count)), 2 * numbers]
     return chance.choice(ways)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_names_follow_every_selection(seed: int) -> None:
     chance = random.Random(seed)
     columns = {"q": [["a"] * (1 + i % 3) for i in range(ROWS)], "a": [["x", "y"]] * ROWS, "label": [1] * ROWS}
@@ -138,15 +130,13 @@ def test_the_row_of_the_file_is_named(case: str, tmp_path: Path) -> None:
 
 
 def test_columns_of_numbers_are_not_listed(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "gold": 1}))
-    reader = reading("text-classification", columns=TEXT, **CLASSIFY)
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "gold": 1}')
     with pytest.raises(DataError, match=r"the column 'label', but it has text, gold$"):
-        reader.load("only", files={"only": tmp_path / "a.jsonl"})
+        reading("text-classification", columns=TEXT, **CLASSIFY).load("only", files={"only": tmp_path / "a.jsonl"})
 
 
 def test_rows_of_the_hub_are_those_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_dict({"text": ["a", "b", None], "label": [0, 1, 0]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(validation=rows))
-    reader = reading("text-classification", columns=TEXT, **CLASSIFY)
     with pytest.raises(DataError, match=r"but row 2 of the split 'validation' \(from 0\) has none"):
-        reader.load("validation[1:]", name="org/name")
+        reading("text-classification", columns=TEXT, **CLASSIFY).load("validation[1:]", name="org/name")

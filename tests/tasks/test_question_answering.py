@@ -20,7 +20,7 @@ from support.runs import hies
 from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQuestionAnswering
 
-from hies_export import DataError, HiesError, PruneResult, load, prune
+from hies_export import DataError, HiesError, PruneResult, load, masked_units, prune
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import inputs_of, samples_of
 from hies_export.evaluate.judge import compute_metrics
@@ -39,28 +39,24 @@ BOTH = ["attention", "mlp"]
 
 
 def read(rows: Dataset, **fields: Any) -> list[dict[str, Tensor]]:
-    model = reading_model()
-    made = reading(
-        TASK.name,
-        columns=Columns(text=("question", "context"), label="answers"),
-        config=model.config,
-        processor=letter_tokenizer(),
-        **fields,
-    )
-    return made.read(rows, size=4)
+    columns = Columns(text=("question", "context"), label="answers")
+    usual = {"config": reading_model().config, "processor": letter_tokenizer()}
+    return reading(TASK.name, columns=columns, **(usual | fields)).read(rows, size=4)
 
 
 def naive_best(batch: Mapping[str, Tensor], logits: Tensor) -> list[tuple[int, int, float]]:
     """Return where the answer of each window begins and ends, and its score, from all pairs of tokens."""
     found = []
-    for row in range(len(logits)):
-        inside = [token for token, place in enumerate(batch["begins"][row].tolist()) if place >= 0]
-        pairs = [(first, last) for first in inside for last in inside if first <= last < first + LONGEST]
-        scores = {pair: float(logits[row, 0, pair[0]] + logits[row, 1, pair[1]]) for pair in pairs}
-        first, last = max(scores, key=scores.__getitem__)
-        begin, end = int(batch["begins"][row, first]), int(batch["ends"][row, last])
-        found.append((begin, end, scores[first, last]))
+    for of_row, begins, ends in zip(logits, batch["begins"].tolist(), batch["ends"].tolist(), strict=True):
+        first, last = best_pair(of_row, [token for token, place in enumerate(begins) if place >= 0])
+        found.append((begins[first], ends[last], float(of_row[0, first] + of_row[1, last])))
     return found
+
+
+def best_pair(logits: Tensor, inside: Sequence[int]) -> tuple[int, int]:
+    """Return the first and the last token of the best answer among these tokens; logits are (2, tokens)."""
+    pairs = [(first, last) for first in inside for last in inside if first <= last < first + LONGEST]
+    return max(pairs, key=lambda pair: float(logits[0, pair[0]] + logits[1, pair[1]]))
 
 
 def test_the_best_answer_of_a_window_is_that_of_all_pairs() -> None:
@@ -98,14 +94,7 @@ def test_the_answer_in_several_windows_is_that_in_a_long_one() -> None:
 
     found = []
     for length in (100, 500):
-        made = reading(
-            TASK.name,
-            columns=Columns(text=("question", "context"), label="answers"),
-            config=config,
-            processor=letter_tokenizer(model_max_length=512),
-            max_length=length,
-        )
-        batches = made.read(rows, size=3)
+        batches = read(rows, config=config, processor=letter_tokenizer(model_max_length=512), max_length=length)
         assert samples_of(batches) == len(rows)
         found.append(predict_by(forward, batches, TASK))
     assert sum(len(batch["question"]) for batch in batches) == len(rows)
@@ -145,13 +134,9 @@ def test_exact_match_and_f1_are_those_of_the_paper() -> None:
         ends = np.cumsum([len(given), *(len(text) + 1 for text in right)]).tolist()
         spans.append([0, ends[0]])
         wanted.append([[end - len(text), end] for end, text in zip(ends[1:], right, strict=True)])
-    batch = {
-        "question": torch.arange(len(rows)),
-        "context": torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor([*map(ord, context)]) for context in contexts], batch_first=True, padding_value=-1
-        ),
-        "answers": torch.tensor(wanted),
-    }
+    points = [torch.tensor([*map(ord, context)]) for context in contexts]
+    context = torch.nn.utils.rnn.pad_sequence(points, batch_first=True, padding_value=-1)
+    batch = {"question": torch.arange(len(rows)), "context": context, "answers": torch.tensor(wanted)}
     found = TASK.join([(torch.tensor(spans), torch.zeros(len(rows)))], [batch])
     values = compute_metrics(found, TASK.references([batch]), names=TASK.metrics, task=TASK)
     naive = np.array([squad(given, right) for given, right in rows])
@@ -162,14 +147,13 @@ def test_exact_match_and_f1_are_those_of_the_paper() -> None:
 def gated(model: Any, modules: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradient of a sample's loss to a factor of one for every unit, by hand."""
     factors = {module.name: torch.ones(module.units, requires_grad=True) for module in modules}
+    hooks = []
+    for module in modules:
 
-    def multiply(name: str, width: int) -> Any:
-        return lambda _, inputs: ((inputs[0].unflatten(-1, (-1, width)) * factors[name][:, None]).flatten(-2),)
+        def multiply(_: Any, inputs: Any, factor: Tensor = factors[module.name]) -> Tensor:
+            return (inputs[0].unflatten(-1, (len(factor), -1)) * factor[:, None]).flatten(-2)
 
-    hooks = [
-        model.get_submodule(module.consumer).register_forward_pre_hook(multiply(module.name, module.unit_width))
-        for module in modules
-    ]
+        hooks.append(model.get_submodule(module.consumer).register_forward_pre_hook(multiply))
     loss = model(**batch).loss
     for hook in hooks:
         hook.remove()
@@ -200,15 +184,8 @@ def test_scores_are_those_of_samples_one_at_a_time(labelled: bool) -> None:
 @pytest.fixture(scope="module")
 def pruned() -> PruneResult:
     torch.manual_seed(0)
-    return prune(
-        reading_model(num_hidden_layers=2),
-        questions(24, words=(5, 90)),
-        modules=BOTH,
-        budget={"flops": 0.6},
-        criterion="his",
-        compensation=None,
-        processor=letter_tokenizer(),
-    )
+    rows, how = questions(24, words=(5, 90)), {"criterion": "his", "compensation": None, "modules": BOTH}
+    return prune(reading_model(num_hidden_layers=2), rows, budget={"flops": 0.6}, processor=letter_tokenizer(), **how)
 
 
 def test_a_data_set_is_divided_between_questions(pruned: PruneResult) -> None:
@@ -228,30 +205,14 @@ def test_a_data_set_is_divided_between_questions(pruned: PruneResult) -> None:
 
 
 def test_the_cut_model_is_the_masked_one(pruned: PruneResult) -> None:
-    dense, plan = pruned.pruning.model, pruned.plan
-    assert plan.removed > 0
-
-    def keep(units: Sequence[int], width: int) -> Any:
-        def mask(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-            found = torch.zeros_like(inputs[0]).unflatten(-1, (-1, width))
-            found[..., list(units), :] = inputs[0].unflatten(-1, (-1, width))[..., list(units), :]
-            return (found.flatten(-2),)
-
-        return mask
-
-    hooks = [
-        dense.get_submodule(module.consumer).register_forward_pre_hook(
-            keep(plan.kept[module.name].units, module.unit_width)
-        )
-        for module in pruned.pruning.modules
-    ]
+    assert pruned.plan.removed > 0
     for batch in pruned.pruning.rows.held_out:
         with torch.no_grad():
-            masked, slim = (model(**inputs_of(batch)) for model in (dense, pruned.model))
+            slim = pruned.model(**inputs_of(batch))
+            with masked_units(pruned.pruning.model, pruned.plan, pruned.pruning.modules):
+                masked = pruned.pruning.model(**inputs_of(batch))
         for name in ("start_logits", "end_logits"):
             torch.testing.assert_close(getattr(slim, name), getattr(masked, name), rtol=1e-4, atol=1e-5)
-    for hook in hooks:
-        hook.remove()
 
 
 def positions(size: int = 8, length: int = 12, **options: Tensor) -> dict[str, Tensor]:
@@ -265,10 +226,8 @@ def positions(size: int = 8, length: int = 12, **options: Tensor) -> dict[str, T
     }
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-@pytest.mark.parametrize("form", ["dicts", "rows"])
+@pytest.mark.parametrize(("form", "labelled"), [("dicts", False), ("rows", False), ("rows", True)])
 def test_batches_of_a_training_loop_are_pruned(form: str, labelled: bool) -> None:
-    torch.manual_seed(0)
     model, batches = reading_model(), [positions(), positions()]
     if not labelled:
         batches = [{k: v for k, v in batch.items() if k[-1] != "s" or k == "input_ids"} for batch in batches]
@@ -279,20 +238,15 @@ def test_batches_of_a_training_loop_are_pruned(form: str, labelled: bool) -> Non
     batch = result.pruning.rows.held_out[0]
     with torch.no_grad():
         output = model(**inputs_of(batch))
-    best = []
-    for row in range(len(batch["input_ids"])):
-        real = int(batch["attention_mask"][row].sum())
-        score = output.start_logits[row, :real, None] + output.end_logits[row, None, :real]
-        best.append(divmod(int(score.triu().where(torch.ones_like(score).triu() > 0, -torch.inf).argmax()), real))
+    logits, real = torch.stack([output.start_logits, output.end_logits], 1), batch["attention_mask"].sum(-1)
+    best = [best_pair(of_row, range(count)) for of_row, count in zip(logits, real.tolist(), strict=True)]
     found = predict(model, [batch])
     assert found.values.tolist() == [[first, last + 1] for first, last in best]
     assert ("labels" in batch) == labelled
     if labelled:
         right = references([batch], TASK)
-        exact = TASK.table(found, right)[0]["exact"]
-        assert exact.tolist() == [
-            float([*span] == wanted[0]) for span, wanted in zip(found.values.tolist(), right.tolist(), strict=True)
-        ]
+        exact = (found.values == right[:, 0]).all(-1).double()
+        assert TASK.table(found, right)[0]["exact"].tolist() == exact.tolist()
 
 
 @pytest.mark.parametrize(
@@ -311,25 +265,17 @@ def test_positions_that_are_no_tokens_are_refused(change: dict[str, Any], messag
 
 def test_a_decoder_reads_questions_with_padding_on_any_side() -> None:
     """The tokenizer of a decoder pads on the left and has no segments."""
-    torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     model = shake(LlamaForQuestionAnswering(LlamaConfig(vocab_size=40, max_position_embeddings=64, **sizes)))
     tokenizer, rows = letter_tokenizer(padding_side="left"), questions(12, words=(5, 30))
-    batches = batches_of(model, rows, what="batches", task=task_of(model), processor=tokenizer, columns=None)
+    how: dict[str, Any] = {"what": "batches", "task": task_of(model), "processor": tokenizer, "columns": None}
+    batches = batches_of(model, rows, **how)
     for batch in batches:
-        first = batch["answers"][:, 0].tolist()
         ends = (batch[key].gather(1, batch["labels"])[:, end] for end, key in enumerate(("begins", "ends")))
-        assert torch.stack([*ends], 1).tolist() == first
-    one = predict(model, batches)
-    alone = [
-        predict(
-            model, batches_of(model, rows.select([n]), what="b", task=task_of(model), processor=tokenizer, columns=None)
-        )
-        for n in range(len(rows))
-    ]
-    assert one.values.tolist() == [span for found in alone for span in found.values.tolist()]
-    result = prune(model, rows, budget={"heads": 0.3}, processor=tokenizer)
-    assert result.held_out is not None
+        assert torch.equal(torch.stack([*ends], 1), batch["answers"][:, 0])
+    alone = [predict(model, batches_of(model, rows.select([n]), **how)).values for n in range(len(rows))]
+    assert torch.equal(predict(model, batches).values, torch.cat(alone))
+    assert prune(model, rows, budget={"heads": 0.3}, processor=tokenizer).held_out is not None
 
 
 def test_a_recipe_is_proposed_by_the_names_of_columns(tmp_path: Path) -> None:
@@ -355,7 +301,6 @@ def test_what_a_recipe_cannot_ask_is_refused(change: dict[str, Any], message: st
 
 @pytest.mark.slow
 def test_a_run_judges_what_it_writes_also_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 1}
     recipe = save_questions(
         tmp_path,
         train=12,
@@ -366,7 +311,7 @@ def test_a_run_judges_what_it_writes_also_in_8_bits(tmp_path: Path, monkeypatch:
         export={"quantize": "int8"},
         measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["torch"]},
     )
-    torch.manual_seed(0)
+    wide = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 1}
     reading_model(**wide).save_pretrained(tmp_path / "model")
     assert hies("run", recipe) == 0
     report = Report.from_file(tmp_path / "out")
@@ -377,9 +322,8 @@ def test_a_run_judges_what_it_writes_also_in_8_bits(tmp_path: Path, monkeypatch:
     assert report.onnx_max_abs is not None
     assert report.onnx_max_abs < 1e-3
     dense = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model")
-    answers = {
-        name: [answer(of, row) for row in rows] for name, of in (("dense", dense), ("slim", slim), ("int8", session))
-    }
+    models = {"dense": dense, "slim": slim, "int8": session}
+    answers = {name: [answer(of, row) for row in rows] for name, of in models.items()}
     naive = {
         name: np.mean([squad(text, row["answers"]["text"]) for text, row in zip(of, rows, strict=True)], axis=0)
         for name, of in answers.items()
@@ -412,6 +356,5 @@ def answer(model: Any, row: Mapping[str, Any]) -> str:
             output = model(**given)
         logits = torch.stack([output.start_logits, output.end_logits])
     inside = [token for token, number in enumerate(given.sequence_ids()) if number == 1]
-    pairs = [(first, last) for first in inside for last in inside if first <= last < first + LONGEST]
-    first, last = max(pairs, key=lambda pair: float(logits[0, 0, pair[0]] + logits[1, 0, pair[1]]))
+    first, last = best_pair(logits[:, 0], inside)
     return row["context"][places[first][0] : places[last][1]]
