@@ -81,11 +81,10 @@ def test_the_assistants_tokens_are_labels(template: str, labels: str) -> None:
     tokenizer = chatting(template)
     expected = tokenizer.convert_ids_to_tokens(tokenizer.apply_chat_template(LONG, return_dict=True)["input_ids"])
     assert read(TALK, tokenizer, messages=[LONG]) == [(" ".join(expected), labels)]
-    if template != TAGGED:
-        return
-    found = tokenizer.apply_chat_template(LONG, return_dict=True, return_assistant_tokens_mask=True)
-    masked = [token for token, mask in zip(found["input_ids"], found["assistant_masks"], strict=True) if mask]
-    assert " ".join(tokenizer.convert_ids_to_tokens(masked)) == labels
+    if template == TAGGED:
+        found = tokenizer.apply_chat_template(LONG, return_dict=True, return_assistant_tokens_mask=True)
+        masked = [token for token, mask in zip(found["input_ids"], found["assistant_masks"], strict=True) if mask]
+        assert " ".join(tokenizer.convert_ids_to_tokens(masked)) == labels
 
 
 def test_all_tokens_count_where_a_template_does_not_tell(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,19 +121,10 @@ def test_a_long_conversation_loses_its_beginning() -> None:
     ("messages", "template", "match"),
     [
         (LONG, None, "its tokenizer has none; set tokenizer.chat_template"),
-        (
-            [{"role": "human", "content": "a"}, *LONG],
-            PLAIN,
-            "the role of every message must be one of system, .*rename",
-        ),
+        ([{"role": "human", "content": "a"}, *LONG], PLAIN, "the role of every message must be one of .*rename"),
         ([], PLAIN, "the assistant must say something, but row 1"),
         (said("a", " "), PLAIN, "the assistant must say something, but row 1"),
-        (said("a"), PLAIN, "the assistant must say something, but row 1"),
-        (
-            LONG,
-            "{{ raise_exception('roles must alternate') }}",
-            r"but fails on row 0 \(from 0\): .*roles must alternate",
-        ),
+        (LONG, "{{ raise_exception('no turn') }}", r"but fails on row 0 \(from 0\): .*no turn"),
         (LONG, TAGGED.replace("'assistant'", "'model'"), "must have a token of the assistant's, but row 0"),
     ],
 )
@@ -150,26 +140,26 @@ def test_columns_that_hold_no_conversation() -> None:
         read(Columns(messages=("a", "b")), chatting(), a=["a"], b=[" "])
 
 
+ALPACA = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+
+
 @pytest.mark.parametrize(
-    ("rows", "columns"),
+    ("row", "columns"),
     [
-        ({"messages": [LONG], "text": ["a"]}, {"messages": ("messages",)}),
-        ({"chat": [LONG], "source": ["a"], "id": ["b"]}, {"messages": ("chat",)}),
-        ({"prompt": [LONG[:1]], "completion": [LONG[1:2]]}, {"messages": ("prompt", "completion")}),
-        ({"prompt": ["a"], "completion": ["b"], "id": ["c"]}, {"messages": ("prompt", "completion")}),
+        ({"messages": LONG, "text": "a"}, {"messages": ("messages",)}),
+        ({"chat": LONG, "source": "a", "id": "b"}, {"messages": ("chat",)}),
+        ({"prompt": LONG[:1], "completion": LONG[1:2]}, {"messages": ("prompt", "completion")}),
+        ({"prompt": "a", "completion": "b", "id": "c"}, {"messages": ("prompt", "completion")}),
+        ({"instruction": "a", "input": "b", "output": "c"}, {"prompt": ALPACA, "answer": "output"}),
         (
-            {"instruction": ["a"], "input": ["b"], "output": ["c"]},
-            {"prompt": "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n", "answer": "output"},
-        ),
-        (
-            {"instruction": ["a"], "output": ["c"]},
-            {"prompt": "### Instruction:\n{instruction}\n\n### Response:\n", "answer": "output"},
+            {"instruction": "a", "output": "c"},
+            {"prompt": ALPACA.replace("### Input:\n{input}\n\n", ""), "answer": "output"},
         ),
     ],
 )
-def test_a_model_and_such_rows_are_enough_for_a_recipe(rows: Any, columns: dict[str, Any], tmp_path: Path) -> None:
+def test_a_model_and_such_rows_are_enough_for_a_recipe(row: Any, columns: dict[str, Any], tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text(5 * (json.dumps({name: values[0] for name, values in rows.items()}) + "\n"))
+    (tmp_path / "rows.jsonl").write_text(5 * (json.dumps(row) + "\n"))
     found = propose_recipe(str(tmp_path / "model"), files={"train": tmp_path / "rows.jsonl"}, output=tmp_path / "out")
     assert found.data.model_dump(exclude_unset=True, exclude={"files"}) == columns
 
@@ -184,9 +174,8 @@ def test_the_advice_for_other_columns_works_when_followed(tmp_path: Path) -> Non
         return read_recipe(options)
 
     asked = ["prune", str(tmp_path / "model"), "--data", f"train={tmp_path}/rows.jsonl", "--flops", "0.9"]
-    with pytest.raises(
-        DataError, match="""as in --set 'data.prompt="Question: {question}"' --set data.answer=COLUMN"""
-    ):
+    match = """as in --set 'data.prompt="Question: {question}"' --set data.answer=COLUMN"""
+    with pytest.raises(DataError, match=match):
         proposed()
     recipe = proposed("--set", 'data.prompt="Question: {question}"', "--set", "data.answer=reply")
     assert (recipe.data.prompt, recipe.data.answer, recipe.data.text) == ("Question: {question}", "reply", ())
@@ -213,9 +202,7 @@ def test_conversations_are_pruned_in_memory_and_judged_token_by_token() -> None:
     [
         ("Answer:", "red", "Answer: red </s>"),
         ("Answer:", " red", "Answer: red </s>"),
-        ("Answer: ", "red", "Answer: red </s>"),
         ("Answer:\n", "red", "Answer:\nred </s>"),
-        ("Answer:", "\nred", "Answer:\nred </s>"),
         ("问题：", "红色", "问题：红色 </s>"),
         ("Farbe:", "红色", "Farbe:红色 </s>"),
         ("คำตอบ", "แดง", "คำตอบแดง </s>"),
@@ -240,7 +227,7 @@ def test_what_is_read_is_tokenised_as_one_text(answer: str) -> None:
     assert read(choices, tokenizer, q=["Answer:"], a=[[" blue", answer]], right=[1]) == [expected]
 
 
-@pytest.mark.parametrize("name", ["qas.question", "q[0]", "0", "a:b", "My question", "q!r"])
+@pytest.mark.parametrize("name", ["qas.question", "q[0]", "0", "a:b", "q!r"])
 def test_a_template_names_columns_exactly(name: str) -> None:
     asked = Columns(prompt=f"Q {{{{ {{{name}}} }}}} A", answer="a")
     assert read(asked, chatting(None), **{name: ["c"], "a": ["d"]}) == [("<s> Q <unk> c <unk> A d </s>", "d </s>")]

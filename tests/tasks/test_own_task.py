@@ -44,15 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tokenizer = tmp_path_factory.mktemp("own"), word_tokenizer(WORDS)
     torch.manual_seed(0)
     # One matrix is large enough for 8 bits.
-    sizes = SIX_HEADS | {
-        "num_hidden_layers": 1,
-        "intermediate_size": 352,
-        "num_labels": 2,
-        "max_position_embeddings": 64,
-    }
-    shake(BertForNextSentencePrediction(BertConfig(vocab_size=len(tokenizer), **sizes))).save_pretrained(
-        folder / "model"
-    )
+    sizes = SIX_HEADS | {"num_hidden_layers": 1, "intermediate_size": 352, "num_labels": 2}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)
+    shake(BertForNextSentencePrediction(config)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "text.txt").write_text("\n".join(TEXTS))
     return folder
@@ -76,14 +70,8 @@ def test_it_takes_fifty_lines() -> None:
 
 def test_prune_predicts_and_judges_as_its_objects_say(folder: Path) -> None:
     model, tokenizer = load(folder / "model"), word_tokenizer(WORDS)
-    rows = datasets.Dataset.from_dict({"text": TEXTS[:64]})
-    result = prune(
-        model,
-        rows,
-        held_out=datasets.Dataset.from_dict({"text": TEXTS[64:96]}),
-        processor=tokenizer,
-        budget={"heads": 0.5},
-    )
+    rows, held_out = (datasets.Dataset.from_dict({"text": texts}) for texts in (TEXTS[:64], TEXTS[64:96]))
+    result = prune(model, rows, held_out=held_out, processor=tokenizer, budget={"heads": 0.5})
     assert isinstance(result.model, BertForNextSentencePrediction)
     found, wanted = result.held_out, []
     for text in TEXTS[64:96]:
@@ -99,26 +87,23 @@ def test_prune_predicts_and_judges_as_its_objects_say(folder: Path) -> None:
 def test_a_task_of_classes_takes_a_name_and_a_class(folder: Path) -> None:
     """The second block of the guide, executed."""
     guide = EXAMPLE.parents[1] / "docs" / "guides" / "task.md"
-    block = next(
-        block for block in re.findall(r"(?s)``` { .python }\n(.*?)```", guide.read_text()) if "class " in block
-    )
+    blocks = re.findall(r"(?s)``` { .python }\n(.*?)```", guide.read_text())
+    block = next(block for block in blocks if "class " in block)
     names: dict[str, Any] = {"__name__": "guide"}
     with registries_restored():
         exec(block, names)
         TASKS.pop("sentence-order")
-        pairs = [(text, other) for text, other in zip(TEXTS[:32], TEXTS[32:64], strict=True)]
+        pairs = [*zip(TEXTS[:32], TEXTS[32:64], strict=True)]
         result = prune(load(folder / "model"), pairs, processor=word_tokenizer(WORDS), budget={"heads": 0.5})
         assert type(result.pruning.task) is names["NextSentencePrediction"]
         assert result.held_out is not None
         assert result.held_out.metrics.keys() == {"accuracy"}
-        ids = torch.ones(4, 6, dtype=torch.int64)
-        batch = {"input_ids": ids, "labels": torch.tensor([0, 1, 2, 0])}
+        batch = {"input_ids": torch.ones(4, 6, dtype=torch.int64), "labels": torch.tensor([0, 1, 2, 0])}
         with pytest.raises(DataError, match=r"labels .*in \[0, 2\), .* has 2"):
             prune(load(folder / "model"), [batch] * 2, budget={"heads": 0.5})
 
 
-@pytest.mark.parametrize("task", ["sentence-order", "unknown-here"])
-@pytest.mark.parametrize("location", ["slim", "user/slim"])
+@pytest.mark.parametrize(("task", "location"), [("sentence-order", "slim"), ("unknown-here", "user/slim")])
 def test_a_card_of_no_built_in_task_opens_the_graph(task: str, location: str) -> None:
     card = render_card(replace(make_report(), task=task), location=location)
     assert "InferenceSession(" in card
@@ -129,11 +114,8 @@ def test_a_card_of_no_built_in_task_opens_the_graph(task: str, location: str) ->
 @pytest.mark.slow
 def test_run_writes_a_report_and_a_card_that_names_no_pipeline(folder: Path, tmp_path: Path) -> None:
     report = recipe_of(folder, tmp_path / "out", export={"quantize": "int8"}).run()
-    assert (report.task, report.details.stability_of, report.quality.metric) == (
-        "sentence-order",
-        "probability",
-        "brier",
-    )
+    found: Any = (report.task, report.details.stability_of, report.quality.metric)
+    assert found == ("sentence-order", "probability", "brier")
     assert report.onnx_max_abs is not None
     assert report.onnx_max_abs < 1e-3
     assert report.exported is not None
@@ -162,27 +144,28 @@ def test_deploy_keeps_the_promise(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("data", "match"),
+    ("sections", "match"),
     [
-        ({"text": ["text", "other"]}, r"sentence-order needs data.text \(one column\)"),
-        ({"text": "text", "label": "label"}, r"sentence-order needs data.text \(one column\) and no data.label"),
+        ({"data": {"text": ["text", "other"]}}, r"sentence-order needs data.text \(one column\)"),
+        ({"data": {"text": "text", "label": "label"}}, r"needs data.text \(one column\) and no data.label"),
+        ({"cascade": {"disagreement": 0.05}}, "cascade is for classifiers, got task: sentence-order"),
     ],
 )
-def test_columns_that_it_does_not_read_are_refused(
-    data: dict[str, Any], match: str, folder: Path, tmp_path: Path
-) -> None:
+def test_what_a_recipe_cannot_ask_of_it_is_refused(sections: dict[str, Any], match: str, folder: Path) -> None:
+    if "data" in sections:
+        sections["data"]["files"] = {"train": folder / "text.txt"}
     with pytest.raises(RecipeError, match=match):
-        recipe_of(folder, tmp_path / "out", data={"files": {"train": folder / "text.txt"}, **data})
+        recipe_of(folder, Path("out"), **sections)
 
 
 def test_what_it_refuses_is_said(folder: Path) -> None:
     rows = datasets.Dataset.from_dict({"text": ["a b", "alone"]})
-    with pytest.raises(DataError, match=r"two words to have halves, but row \d \(from 0\) has fewer"):
-        prune(load(folder / "model"), rows, processor=word_tokenizer(WORDS), budget={"heads": 0.5})
-    with pytest.raises(DataError, match="batches of sentence-order must be batches or a data set, got a list of texts"):
-        prune(load(folder / "model"), ["a text"], processor=word_tokenizer(WORDS), budget={"heads": 0.5})
-    with pytest.raises(RecipeError, match="cascade is for classifiers, got task: sentence-order"):
-        recipe_of(folder, Path("out"), cascade={"disagreement": 0.05})
+    for given, match in (
+        (rows, r"two words to have halves, but row 1 \(from 0\) has fewer"),
+        (["a text"], "batches of sentence-order must be batches or a data set, got a list of texts"),
+    ):
+        with pytest.raises(DataError, match=match):
+            prune(load(folder / "model"), given, processor=word_tokenizer(WORDS), budget={"heads": 0.5})
 
 
 def test_only_tasks_are_registered() -> None:

@@ -184,7 +184,8 @@ def test_scores_are_those_of_samples_one_at_a_time(labelled: bool) -> None:
 @pytest.fixture(scope="module")
 def pruned() -> PruneResult:
     torch.manual_seed(0)
-    rows, how = questions(24, words=(5, 90)), {"criterion": "his", "compensation": None, "modules": BOTH}
+    rows = questions(24, words=(5, 90))
+    how: dict[str, Any] = {"criterion": "his", "compensation": None, "modules": BOTH}
     return prune(reading_model(num_hidden_layers=2), rows, budget={"flops": 0.6}, processor=letter_tokenizer(), **how)
 
 
