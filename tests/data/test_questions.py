@@ -17,7 +17,7 @@ from hies_export.data.batches import by_length, samples_of
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict, references
 from hies_export.recipe.sections import Columns
-from hies_export.tasks import TASKS, Task
+from hies_export.tasks import TASKS, Task, task_of
 from hies_export.tasks.given import batches_of
 
 TASK = TASKS["question-answering"]
@@ -114,15 +114,7 @@ def test_an_answer_that_a_window_cuts_off_is_not_in_it() -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ("", ""),
-        (" ", "  "),
-        ("\n\n ", "\r\n"),
-        ("\u200b", "\u00a0"),
-        ("\ufeff\t", "\xad"),
-        ("\u200b", ""),
-        ("", "\xad"),
-    ],
+    [("", ""), (" ", "  "), ("\n\n ", "\r\n"), ("\u200b", "\u00a0"), ("\ufeff\t", "\xad"), ("", "\xad")],
 )
 def test_blanks_around_an_answer_belong_to_no_token(before: str, after: str) -> None:
     answers = {"text": [f"{before}d e{after}"], "answer_start": [2]}
@@ -182,8 +174,9 @@ def test_batches_sorted_by_length_have_the_same_answers() -> None:
 
 
 def given(rows: Dataset, **options: Any) -> list[dict[str, Tensor]]:
-    usual = {"what": "batches", "task": TASK(None), "processor": letter_tokenizer(), "columns": None}
-    return batches_of(reading_model(), rows, **(usual | options))
+    model = reading_model()
+    usual = {"what": "batches", "task": task_of(model), "processor": letter_tokenizer(), "columns": None}
+    return batches_of(model, rows, **(usual | options))
 
 
 GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answer_start": [2]}}
@@ -195,10 +188,7 @@ GOOD = {"question": "b c", "context": "d e f", "answers": {"text": ["e"], "answe
         ({"answers": {"text": [], "answer_start": []}}, "and not empty, but row 1 "),
         ({"answers": {"text": ["e"], "answer_start": [3]}}, "in its context at answer_start, .* has ' ' at 3, not 'e'"),
         ({"answers": {"text": [" "], "answer_start": [3]}}, "an answer must have a word, but row 1 .* in 'answers'"),
-        (
-            {"answers": {"text": ["e", "f"], "answer_start": [2]}},
-            "of equal length .*, but row 1 .* has {.*} in 'answers'",
-        ),
+        ({"answers": {"text": ["e", "f"], "answer_start": [2]}}, "of equal length .* row 1 .* has {.*} in 'answers'"),
         ({"context": " "}, r"every context must have words, but row 1 \(from 0\) has ' ' in 'context'; leave it out"),
         ({"context": None}, r"every row must have a 'context', but row 1 \(from 0\) has none"),
     ],
