@@ -32,8 +32,6 @@ def rows_of(columns, features=None):
     return datasets.Dataset.from_dict(columns, features=features)
 
 
-# ---- checks ----------------------------------------------------------------------------------------------
-
 TEXT = Columns(text=("text",), label="label")
 
 
@@ -97,9 +95,6 @@ def test_every_class_must_have_a_name(id2label):
     match = f"id2label must name every class, numbered from 0 without a gap, but it has {id2label}"
     with pytest.raises(RequestError, match=match):
         check(rows_of(of_labels(0, 0)), classes_named(id2label, {"a": 0, "b": 1}))
-
-
-# ---- text batches ----------------------------------------------------------------------------------------
 
 
 def letters(**options):
@@ -295,9 +290,6 @@ def test_other_class_names_must_be_as_many_as_the_models_and_in_its_order(classe
         labels_of([0, 1], BertConfig(num_labels=classes), names=names)
 
 
-# ---- image batches ---------------------------------------------------------------------------------------
-
-
 def image_batches(rows, *, batch_size=8, label=None, size=4):
     reader = reading(
         "image-classification",
@@ -416,9 +408,6 @@ def test_an_image_that_pillow_takes_for_an_attack(monkeypatch):
         image_batches(rows_of({"image": [encoded(picture())]}))
 
 
-# ---- processors ------------------------------------------------------------------------------------------
-
-
 def test_image_processors_use_pillow_without_a_word(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     ViTImageProcessorPil(size={"height": 6, "width": 6}).save_pretrained(tmp_path)
@@ -453,9 +442,6 @@ def test_a_tokenizer_with_a_number_that_no_model_has_is_refused(tmp_path):
     file.write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"a tokenizer, but .* it numbers a token 1,000,000,000"):
         load_processor(tmp_path, task=TASKS["text-classification"])
-
-
-# ---- fingerprints ----------------------------------------------------------------------------------------
 
 
 def test_the_fingerprint_of_batches_depends_on_all_that_is_in_them_alone():

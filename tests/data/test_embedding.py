@@ -57,9 +57,6 @@ def encoder(**options: Any) -> TextEncoder:
     return embedder(BertModel(BertConfig(vocab_size=40, **sizes)), tokenizer(), **options)
 
 
-# ---- texts -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("use", ["score", "refit", "judge", "time"])
 def test_texts_alone_are_read_once_and_need_no_description(use: Use, caplog: pytest.LogCaptureFixture) -> None:
     rows = rows_of(text=["a b c", "d", "a b c", "e f", "d", "g h i j", "", " \n"])
@@ -96,9 +93,6 @@ def test_each_kind_of_text_has_its_prompt_and_its_length() -> None:
         assert texts_of(read(reader(**ASKED, max_length=limit, query_length=4), asked)) == cut
 
 
-# ---- pairs -----------------------------------------------------------------------------------------------
-
-
 def test_texts_of_pairs_are_found_again_by_number_and_side() -> None:
     chance = random.Random(0)
     pairs = [(some_words(chance), some_words(chance)) for _ in range(9)]
@@ -115,9 +109,6 @@ def test_texts_of_pairs_are_found_again_by_number_and_side() -> None:
     assert found[0]["score"].dtype == torch.float32
     lengths = [int(row.sum()) for batch in found for row in batch["attention_mask"]]
     assert lengths == sorted(lengths)
-
-
-# ---- queries and documents -------------------------------------------------------------------------------
 
 
 def random_rows(chance: random.Random, *, labels: bool, lists: bool) -> datasets.Dataset:
@@ -224,9 +215,6 @@ def test_rows_without_a_query_or_a_relevant_document() -> None:
     assert batches[0]["relevant"].tolist() == [[-1], [-1]]
 
 
-# ---- rerankers -------------------------------------------------------------------------------------------
-
-
 def reranker(labels: int = 1, **options: Any) -> Any:
     config, tokens = BertConfig(num_labels=labels), tokenizer()
     columns = Columns(text=("query", "document"), **({"group": "id"} | options))
@@ -295,9 +283,6 @@ def test_rows_of_a_query_are_drawn_together(seed: int | None, in_order: bool) ->
         assert not set(drawn) & blank or len(whole) == len(by_query)
     orders = {tuple(take(rows, samples=None, shuffle_seed=s, together="query")["number"][:]) for s in range(3)}
     assert len(orders) == 3
-
-
-# ---- in memory -------------------------------------------------------------------------------------------
 
 
 def given(model: Any, texts: Any, task: Task | None = None, **options: Any) -> list[Any]:

@@ -56,9 +56,6 @@ def labelled(batch: dict[str, torch.Tensor]) -> list[str]:
     return [words(ids[row]) for ids, row in zip(batch["labels"], where, strict=True)]
 
 
-# ---- plain text ------------------------------------------------------------------------------------------
-
-
 def test_texts_are_joined_by_the_end_token_and_cut_into_equal_blocks() -> None:
     (batch,) = batches_of(rows_of(text=["a b c", "d e", "f g h i"]), max_length=4, bos=False)
     assert [words(row) for row in batch["input_ids"]] == ["a b c </s>", "d e </s> f"]  # g h i is incomplete
@@ -165,9 +162,6 @@ def test_padding_by_the_end_token_is_no_answer() -> None:
     assert labelled(batch) == ["d </s>", "e </s>"]
 
 
-# ---- prompt and answer -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_only_the_answer_is_a_label(side: str) -> None:
     tokenizer = generative_tokenizer(padding_side=side)
@@ -212,9 +206,6 @@ def test_lists_of_answers_and_of_questions() -> None:
     rows = rows_of(question=[["a", "b"], ["c"]], answer=[["yes", "no"], ["d"]], hint=["k", "l"])
     (batch,) = batches_of(rows, Columns(prompt="{hint} {question}", answer="answer"))
     assert [words(r[r != 0]) for r in batch["input_ids"]] == ["<s> k a yes </s>", "<s> k b no </s>", "<s> l c d </s>"]
-
-
-# ---- images, prompts and answers -------------------------------------------------------------------------
 
 
 SHOWN = Columns(image="image", prompt="Q {question} A", answer="answer")

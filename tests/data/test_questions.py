@@ -199,19 +199,9 @@ def test_rows_that_cannot_be_read_are_refused(change: dict[str, Any], message: s
         given(Dataset.from_list([GOOD, GOOD | change]), columns=columns)
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"text": "question"}, "needs data.text .the columns of the question and of the context.*, got one"),
-        ({"text": ("question", "context"), "group": "question"}, "and no data.group"),
-    ],
-)
-def test_columns_that_are_no_question_and_context_are_refused(columns: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        given(Dataset.from_list([GOOD]), columns=columns)
-
-
-def test_which_column_asks_is_not_guessed() -> None:
+def test_which_columns_are_read_is_not_guessed() -> None:
+    with pytest.raises(DataError, match="needs data.text .the columns of the question and of the context.*, got one"):
+        given(Dataset.from_list([GOOD]), columns={"text": "question"})
     with pytest.raises(DataError, match="question-answering needs columns= that name what to read"):
         given(Dataset.from_list([{"passage": "d e f", "query": "b"}]))
     with pytest.raises(RequestError, match="needs processor="):

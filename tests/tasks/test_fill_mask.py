@@ -28,7 +28,6 @@ from transformers import (
 from hies_export import (
     DataError,
     PruningRecipe,
-    RecipeError,
     collect_statistics,
     find_attention,
     load,
@@ -238,13 +237,3 @@ def test_texts_without_a_token_to_mask_are_refused(model: PreTrainedModel) -> No
     reader = reading(TASK.name, columns=Columns(text=("text",)), config=model.config, processor=tokens)
     with pytest.raises(DataError, match="a tokenizer that fills masks must have a mask token"):
         reader.check_rows(datasets.Dataset.from_dict({"text": TEXTS}))
-
-
-def test_what_a_recipe_asks_of_another_task_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
-    files = {"train": tmp_path / "text.txt"}
-    with pytest.raises(RecipeError, match=r"fill-mask needs data.text \(one column\) and no data.label"):
-        recipe_of(tmp_path, model, data={"files": files, "text": "text", "label": "label"})
-    with pytest.raises(RecipeError, match="cascade is for classifiers, got task: fill-mask"):
-        recipe_of(tmp_path, model, cascade={"disagreement": 0.05})
-    with pytest.raises(RecipeError, match="of a language model must be among perplexity, .*, got 'accuracy'"):
-        recipe_of(tmp_path, model, evaluation={"split": "train[50%:]", "metrics": ["accuracy"]}).run()

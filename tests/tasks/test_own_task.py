@@ -144,18 +144,15 @@ def test_deploy_keeps_the_promise(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("sections", "match"),
+    ("columns", "match"),
     [
-        ({"data": {"text": ["text", "other"]}}, r"sentence-order needs data.text \(one column\)"),
-        ({"data": {"text": "text", "label": "label"}}, r"needs data.text \(one column\) and no data.label"),
-        ({"cascade": {"disagreement": 0.05}}, "cascade is for classifiers, got task: sentence-order"),
+        ({"text": ["text", "other"]}, r"sentence-order needs data.text \(one column\)"),
+        ({"text": "text", "label": "label"}, r"sentence-order needs data.text \(one column\) and no data.label"),
     ],
 )
-def test_what_a_recipe_cannot_ask_of_it_is_refused(sections: dict[str, Any], match: str, folder: Path) -> None:
-    if "data" in sections:
-        sections["data"]["files"] = {"train": folder / "text.txt"}
+def test_columns_that_it_does_not_read_are_refused(columns: dict[str, Any], match: str, folder: Path) -> None:
     with pytest.raises(RecipeError, match=match):
-        recipe_of(folder, Path("out"), **sections)
+        recipe_of(folder, Path("out"), data={"files": {"train": folder / "text.txt"}, **columns})
 
 
 def test_what_it_refuses_is_said(folder: Path) -> None:

@@ -286,18 +286,10 @@ def test_a_recipe_is_proposed_by_the_names_of_columns(tmp_path: Path) -> None:
     assert (found.task, found.data.text, found.data.label) == (TASK.name, ("question", "context"), "answers")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"evaluation.metrics": ["accuracy"]}, "must be among answer_f1, answer_exact, got 'accuracy'"),
-        ({"data.label": "answer"}, "must have the column 'answer', but .*; did you mean 'answers'"),
-        ({"cascade": {"disagreement": 0.1}}, "cascade is for classifiers"),
-    ],
-)
-def test_what_a_recipe_cannot_ask_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_metrics_of_other_tasks_are_refused(tmp_path: Path) -> None:
     recipe = save_questions(tmp_path, train=20, validation=10, prune={"budget": {"heads": 0.3}})
-    with pytest.raises(HiesError, match=message):
-        load_pruning(PruningRecipe.from_yaml(recipe, change))
+    with pytest.raises(HiesError, match="must be among answer_f1, answer_exact, got 'accuracy'"):
+        load_pruning(PruningRecipe.from_yaml(recipe, {"evaluation.metrics": ["accuracy"]}))
 
 
 @pytest.mark.slow
