@@ -332,14 +332,16 @@ def test_a_data_set_of_queries_describes_its_rows_when_judged() -> None:
     assert len(check_batches(encoder(), found, task_of(encoder()))) == 2
 
 
-def test_usual_columns_of_texts_to_embed() -> None:
-    def columns(**given: Any) -> dict[str, Any]:
-        found = usual_columns(rows_of(**given), EMBEDS)
-        return {key: value for key, value in (found or {}).items() if value}
-
-    assert columns(id=[1], words=["a"]) == {"text": ("words",)}
-    assert columns(one=["a"], two=["b"], score=[0.5]) == {"text": ("one", "two"), "label": "score"}
-    assert columns(query=["a"], passage=["b"], id=["c"]) == {"query": "query", "document": "passage"}
-    asked = {"query": ["a"], "document": [["b"]], "label": [[1.0]]}
-    assert columns(**asked) == {"query": "query", "document": "document", "label": "label"}
-    assert columns(one=["a"], two=["b"]) == {}
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        ({"id": [1], "words": ["a"]}, {"text": ("words",)}),
+        ({"one": ["a"], "two": ["b"], "score": [0.5]}, {"text": ("one", "two"), "label": "score"}),
+        ({"query": ["a"], "passage": ["b"], "id": ["c"]}, {"query": "query", "document": "passage"}),
+        ({"query": ["a"], "document": [["b"]], "label": [[1.0]]}, ASKED | {"label": "label"}),
+        ({"one": ["a"], "two": ["b"]}, {}),
+    ],
+)
+def test_usual_columns_of_texts_to_embed(columns: dict[str, Any], found: dict[str, Any]) -> None:
+    usual = usual_columns(rows_of(**columns), EMBEDS) or {}
+    assert {key: value for key, value in usual.items() if value} == found
