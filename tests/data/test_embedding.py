@@ -12,7 +12,7 @@ from support.reading import reading
 from support.sentences import embedder
 from transformers import BertConfig, BertModel
 
-from hies_export.data.batches import ROW_KEYS, batches_fingerprint, by_length
+from hies_export.data.batches import ROW_KEYS, batches_fingerprint, by_length, is_of_documents
 from hies_export.data.rows import take
 from hies_export.errors import DataError, RequestError
 from hies_export.model.text_encoder import TextEncoder
@@ -126,7 +126,7 @@ def random_rows(chance: random.Random, *, labels: bool, lists: bool) -> datasets
 
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize("lists", [False, True])
-def test_queries_name_their_documents(labels: bool, lists: bool) -> None:
+def test_queries_name_their_documents_in_batches_of_their_own_with_little_padding(labels: bool, lists: bool) -> None:
     rows = random_rows(random.Random(0), labels=labels, lists=lists)
     wanted: dict[str, dict[str, float]] = defaultdict(dict)
     corpus = set()
@@ -144,6 +144,7 @@ def test_queries_name_their_documents(labels: bool, lists: bool) -> None:
     found = read(of, rows, use="judge")
     numbers = {key: torch.cat([batch[key] for batch in found]).tolist() for key in ("query", "document")}
     texts = texts_of(found)
+    assert all(len({of >= 0 for of in batch["query"].tolist()}) == 1 for batch in found)
     assert (torch.tensor(numbers["query"]) >= 0).ne(torch.tensor(numbers["document"]) >= 0).all()
     documents = {number: text for number, text in zip(numbers["document"], texts, strict=True) if number >= 0}
     assert set(documents.values()) == corpus
@@ -156,20 +157,9 @@ def test_queries_name_their_documents(labels: bool, lists: bool) -> None:
         described = {documents[number]: grade for number, grade in zip(of_row, graded, strict=True) if number >= 0}
         assert described == ({t: g for t, g in wanted[text].items() if g > 0} if query >= 0 else {})
         assert all(grade == 0 for number, grade in zip(of_row, graded, strict=True) if number < 0)
-
-
-def test_queries_and_documents_are_never_in_one_batch_and_little_is_padded() -> None:
-    rows = random_rows(random.Random(1), labels=True, lists=True)
-    found = read(reader(**ASKED, label="label"), rows, use="judge")
-    kinds = [set((batch["query"] >= 0).tolist()) for batch in found]
-    assert all(len(kind) == 1 for kind in kinds)
-    assert [True in kind for kind in kinds] == sorted((True in kind for kind in kinds), reverse=True)
-    for is_query in (True, False):
-        of_kind = [batch for batch, kind in zip(found, kinds, strict=True) if is_query in kind]
-        lengths = [int(row.sum()) for batch in of_kind for row in batch["attention_mask"]]
-        assert lengths == sorted(lengths)
-    again = by_length(found, config=BertConfig())
-    assert batches_fingerprint(again) == batches_fingerprint(found)
+    order = [(is_of_documents(batch), int(row.sum())) for batch in found for row in batch["attention_mask"]]
+    assert order == sorted(order)
+    assert batches_fingerprint(by_length(found, config=BertConfig())) == batches_fingerprint(found)
 
 
 PAIR = {"text": ("a", "b")}

@@ -92,7 +92,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no label": ("text", {"label": None}, {}, "must have a label"),
     "label too large": ("text", {"label": 2}, {}, r"in \[0, 2\).* has 2 in 'label'"),
     "hidden label": ("text", {"label": -1}, {}, "got -1 for 'label' .* hidden label, as in GLUE's test splits"),
-    "ignored label": ("text", {"label": -100}, {}, "got -100 for 'label' .* annotators did not agree on, as in SNLI"),
     "no image": ("image", {"image": None}, {}, "must have a 'image'"),
     "broken image": ("image", {"image": NO_IMAGE}, {}, "every 'image' must be an image"),
     "no answer": ("answer", {"answer": None}, {}, "must have a 'answer'"),

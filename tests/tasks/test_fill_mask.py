@@ -8,11 +8,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from support.models import SIX_HEADS, shake, word_tokenizer
+from support.models import SIX_HEADS, shake, word_tokenizer, write_recipe
 from support.neurons import one_by_one
 from support.reading import reading
 from support.references import naive_statistics
-from support.runs import without_tracing
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -190,24 +189,20 @@ def test_the_slim_encoder_is_fine_tuned_with_another_head(
     assert any(not torch.equal(tuned.base_model.get_parameter(name), value) for name, value in before.items())
 
 
-def recipe_of(folder: Path, model: PreTrainedModel, **sections: Any) -> PruningRecipe:
-    model.save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
-    (folder / "text.txt").write_text("\n".join(TEXTS))
-    usual = {
-        "data": {"files": {"train": folder / "text.txt"}, "text": "text"},
+@pytest.mark.slow
+@pytest.mark.usefixtures("untraced")
+def test_a_run_judges_its_forms_and_says_how_to_load_them(model: PreTrainedModel, tmp_path: Path) -> None:
+    for saved in (model, tokenizer()):
+        saved.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("\n".join(TEXTS[:80]))
+    sections = {
+        "data": {"files": {"train": "text.txt"}, "text": "text"},
         "calibration": {"split": "train[:50%]", "samples": 16, "batch_size": 8},
         "evaluation": {"split": "train[50%:]"},
         "prune": {"criterion": "his", "budget": {"heads": 0.3}},
         "measure": {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
     }
-    return PruningRecipe(model=str(folder / "model"), task="fill-mask", output=folder / "out", **(usual | sections))
-
-
-@pytest.mark.slow
-def test_a_run_judges_its_forms_and_says_how_to_load_them(model: PreTrainedModel, tmp_path: Path) -> None:
-    with without_tracing():
-        report = recipe_of(tmp_path, model).run()
+    report = PruningRecipe.from_yaml(write_recipe(tmp_path, "fill-mask", **sections)).run()
     assert (report.details.stability_of, report.quality.metric) == ("masked token", "perplexity")
     card = (tmp_path / "out" / "slim" / "README.md").read_text()
     assert "pipeline_tag: fill-mask" in card
