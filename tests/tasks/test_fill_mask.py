@@ -24,15 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hies_export import (
-    DataError,
-    PruningRecipe,
-    collect_statistics,
-    find_attention,
-    load,
-    prune,
-    score_compensated,
-)
+from hies_export import DataError, PruningRecipe, collect_statistics, find_attention, load, prune, score_compensated
 from hies_export.evaluate.judge import compute_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.recipe.sections import Columns
