@@ -133,8 +133,7 @@ def test_characters_are_code_points_of_any_plane() -> None:
     (batch,) = reader().read(rows, size=1)
     token = int(batch["labels"][0, 0])
     assert batch["input_ids"][0, token] == number("c")
-    task = TASK(None)
-    logits = torch.zeros(1, 2, batch["input_ids"].shape[1])
+    task, logits = TASK(None), torch.zeros(1, 2, batch["input_ids"].shape[1])
     logits[:, :, token] = 1
     found = task.join([task.keep(logits, batch)], [batch])
     assert found.contexts == [context]
