@@ -1,14 +1,13 @@
 """Rows against files written and read by hand."""
 
-import csv
 import gzip
-import io
 import json
 import os
 import tempfile
 from unittest.mock import Mock
 
 import datasets
+import pandas
 import PIL.Image
 import pytest
 
@@ -33,22 +32,15 @@ def load(path, **options):
     return load_rows(files={"only": path}, split="only", **options)
 
 
-def content_of(ending):
-    if ending == "jsonl":
-        return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()
-    if ending == "json":
-        return json.dumps(RECORDS, indent=1).encode()
-    if ending == "csv":
-        out = io.StringIO()
-        writer = csv.DictWriter(out, ["text", "label"])
-        writer.writeheader()
-        writer.writerows(RECORDS)
-        return out.getvalue().encode()
-    if ending == "tsv":
-        return ("text\tlabel\n" + "".join(f"{r['text']}\t{r['label']}\n" for r in RECORDS)).encode()
-    out = io.BytesIO()
-    rows_of({key: [record[key] for record in RECORDS] for key in ("text", "label")}).to_parquet(out)
-    return out.getvalue()
+TABLE = pandas.DataFrame(RECORDS)
+# File ending -> the records in this format.
+CONTENTS = {
+    "jsonl": "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode(),
+    "json": json.dumps(RECORDS, indent=1).encode(),
+    "csv": TABLE.to_csv(index=False).encode(),
+    "tsv": ("text\tlabel\n" + "".join(f"{record['text']}\t{record['label']}\n" for record in RECORDS)).encode(),
+    "parquet": TABLE.to_parquet(),
+}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +48,7 @@ def content_of(ending):
     ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz", "a.tsv", "a.tsv.gz", "a.parquet", "A.CSV"],
 )
 def test_every_table_format_gives_the_same_rows(tmp_path, name):
-    content = content_of(name.lower().split(".")[1])
+    content = CONTENTS[name.lower().split(".")[1]]
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     rows = load(tmp_path / name)
     assert rows.to_list() == RECORDS
@@ -104,7 +96,7 @@ def test_nothing_is_left_behind_or_printed(tmp_path, monkeypatch, capfd):
     for folder in ("files", "temporary"):
         (tmp_path / folder).mkdir()
     path = tmp_path / "files/a.jsonl.gz"
-    path.write_bytes(gzip.compress(content_of("jsonl")))
+    path.write_bytes(gzip.compress(CONTENTS["jsonl"]))
     rows = load(path, samples=3)
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["a.jsonl.gz", "files", "temporary"]
     path.unlink()
@@ -275,7 +267,7 @@ def test_files_without_rows_and_folders_without_images(tmp_path):
 
 
 def test_what_save_to_disk_wrote_is_read(tmp_path):
-    rows = rows_of({key: [record[key] for record in RECORDS] for key in ("text", "label")})
+    rows = datasets.Dataset.from_list(RECORDS)
     rows.with_format("torch").save_to_disk(tmp_path / "rows")
     datasets.DatasetDict(train=rows.select([0, 1]), test=rows.select([2, 3, 4])).save_to_disk(tmp_path / "whole")
     assert load(tmp_path / "rows").to_list() == RECORDS

@@ -141,6 +141,7 @@ def test_columns_that_hold_no_conversation() -> None:
 
 
 ALPACA = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+WITHOUT_INPUT = ALPACA.replace("### Input:\n{input}\n\n", "")
 
 
 @pytest.mark.parametrize(
@@ -151,10 +152,7 @@ ALPACA = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response
         ({"prompt": LONG[:1], "completion": LONG[1:2]}, {"messages": ("prompt", "completion")}),
         ({"prompt": "a", "completion": "b", "id": "c"}, {"messages": ("prompt", "completion")}),
         ({"instruction": "a", "input": "b", "output": "c"}, {"prompt": ALPACA, "answer": "output"}),
-        (
-            {"instruction": "a", "output": "c"},
-            {"prompt": ALPACA.replace("### Input:\n{input}\n\n", ""), "answer": "output"},
-        ),
+        ({"instruction": "a", "output": "c"}, {"prompt": WITHOUT_INPUT, "answer": "output"}),
     ],
 )
 def test_a_model_and_such_rows_are_enough_for_a_recipe(row: Any, columns: dict[str, Any], tmp_path: Path) -> None:
@@ -174,8 +172,7 @@ def test_the_advice_for_other_columns_works_when_followed(tmp_path: Path) -> Non
         return read_recipe(options)
 
     asked = ["prune", str(tmp_path / "model"), "--data", f"train={tmp_path}/rows.jsonl", "--flops", "0.9"]
-    match = """as in --set 'data.prompt="Question: {question}"' --set data.answer=COLUMN"""
-    with pytest.raises(DataError, match=match):
+    with pytest.raises(DataError, match="""as in --set 'data.prompt="Question: {question}"' --set data.answer="""):
         proposed()
     recipe = proposed("--set", 'data.prompt="Question: {question}"', "--set", "data.answer=reply")
     assert (recipe.data.prompt, recipe.data.answer, recipe.data.text) == ("Question: {question}", "reply", ())
@@ -214,17 +211,15 @@ def test_prompt_and_answer_are_parted_by_one_space_where_words_are(prompt: str, 
     assert prompt + answer_text(prompt, answer, " </s>") == text
 
 
-@pytest.mark.parametrize("answer", ["red", " red"])
-def test_what_is_read_is_tokenised_as_one_text(answer: str) -> None:
+def test_what_is_read_is_tokenised_as_one_text() -> None:
     letters = {character: number for number, character in enumerate(["<pad>", "</s>", *sorted({*"Answer: red\nblue"})])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<pad>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
-    asked = Columns(prompt="{q}", answer="a")
-    expected = ("A n s w e r :   r e d </s>", "  r e d </s>")
-    assert read(asked, tokenizer, q=["Answer:"], a=[answer]) == [expected]
+    asked, expected = Columns(prompt="{q}", answer="a"), ("A n s w e r :   r e d </s>", "  r e d </s>")
+    assert read(asked, tokenizer, q=["Answer:"] * 2, a=["red", " red"]) == [expected] * 2
     choices = asked.model_copy(update={"label": "right"})
-    assert read(choices, tokenizer, q=["Answer:"], a=[[" blue", answer]], right=[1]) == [expected]
+    assert read(choices, tokenizer, q=["Answer:"], a=[[" blue", " red"]], right=[1]) == [expected]
 
 
 @pytest.mark.parametrize("name", ["qas.question", "q[0]", "0", "a:b", "q!r"])
