@@ -63,11 +63,6 @@ def recipe_of(folder: Path, output: Path, **sections: Any) -> PruningRecipe:
     return PruningRecipe(model=str(folder / "model"), task="sentence-order", output=output, **(usual | sections))
 
 
-def test_it_takes_fifty_lines() -> None:
-    task = EXAMPLE.read_text().partition("\n@register_task")[2].partition("\ndef main")[0]
-    assert len([line for line in task.splitlines() if line.strip()]) <= 50
-
-
 def test_prune_predicts_and_judges_as_its_objects_say(folder: Path) -> None:
     model, tokenizer = load(folder / "model"), word_tokenizer(WORDS)
     rows, held_out = (datasets.Dataset.from_dict({"text": texts}) for texts in (TEXTS[:64], TEXTS[64:96]))
