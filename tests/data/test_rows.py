@@ -253,13 +253,15 @@ def test_files_without_rows_and_folders_without_images(tmp_path):
     for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "header.csv").write_bytes(b"text,label\n")
-    rows_of({"text": ["a"]}).select([]).to_parquet(tmp_path / "a.parquet")
     for path in sorted(tmp_path.iterdir()):
         with pytest.raises(DataError, match=rf"{path.name} must be a readable \w+ file with at least one row, but"):
             load(path)
     for name in ("a.jsonl", "header.csv"):
         with pytest.raises(DataError, match="but: it has none$"):
             load(tmp_path / name)
+    rows_of({"text": ["a"]}).select([]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="must .* at least one row"):
+        load(tmp_path / "a.parquet")
     (tmp_path / "folder" / "cat").mkdir(parents=True)
     match = "of images per class, or a metadata.csv .*, but .*: it has none; for other data name the files"
     with pytest.raises(DataError, match=match):
