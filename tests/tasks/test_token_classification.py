@@ -300,12 +300,6 @@ def same_and_shared(dense: list[list[str]], slim: list[list[str]]) -> tuple[floa
     return sum(one == two for one, two in pairs) / len(pairs), 2 * both / named
 
 
-def collated(rows: Sequence[dict[str, Any]], *, labelled: bool) -> list[dict[str, torch.Tensor]]:
-    collate = DataCollatorForTokenClassification(tag_tokenizer())
-    kept = [row if labelled else {key: value for key, value in row.items() if key != "labels"} for row in rows]
-    return [dict(collate(kept[start : start + 8])) for start in range(0, len(kept), 8)]
-
-
 def tokenize(count: int) -> list[dict[str, Any]]:
     """Return rows as scripts for training make them."""
     tokenizer, rows = tag_tokenizer(), []
@@ -323,10 +317,11 @@ def tokenize(count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("given", "labelled"), [("collated", True), ("tokenised", False), ("tokenised", True)])
 def test_what_training_reads_is_pruned_in_memory(given: str, labelled: bool) -> None:
     model, rows = tagger(), tokenize(64)
-    batches: Any = collated(rows, labelled=labelled)
-    if given == "tokenised":
-        batches = datasets.Dataset.from_list(rows)
-        batches = batches if labelled else batches.remove_columns("labels")
+    kept = rows if labelled else [{key: row[key] for key in ("input_ids", "attention_mask")} for row in rows]
+    batches: Any = datasets.Dataset.from_list(kept)
+    if given == "collated":
+        collate = DataCollatorForTokenClassification(tag_tokenizer())
+        batches = [dict(collate(kept[start : start + 8])) for start in range(0, len(kept), 8)]
     how: dict[str, Any] = {"criterion": "compensated", "compensation": {"method": "least_squares"}, "modules": BOTH}
     result = prune(model, batches, budget={"flops": 0.8}, processor=tag_tokenizer(), **how)
     held_out = result.pruning.rows.held_out
@@ -378,11 +373,9 @@ def test_a_run_judges_what_it_writes(out: Path) -> None:
     assert report.cut_max_abs < 1e-4
     assert report.onnx_max_abs is not None
     assert report.onnx_max_abs < 1e-4
-    text = (out / "report.md").read_text()
-    assert f"| same sentence | | {report.stability:.1%} |" in " ".join(text.split())
-    assert f"| same entities (F1) | | {shared:.1%} |" in " ".join(text.split())
-    assert f"{'all' if report.stability == 1 else f'{100 * report.stability:.1f} % of the'} sentences stay" in text
-    assert "entity F1 " in text.split("\n\n")[1]
+    text = " ".join((out / "report.md").read_text().split())
+    assert f"| same sentence | | {report.stability:.1%} |" in text
+    assert f"| same entities (F1) | | {shared:.1%} |" in text
 
 
 def test_the_card_shows_how_to_find_entities(out: Path) -> None:
@@ -403,8 +396,8 @@ def test_the_card_shows_how_to_find_entities(out: Path) -> None:
 @pytest.mark.usefixtures("untraced")
 def test_a_promise_may_be_over_entities(tmp_path: Path) -> None:
     keep = {"metric": "own_entity_f1", "predictions": 0.5}
-    held_out = {"split": "validation", "samples": 40}
-    recipe = save_tagger(tmp_path, prune={**MODULES, "budget": {"keep": keep}}, held_out=held_out)
+    small, held_out = {"num_hidden_layers": 1}, {"split": "validation", "samples": 40}
+    recipe = save_tagger(tmp_path, model=small, prune={**MODULES, "budget": {"keep": keep}}, held_out=held_out)
     assert hies("run", recipe) == 0
     outcome: Any = Report.from_file(tmp_path / "out").details.outcome
     assert (outcome.word, outcome.budget.metric) == ("sentence", "own_entity_f1")
