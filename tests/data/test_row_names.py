@@ -36,7 +36,7 @@ def test_names_follow_every_selection(seed: int) -> None:
     plain = datasets.Dataset.from_dict(columns)
     rows, numbers = number_rows(plain, source="some file.jsonl"), list(range(ROWS))
     assert own_columns(rows) == plain.column_names
-    for _ in range(4):
+    for _ in range(3):
         order = random_order(len(rows), chance)
         rows, numbers = rows.select(order), [numbers[i] for i in order]
     rows = right_choice(rows, answer="a", label="label")

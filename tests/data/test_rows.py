@@ -303,8 +303,9 @@ def test_splits_that_number_their_classes_apart_are_numbered_alike(tmp_path, kin
         if kind == "folder":
             write_image_folder(path, classes=(*named[split], ".hidden"), each=1)
             continue
-        classes = datasets.ClassLabel(names=named[split])
-        rows = rows_of({"label": list(range(len(named[split])))}, datasets.Features({"label": classes}))
+        names, classes = named[split], datasets.ClassLabel(names=named[split])
+        features = datasets.Features({"text": datasets.Value("string"), "label": classes})
+        rows = rows_of({"text": names, "label": list(range(len(names)))}, features)
         rows.to_parquet(path) if kind == "parquet" else rows.save_to_disk(path)
     for split, names in named.items():
         rows = load_rows(files=files, split=split)

@@ -13,7 +13,7 @@ from support.loading import load_pruning
 from support.neurons import one_by_one
 from support.reading import reading
 from support.references import naive_statistics
-from support.runs import hies
+from support.runs import hies, without_tracing
 from support.tags import TAGS, save_tagger, sentences, tag_tokenizer, tagger
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -354,13 +354,10 @@ MODULES = {"modules": BOTH, "criterion": "compensated", "compensation": {"sample
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run."""
     torch.manual_seed(0)
-    recipe = save_tagger(
-        tmp_path_factory.mktemp("tags"),
-        prune={**MODULES, "budget": {"flops": 0.8}},
-        measure={"shapes": [[2, 16]], "repeats": 2, "runtimes": ["onnxruntime-cpu"]},
-        model={"hidden_size": 120, "intermediate_size": 256, "num_hidden_layers": 1},
-    )
-    assert hies("run", recipe) == 0
+    folder, prune = tmp_path_factory.mktemp("tags"), {**MODULES, "budget": {"flops": 0.8}}
+    recipe = save_tagger(folder, prune=prune, model={"num_hidden_layers": 1})
+    with without_tracing():
+        assert hies("run", recipe) == 0
     return recipe.parent / "out"
 
 
@@ -371,8 +368,6 @@ def test_a_run_judges_what_it_writes(out: Path) -> None:
     same, shared = same_and_shared(tags_of(dense, batches), tags_of(slim, batches))
     assert (report.stability, report.metrics["own_entity_f1"].slim) == pytest.approx((same, shared))
     assert report.cut_max_abs < 1e-4
-    assert report.onnx_max_abs is not None
-    assert report.onnx_max_abs < 1e-4
     text = " ".join((out / "report.md").read_text().split())
     assert f"| same sentence | | {report.stability:.1%} |" in text
     assert f"| same entities (F1) | | {shared:.1%} |" in text
