@@ -71,16 +71,6 @@ def test_texts_alone_are_read_once_and_need_no_description(use: Use, caplog: pyt
     assert sorted(texts_of(read(reader(text=("one", "two")), rows, use=use))) == ["a b", "c", "d"]
 
 
-def test_texts_are_cut_as_the_reader_of_one_text_to_classify_cuts_them() -> None:
-    rows = rows_of(text=["a b c d e f g", "h i"])
-    (found,) = read(reader(text=("text",), max_length=5), rows)
-    fields: dict[str, Any] = {"columns": Columns(text=("text",)), "processor": tokenizer(), "max_length": 5}
-    classifying = reading("text-classification", config=BertConfig(), **fields)
-    (expected,) = by_length(classifying.read(rows, size=4), config=BertConfig())
-    assert {key: value.tolist() for key, value in found.items()} == {k: v.tolist() for k, v in expected.items()}
-    assert found["input_ids"].shape == (2, 5)
-
-
 def test_each_kind_of_text_has_its_prompt_and_its_length() -> None:
     prompts = {"query": "query ", "passage": "passage ", "other": "B "}
     asked = rows_of(query=["a"], document=["a b"])
@@ -297,7 +287,6 @@ def test_a_list_of_texts_is_read_as_the_rows_of_a_data_set() -> None:
 @pytest.mark.parametrize(
     ("texts", "task", "options", "error", "match"),
     [
-        ([], "feature-extraction", {}, DataError, "must have at least one batch"),
         ("a", "feature-extraction", {}, DataError, "must be a list or a DataLoader of batches, got a str"),
         (["a", " "], "feature-extraction", {}, DataError, r"none of them blank, .* item 1 \(from 0\) is ' '"),
         (["a", 5], "feature-extraction", {}, DataError, r"texts only, .* item 1 \(from 0\) is 5"),

@@ -140,13 +140,11 @@ def test_characters_are_code_points_of_any_plane() -> None:
     assert task.table(found, references([batch], task))[0].tolist() == [(1, 1)]
 
 
-def test_a_model_of_one_segment_gets_no_segment_ids() -> None:
-    for segments in (1, 2):
-        config = BertConfig(vocab_size=40, max_position_embeddings=64, type_vocab_size=segments)
-        (batch,) = reader(config=config).read(questions(2), size=2)
-        assert ("token_type_ids" in batch) == (segments == 2)
+def test_the_context_is_the_second_segment() -> None:
+    (batch,) = reader().read(questions(2), size=2)
     assert torch.equal(batch["token_type_ids"] * batch["attention_mask"], batch["token_type_ids"])
     assert batch["token_type_ids"][batch["begins"] >= 0].all()
+    assert not batch["token_type_ids"][:, 0].any()
 
 
 def test_batches_sorted_by_length_have_the_same_answers() -> None:

@@ -92,9 +92,8 @@ def test_the_first_token_of_a_word_has_its_class(left: bool, limit: int | None) 
         (TAGS.index, None),
         (str.upper, None),
         (TAGS[::-1].index, datasets.List(datasets.ClassLabel(names=TAGS[::-1]))),
-        (TAGS.index, datasets.List(datasets.ClassLabel(names=["a", "b", "c", "d", "e"]))),
     ],
-    ids=["numbers", "names in capitals", "numbers of names", "numbers of other names"],
+    ids=["numbers", "names in capitals", "numbers of names"],
 )
 def test_classes_are_numbers_or_names(write: Any, feature: Any) -> None:
     rows = sentences(5)
@@ -202,8 +201,6 @@ def spans(*given: tuple[int, int, str]) -> dict[str, Any]:
         ({"tokens": [], "ner_tags": ["O"]}, r"must have words, .* but row 0 of train\.jsonl \(from 0\) has \[\]"),
         ({"tokens": ["a", " "], "ner_tags": ["O", "O"]}, r"row 0 of .* has \['a', ' '\] in 'tokens'"),
         ({"tokens": ["a", "b"], "ner_tags": ["O"]}, r"row 0 of .* has 2 words and 1 labels in 'ner_tags'; give each"),
-        ({"tokens": ["a", "b"], "ner_tags": [-100, 0]}, "got -100 for 'ner_tags'"),
-        ({"tokens": ["a"], "ner_tags": ["B-river"]}, r"must be among the model's \(O, .*\), got 'B-river'"),
         ({"tokens": ["a"], "ner_tags": "O"}, "must be a list for each row, but 'ner_tags' holds string; make a list"),
         ({"tokens": ["a"], "ner_tags": [5]}, r"must be in \[0, 5\), .* but row 0 of train\.jsonl \(from 0\) has 5"),
         (spans((3, 5, "name"), (0, 4, "name")), "must not overlap, .* row 0 of"),
