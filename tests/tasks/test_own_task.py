@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import onnxruntime
 import pytest
 import torch
 from support.models import SIX_HEADS, shake, word_tokenizer
@@ -106,16 +107,24 @@ def test_a_card_of_no_built_in_task_opens_the_graph(task: str, location: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("untraced")
 def test_run_writes_a_report_and_a_card_that_names_no_pipeline(folder: Path, tmp_path: Path) -> None:
-    report = recipe_of(folder, tmp_path / "out").run()
+    report = recipe_of(folder, tmp_path / "out", export={"quantize": "int8"}).run()
     found: Any = (report.task, report.details.stability_of, report.quality.metric)
     assert found == ("sentence-order", "probability", "brier")
+    assert report.onnx_max_abs is not None
+    assert report.onnx_max_abs < 1e-3
+    assert report.exported is not None
+    assert report.exported.quality is not None
     card = (tmp_path / "out" / "slim" / "README.md").read_text()
     assert "pipeline_tag" not in card
     assert "OnnxGenerator" not in card
     assert "AutoModelForNextSentencePrediction.from_pretrained" in card
-    assert re.search(r"^session = InferenceSession\(", card, re.MULTILINE)
+    (line,) = re.findall(r"^session = Infer.*$", card, re.MULTILINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "out")
+        names: dict[str, Any] = {"InferenceSession": onnxruntime.InferenceSession}
+        exec(line, names)
+    assert [output.name for output in names["session"].get_outputs()] == ["logits"]
 
 
 @pytest.mark.slow
