@@ -1,7 +1,6 @@
 import csv
 import io
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from hies_lab.sweep.cells import redrawn, weighted_area
 from hies_lab.sweep.grid import SweepGrid
 from hies_lab.sweep.journal import Journal
 from hies_lab.sweep.results import render_markdown, sweep_tables, terminal_table
-from hies_lab.sweep.sweep import sweep
+from hies_lab.sweep.sweep import SweepResult, sweep
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
@@ -47,7 +46,7 @@ def recipe_file(tmp_path: Path) -> Path:
 def test_rows_are_what_a_single_run_of_each_finds(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hies_export.pipeline.stages.ALPHAS", (0.0, 0.3, 0.5, 0.9))  # fewer to judge
+    monkeypatch.setattr("hies_export.pipeline.stages.ALPHAS", (0.0, 0.3, 0.9))  # fewer to judge
     recipe = PruningRecipe.from_yaml(recipe_file)
     grid = SweepGrid(
         criteria=("hies", "random", "compensated"),
@@ -65,25 +64,24 @@ def test_rows_are_what_a_single_run_of_each_finds(
     needed = {"criterion", "alpha", "sparsity", "seed", "calibration_samples", "compensation", "quality", "stability"}
     assert all(needed | {"flops_ratio"} <= set(row) for row in result.rows)
     assert {r["calibration_samples"] for r in result.rows if r["criterion"] == "compensated"} == {40}
-    kinds = {(r["criterion"], r["alpha_by"]): r for r in random.Random(0).sample(result.rows, len(result.rows))}
-    chosen = [row for (criterion, _), row in kinds.items() if criterion != "compensated"]
-    assert {row["compensation"] for row in chosen} == {"none", "least_squares"}
-    for row in chosen:
+    named = ("criterion", "alpha_by", "calibration_samples", "compensation")
+    rows = {tuple(row[name] for name in named): row for row in result.rows}
+    for criterion, by, samples, compensation in (
+        ("hies", "given", 12, "none"),
+        ("hies", "auto", 8, "least_squares"),
+        ("random", None, 12, "least_squares"),
+    ):
+        row = rows[criterion, by, samples, compensation]
         fields = recipe.model_dump()
-        fields["calibration"] |= {"seed": row["seed"], "samples": row["calibration_samples"]}
-        fields["prune"] |= {"criterion": row["criterion"], "alpha": row["alpha"] or 0.5}
-        fields["prune"]["budget"] = {"heads": row["sparsity"]}
-        if row["alpha_by"] == "auto":
-            fields["prune"]["alpha"] = "auto"
-        if row["compensation"] == "none":
+        fields["calibration"] |= {"seed": 3, "samples": samples}
+        fields["prune"] |= {"criterion": criterion, "alpha": "auto" if by == "auto" else 0.3, "budget": {"heads": 0.5}}
+        if compensation == "none":
             fields["prune"]["compensation"] = None
-        alone = PruningRecipe(**fields)
-        prepared = load_pruning(alone)
+        prepared = load_pruning(PruningRecipe(**fields))
         plan = choose(prepared, calibrate(prepared)).plan
-        if row["alpha_by"] == "auto":
-            assert plan.alpha == row["alpha"]
+        assert plan.alpha == row["alpha"]
         slim = prune_units(prepared.model, plan, prepared.modules)
-        if row["compensation"] != "none":
+        if compensation != "none":
             batches = by_length(prepared.rows.refit, config=prepared.model.config)
             compensate(prepared.model, slim, plan, prepared.modules, batches)
         found = compare(prepared, slim)
@@ -94,7 +92,7 @@ def test_rows_are_what_a_single_run_of_each_finds(
 
 
 def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: Path, tmp_path: Path) -> None:
-    recipe = PruningRecipe.from_yaml(recipe_file)
+    recipe = PruningRecipe.from_yaml(recipe_file, {"calibration.seed": 1})
     grid = SweepGrid(
         criteria=("his", *JUDGED_ONLY),
         sparsities=(0.5,),
@@ -105,9 +103,7 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
     result = sweep(recipe, grid, tmp_path / "out")
     rows = {(row["criterion"], row["compensation"]): row for row in result.rows}
     assert list(rows) == [("his", "none"), *((name, "none") for name in JUDGED_ONLY), ("his", "least_squares")]
-    fields = recipe.model_dump()
-    fields["calibration"] |= {"seed": 1}
-    prepared = load_pruning(PruningRecipe(**fields))
+    prepared = load_pruning(recipe)
     model, sites, evaluation = prepared.model, prepared.modules, prepared.rows.evaluation
     dense = predict(model, evaluation)
     taylor = channel_taylor(model, prepared.rows.score, sites)
@@ -129,14 +125,12 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
         assert row["stability"] == share_same(dense, logits)
         assert (row["flops_ratio"], row["heads_removed"]) == (None, None)
         assert row["calibration_samples"] == (8 if name == "llm-pruner-channel" else 40)
-    again = sweep(recipe, grid, tmp_path / "out")
-    assert (again.rows, again.evaluations) == (result.rows, 0)
 
 
 def test_killed_half_way_it_ends_with_the_same_file(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--criteria", "hies,random,compensated", "--alphas", "0.2", "--sparsities", "0.6"]
+    options = ["--criteria", "hies,compensated", "--alphas", "0.2", "--sparsities", "0.6"]
     options += ["--seeds", "0,1", "--compensations", "none,least_squares"]
 
     def command(folder: str) -> list[str]:
@@ -150,14 +144,14 @@ def test_killed_half_way_it_ends_with_the_same_file(
         nonlocal rows
         add(journal, key, row)
         rows += 1
-        if rows == 7:
+        if rows == 5:
             shutil.copytree(whole, killed)
 
     monkeypatch.setattr(Journal, "add", add_and_look)
     assert main(command("whole")) == 0
     journal = killed / "journal.jsonl"
     assert not (killed / "sweep.json").exists()
-    assert journal.read_bytes().count(b'"kind": "row"') == 7
+    assert journal.read_bytes().count(b'"kind": "row"') == 5
     with journal.open("ab") as file:
         file.write(b'{"kind": "row", "key": "cut of')  # as a kill in the middle of a line leaves it
     assert main(command("killed")) == 0
@@ -165,40 +159,35 @@ def test_killed_half_way_it_ends_with_the_same_file(
         assert_same_text((killed / name).read_text(), (whole / name).read_text())
     lines = [json.loads(line) for line in journal.read_bytes().splitlines()]
     keys = [line["key"] for line in lines if line["kind"] == "row"]
-    assert len(keys) == len(set(keys)) == len(json.loads((whole / "sweep.json").read_text())) == 12
+    assert len(keys) == len(set(keys)) == len(json.loads((whole / "sweep.json").read_text())) == 8
 
 
-def test_a_journal_serves_a_wider_grid_but_no_other_recipe(recipe_file: Path, tmp_path: Path) -> None:
-    recipe = PruningRecipe.from_yaml(recipe_file)
-    options: dict[str, Any] = {"criteria": ("his",), "calibration_sizes": (8,), "seeds": (0,)}
-    narrow = sweep(recipe, SweepGrid(**options, sparsities=(0.2,)), tmp_path / "out")
-    wide = sweep(recipe, SweepGrid(**options, sparsities=(0.2, 0.6)), tmp_path / "out")
+def test_a_journal_serves_a_wider_grid_but_no_other_recipe_or_files(tmp_path: Path) -> None:
+    project = save_sweep_project(tmp_path / "project", modules=["attention", "mlp"], budget={"flops": 0.7})
+    recipe = PruningRecipe.from_yaml(project)
+
+    def swept(*sparsities: float, of: PruningRecipe = recipe, **how: Any) -> SweepResult:
+        grid = SweepGrid(criteria=("his",), calibration_sizes=(8,), seeds=(0,), sparsities=sparsities)
+        return sweep(of, grid, tmp_path / "out", **how)
+
+    narrow, wide = swept(0.2), swept(0.2, 0.5)
     assert (narrow.evaluations, wide.evaluations) == (1, 1)
     assert wide.rows[0] == narrow.rows[0]
-    other = PruningRecipe.from_yaml(recipe_file, {"data.max_length": 5, "prune.min_heads": 2})
-    with pytest.raises(
-        RequestError, match="must be of the same recipe to go on with it, but it has another data, prune;"
-    ):
-        sweep(other, SweepGrid(**options, sparsities=(0.2,)), tmp_path / "out")
-    again = sweep(other, SweepGrid(**options, sparsities=(0.2,)), tmp_path / "out", overwrite=True)
-    assert again.evaluations == 1
-
-
-@pytest.mark.parametrize("name", ["data.files.validation", "model"])
-def test_a_journal_serves_no_other_files_of_the_same_names(name: str, tmp_path: Path) -> None:
-    recipe = PruningRecipe.from_yaml(save_sweep_project(tmp_path / "project", budget={"heads": 0.4}))
-    grid = SweepGrid(criteria=("his",), calibration_sizes=(8,), seeds=(0,), sparsities=(0.2,))
-    sweep(recipe, grid, tmp_path / "out")
-    changed = Path(recipe.inputs[name])
-    if name == "model":
-        model = AutoModelForSequenceClassification.from_pretrained(changed)
-        model.classifier.weight.data.neg_()
-        model.save_pretrained(changed)
-    else:
-        changed.write_text("".join(changed.read_text().splitlines(keepends=True)[::2]))
-    with pytest.raises(RequestError, match=f"but it has another content of {name}; choose another folder"):
-        sweep(recipe, grid, tmp_path / "out")
-    assert sweep(recipe, grid, tmp_path / "out", overwrite=True).evaluations == 1
+    # Shares of heads are of heads alone, whatever the recipe cuts: half of two layers of six.
+    assert [wide.rows[1][name] for name in ("modules", "heads_removed", "neurons_removed")] == ["attention", 6, 0]
+    other = PruningRecipe.from_yaml(project, {"data.max_length": 5, "prune.min_heads": 2})
+    with pytest.raises(RequestError, match="of the same recipe to go on with it, but it has another data, prune;"):
+        swept(0.2, of=other)
+    rows = Path(recipe.inputs["data.files.validation"])
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[::2]))
+    with pytest.raises(RequestError, match=r"another content of data.files.validation; .* --overwrite"):
+        swept(0.2)
+    model = AutoModelForSequenceClassification.from_pretrained(recipe.model)
+    model.classifier.weight.data.neg_()
+    model.save_pretrained(recipe.model)
+    with pytest.raises(RequestError, match=r"another .*content of model\b"):
+        swept(0.2)
+    assert swept(0.2, overwrite=True).evaluations == 1
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -207,9 +196,6 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(OutputExistsError, match="holds something else; choose another"):
             Journal(tmp_path, asked={}, overwrite=overwrite)
     assert [p.name for p in tmp_path.iterdir()] == ["precious"]
-    (tmp_path / "journal.jsonl").write_text("no json\n")
-    with pytest.raises(RequestError, match="must be lines of JSON written by hies-export sweep"):
-        Journal(tmp_path, asked={})
 
 
 def test_what_is_finished_is_said_to_be_kept_when_a_sweep_is_stopped(
@@ -233,19 +219,20 @@ def test_what_is_finished_is_said_to_be_kept_when_a_sweep_is_stopped(
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("head", "line", "message"),
     [
-        ({"asked": []}, "line 1 of .* asked: Input should be"),
-        ([1], "line 2 of .* Input should be"),
-        ({"kind": "row", "key": "a", "value": {"judged": "a"}}, "line 2 of .* alpha: Field required"),
+        ("", "no json", ""),
+        ("", '{"asked": []}', "line 1 of .* asked: Input should be"),
+        ('{"asked": {}}\n', "[1]", "line 2 of .* Input should be"),
+        (
+            '{"asked": {}}\n',
+            '{"kind": "row", "key": "a", "value": {"judged": "a"}}',
+            "line 2 of .* alpha: Field required",
+        ),
     ],
 )
-def test_a_damaged_journal_is_refused_by_line(line: Any, message: str, tmp_path: Path) -> None:
-    with Journal(tmp_path, asked={}):
-        pass
-    (file,) = tmp_path.glob("journal*.jsonl")
-    head = "" if isinstance(line, dict) and "asked" in line else file.read_text()
-    file.write_text(f"{head}{json.dumps(line)}\n")
+def test_a_damaged_journal_is_refused_by_line(head: str, line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_text(f"{head}{line}\n")
     with pytest.raises(RequestError, match=f"a journal must be lines of JSON written by hies-export sweep.*{message}"):
         Journal(tmp_path, asked={})
 
