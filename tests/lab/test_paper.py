@@ -32,21 +32,18 @@ def test_every_published_task_has_a_recipe_and_averages_are_the_papers() -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("table", "tasks", "rows"),
+    ("table", "task", "row"),
     [
-        ("glue", "stsb", [r"\| stsb \| pearson \| hies \| 94.00 \| -?\d+\.\d\d \| 93.89 \| -?\d+\.\d\d \|"]),
-        (
-            "llama",
-            "gsm8k",  # the paper gives it in a figure only
-            [r"\| gsm8k \| perplexity \| his \|  \| \d+\.\d\d \|"],
-        ),
-        ("llava", "vizwiz", [r"\| vizwiz \| exact_match \| his \| 48.00 \| \d+\.\d\d \|"]),
+        ("glue", "stsb", r"\| stsb \| pearson \| hies \| 94.00 \| -?\d+\.\d\d \| 93.89 \| -?\d+\.\d\d \|"),
+        ("llama", "gsm8k", r"\| gsm8k \| perplexity \| his \|  \| \d+\.\d\d \|"),  # the paper gives it in a figure only
+        ("llava", "vizwiz", r"\| vizwiz \| exact_match \| his \| 48.00 \| \d+\.\d\d \|"),
     ],
 )
 def test_tables_run_reduced(
-    table: str, tasks: str, rows: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    table: str, task: str, row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_script(PAPER / "table.py", table, "--smoke", "--tasks", tasks, "-o", tmp_path)
+    monkeypatch.setattr("hies_export.pipeline.stages.ALPHAS", (0.3, 0.9))  # fewer to judge
+    run_script(PAPER / "table.py", table, "--smoke", "--tasks", task, "-o", tmp_path)
     page = (tmp_path / f"{table}.md").read_text()
-    assert all(re.search(row, page) for row in rows), page
+    assert re.search(row, page), page
     assert page in capsys.readouterr().out
