@@ -1,6 +1,7 @@
 """Kwon's and FLAP's choices against loops over samples, tokens and pairs of units."""
 
-from typing import Any
+import copy
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from hies_export import PrunableModule, collect_statistics, find_attention, prune_units, select_units
 from hies_export.select.cost import CostTable
 from hies_lab.baselines.flap import (
+    Averages,
     add_means,
     fluctuations,
     input_averages,
@@ -39,13 +41,6 @@ def loss_of(model: Any, sample: dict[str, Tensor], module: PrunableModule, mask:
         handle.remove()
 
 
-def assert_diagonal_is_fisher(found: dict[str, Tensor], model: Any, batches: list[dict[str, Tensor]]) -> None:
-    """Assert that the diagonal of the Fisher information is the statistic of that name."""
-    fisher = collect_statistics(model, batches, units_of(model, batches[0]))["fisher"]
-    for name, gradients in found.items():
-        assert_near(gradients.square().mean(0), fisher[name])
-
-
 def test_mask_gradients_are_those_of_every_sample_by_itself() -> None:
     model = bert()
     batches = [text_batch(3, 10), text_batch(2, 8)]
@@ -58,7 +53,6 @@ def test_mask_gradients_are_those_of_every_sample_by_itself() -> None:
             loss_of(model, sample, module, mask).backward()
             expected.append(mask.grad)
         torch.testing.assert_close(found[module.name], torch.stack(expected).double(), rtol=1e-4, atol=1e-6)
-    assert_diagonal_is_fisher(found, model, batches)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -69,7 +63,11 @@ def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(labelled: bool) -> N
     batch["input_ids"] %= 32
     if labelled:
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    assert_diagonal_is_fisher(mask_gradients(model, [batch], units_of(model, batch)), model, [batch])
+    modules = units_of(model, batch)
+    # The diagonal of the Fisher information is the statistic of that name.
+    fisher = collect_statistics(model, [batch], modules)["fisher"]
+    for name, gradients in mask_gradients(model, [batch], modules).items():
+        assert_near(gradients.square().mean(0), fisher[name])
 
 
 def naively_exchanged(gradients: np.ndarray, count: int) -> list[int]:
@@ -120,14 +118,28 @@ def test_groups_are_exchanged_as_wholes_and_counts_stay() -> None:
         assert kept.kind == module.kind
 
 
-@pytest.mark.parametrize("make", [bert, llama])
-def test_fluctuations_are_variances_over_tokens_times_squared_columns(make: Any) -> None:
-    model = make()
+class Averaged(NamedTuple):
+    """A model with its modules, the averages of what their consumers read, and all that they read, token by token."""
+
+    model: Any
+    modules: tuple[PrunableModule, ...]
+    averages: dict[str, Averages]
+    read: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module", params=[bert, llama])
+def averaged(request: pytest.FixtureRequest) -> Averaged:
+    torch.manual_seed(0)
+    model = request.param()
     batches = [text_batch(4, 12, labels=False) for _ in range(2)]
     modules = units_of(model, batches[0])
-    averages = input_averages(model, batches, modules)
-    found = fluctuations(model, modules, averages)
     read = {m.name: torch.cat(layer_tokens(model, m.consumer, batches)[0]) for m in modules}
+    return Averaged(model, modules, input_averages(model, batches, modules), read)
+
+
+def test_fluctuations_are_variances_over_tokens_times_squared_columns(averaged: Averaged) -> None:
+    model, modules, averages, read = averaged
+    found = fluctuations(model, modules, averages)
     for module in modules:
         x = read[module.name].numpy()
         weight = model.get_submodule(module.consumer).weight.detach().double().numpy()
@@ -135,10 +147,11 @@ def test_fluctuations_are_variances_over_tokens_times_squared_columns(make: Any)
         standard = (np.array(metric) - np.mean(metric)) / np.std(metric, ddof=1)
         expected = standard.reshape(module.units, -1).mean(1)
         np.testing.assert_allclose(found[module.name].numpy(), expected, rtol=1e-3, atol=1e-4)
-        # Equal channels have no spread to standardise by.
-        with torch.no_grad():
-            model.get_submodule(module.consumer).weight.zero_()
-        assert not fluctuations(model, [module], averages)[module.name].any()
+    # Equal channels have no spread to standardise by.
+    equal = copy.deepcopy(model)
+    with torch.no_grad():
+        equal.get_submodule(modules[0].consumer).weight.zero_()
+    assert not fluctuations(equal, modules[:1], averages)[modules[0].name].any()
 
 
 def test_heads_and_neurons_go_in_one_order_until_the_budget_is_met() -> None:
@@ -160,16 +173,12 @@ def test_heads_and_neurons_go_in_one_order_until_the_budget_is_met() -> None:
     assert {m.kind for m in modules for u in found[m.name].removed} == {"attention", "mlp"}
 
 
-@pytest.mark.parametrize("make", [bert, llama])
-def test_removed_inputs_give_their_mean_output_as_a_bias(make: Any) -> None:
-    model = make()
-    batches = [text_batch(4, 12, labels=False) for _ in range(2)]
-    modules = units_of(model, batches[0])
-    read = {m.name: torch.cat(layer_tokens(model, m.consumer, batches)[0]) for m in modules}
+def test_removed_inputs_give_their_mean_output_as_a_bias(averaged: Averaged) -> None:
+    model, modules, averages, read = averaged
     selection = {m.name: m.kept(range(m.group_size, m.units)) for m in modules}
     selection[modules[0].name] = modules[0].kept(range(modules[0].units))
     slim = prune_units(model, selection, modules)
-    add_means(slim, model, selection, modules, input_averages(model, batches, modules))
+    add_means(slim, model, selection, modules, averages)
     dense, cut = model.get_submodule(modules[0].consumer), slim.get_submodule(modules[0].consumer)
     assert (cut.bias is None) == (dense.bias is None)  # nothing was removed there
     for module in modules[1:]:
@@ -181,26 +190,18 @@ def test_removed_inputs_give_their_mean_output_as_a_bias(make: Any) -> None:
         # The mean output stays, and would not without the bias.
         torch.testing.assert_close(got.mean(0), wanted.mean(0), rtol=1e-4, atol=1e-6)
         assert not torch.allclose((got - cut.bias).mean(0), wanted.mean(0), atol=1e-4)
-    assert (model.get_submodule(modules[1].consumer).bias is None) == (make is llama)
+    assert (model.get_submodule(modules[1].consumer).bias is None) == (model.config.model_type == "llama")
 
 
-@pytest.mark.parametrize("make", [bert, llama])
-def test_wanda_is_the_mean_over_outputs_of_weights_times_norms_of_inputs(make: Any) -> None:
-    model = make()
-    batches = [text_batch(4, 12, labels=False) for _ in range(2)]
-    modules = units_of(model, batches[0])
-    found = score_wanda(model, modules, input_averages(model, batches, modules)).scores
+def test_wanda_is_the_mean_over_outputs_of_weights_times_norms_of_inputs(averaged: Averaged) -> None:
+    model, modules, averages, read = averaged
+    found = score_wanda(model, modules, averages).scores
     for module in modules:
-        x = torch.cat(layer_tokens(model, module.consumer, batches)[0]).numpy()
+        x = read[module.name].numpy()
         weight = model.get_submodule(module.consumer).weight.detach().double().numpy()
         norms = np.sqrt((x**2).sum(0) / len(x))
-        expected = [
-            sum(
-                np.abs(weight[:, j]).mean() * norms[j]
-                for j in range(u * module.unit_width, (u + 1) * module.unit_width)
-            )
-            for u in range(module.units)
-        ]
+        of_channels = np.array([np.abs(weight[:, j]).mean() * norms[j] for j in range(x.shape[1])])
+        expected = of_channels.reshape(module.units, -1).sum(1)
         np.testing.assert_allclose(found[module.name].numpy(), expected, rtol=1e-5)
 
 

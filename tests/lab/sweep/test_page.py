@@ -183,7 +183,7 @@ def test_given_alphas_have_a_chart_of_their_own() -> None:
         for a in (0.1, 0.6, 0.9)
         for s in (0.3, 0.5)
     ]
-    assert "HIES by alpha" in render_sweep(given + [row("his", 0.3, 0)], ABOUT, name="x")
+    assert "HIES by alpha" in render_sweep([*given, row("his", 0.3, 0)], ABOUT, name="x")
     made = chart(given, "quality", alpha_axis(given), line_styles(given), name=lambda r: line_name(r, given))
     assert [text for _, text in made.axis.ticks] == ["0.1", "0.6", "0.9"]
 
