@@ -80,13 +80,9 @@ def test_the_backbone_is_all_but_embeddings_norm_and_head():
     assert counts.count_both_parameters(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)).backbone is None
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 7), (3, 32)])
-def test_flops_of_dense_and_uneven_bert_equal_the_formula(rows, tokens, copies):
-    model = tiny_bert().train()
-    batch = {
-        **synthetic_batch(model, batch=rows, sequence=tokens),
-        "labels": torch.zeros(rows, dtype=torch.long),
-    }
+def test_flops_of_dense_and_uneven_bert_equal_the_formula(copies):
+    model, rows, tokens = tiny_bert().train(), 3, 7
+    batch = synthetic_batch(model, batch=rows, sequence=tokens) | {"labels": torch.zeros(rows, dtype=torch.long)}
     assert count_flops(model, batch) == bert_flops((4, 4, 4), rows=rows, tokens=tokens)
     assert count_flops(cut_bert(model, (3, 1, 4)), batch) == bert_flops((3, 1, 4), rows=rows, tokens=tokens)
     assert model.training
@@ -104,27 +100,22 @@ def test_flops_of_vit_equal_the_formula(copies):
     assert copies == ["meta"]
 
 
-def test_flops_of_a_forward_that_reads_values_are_counted_for_real(copies):
-    class Picky(BertForSequenceClassification):
-        def forward(self, input_ids, **options):
-            assert int(input_ids.max()) >= 0
-            return super().forward(input_ids, **options)
+class Picky(BertForSequenceClassification):
+    def forward(self, input_ids, **options):
+        assert int(input_ids.max()) >= 0
+        return super().forward(input_ids, **options)
 
-    model = tiny_bert(Picky)
+
+class PickyWithoutMask(Picky):
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("cls", [Picky, PickyWithoutMask])
+def test_flops_of_a_forward_that_reads_values_are_counted_for_real(cls, copies):
     batch = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
-    assert count_flops(model, batch) == bert_flops((4, 4, 4), rows=2, tokens=5)
-    assert copies == ["meta", "meta", None]
-
-
-def test_flops_of_a_forward_that_reads_values_and_takes_no_mask(copies):
-    class Alone(BertForSequenceClassification):
-        def forward(self, input_ids):
-            assert int(input_ids.max()) >= 0
-            return super().forward(input_ids)
-
-    model = tiny_bert(Alone)
-    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
-    assert count_flops(model, batch) == bert_flops((4, 4, 4), rows=2, tokens=5)
+    assert count_flops(tiny_bert(cls), batch) == bert_flops((4, 4, 4), rows=2, tokens=5)
+    assert copies[0] == "meta"
     assert copies[-1] is None
 
 
@@ -148,13 +139,8 @@ def test_flops_of_a_decoder_are_counted_without_data_with_a_mask_and_without(cop
 
 def test_flops_of_a_model_to_train_whose_code_takes_views_of_parameters() -> None:
     """The counter follows gradients, and a view of a trainable parameter asks for one even under `no_grad`."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    relative = {
-        "relative_attention": True,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_buckets": 8,
-        "norm_rel_ebd": "none",
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
     model = DebertaV2ForTokenClassification(DebertaV2Config(vocab_size=60, **sizes, **relative))
     batch = {"input_ids": torch.randint(5, 60, (2, 12))}
     trainable = count_flops(model, batch)
@@ -173,14 +159,10 @@ def test_parameters_count_tied_weights_once():
 
 def test_synthetic_batches_and_what_the_attention_sees():
     model = tiny_bert()
-    batch = synthetic_batch(model, batch=40, sequence=16)
-    assert batch["input_ids"].shape == batch["attention_mask"].shape == (40, 16)
-    assert sorted(set(batch["input_ids"].flatten().tolist())) == list(range(50))
+    batch = synthetic_batch(model, batch=3, sequence=16)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (3, 16)
     assert batch["attention_mask"].min() == 1
     assert sequence_length(model, batch) == 16
-    again, other = (synthetic_batch(model, batch=40, sequence=16, seed=seed) for seed in (0, 1))
-    assert torch.equal(again["input_ids"], batch["input_ids"])
-    assert not torch.equal(other["input_ids"], batch["input_ids"])
     for size, patch, tokens in ((16, 4, 17), ((16, 32), 8, 9)):
         vit = tiny_vit(image_size=size, patch_size=patch, num_channels=1)
         images = synthetic_batch(vit, batch=2, sequence=99)
@@ -189,9 +171,9 @@ def test_synthetic_batches_and_what_the_attention_sees():
         assert sequence_length(vit, images) == tokens
 
 
-@pytest.mark.parametrize(("sequence", "shown"), [(None, "None"), (0, "0"), (33, "33")])
-def test_impossible_shapes(sequence, shown):
-    with pytest.raises(RecipeError, match=rf"sequence must be in 1\.\.32 for Bert\w+, got {shown}"):
+@pytest.mark.parametrize("sequence", [None, 0])
+def test_impossible_shapes(sequence):
+    with pytest.raises(RecipeError, match=rf"sequence must be in 1\.\.32 for Bert\w+, got {sequence}"):
         synthetic_batch(tiny_bert(), batch=1, sequence=sequence)
 
 
@@ -202,12 +184,8 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\necho 'NVIDIA A100, 550.54, 1095, 1410, [N/A], 400.00'\n")
     program.chmod(0o755)
     found = gpu_facts()
-    assert found == {
-        "name": "NVIDIA A100",
-        "driver_version": "550.54",
-        "clocks.sm": "1095",
-        "clocks.max.sm": "1410",
-    } | {"power.limit": "400.00"}
+    clocks = {"clocks.sm": "1095", "clocks.max.sm": "1410"}
+    assert found == {"name": "NVIDIA A100", "driver_version": "550.54", **clocks, "power.limit": "400.00"}
     facts = machine_facts()
     assert (facts["gpu_driver"], facts["gpu_max_sm_mhz"], facts["gpu_max_memory_mhz"]) == ("550.54", "1410", None)
     program.write_text("#!/bin/sh\nexit 9\n")
