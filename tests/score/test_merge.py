@@ -37,7 +37,7 @@ def curve(seed: int, *, falling: bool, gaps: bool) -> tuple[list[float], list[fl
 
 @pytest.mark.parametrize("falling", [False, True])
 @pytest.mark.parametrize("gaps", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_hull_is_the_least_of_all_lines(seed: int, falling: bool, gaps: bool) -> None:
     saved, effects = curve(seed, falling=falling, gaps=gaps)
     edges = hull(saved, effects)
