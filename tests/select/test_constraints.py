@@ -18,34 +18,30 @@ MODULES = (
 
 
 @pytest.mark.parametrize(
-    ("constraints", "problems"),
+    ("modules", "constraints", "problems"),
     [
-        (Constraints(multiple_of=5), ["the number of key/value heads, which is 4 in a1, got 5"]),
-        (Constraints(unit="query", multiple_of=8), ["the number of query heads, which is 12 in a1, got 8"]),
+        (MODULES[:1], Constraints(multiple_of=5), ["heads, which is 12 in a0, got 5"]),
+        (MODULES, Constraints(unit="query", multiple_of=8), ["query heads, which is 12 in a1, got 8"]),
         (
+            MODULES,
             Constraints(multiple_of=3, neurons_multiple_of=7),
             ["key/value heads, which is 4 in a1, got 3", "neurons, which is 48 in m1, got 7"],
         ),
     ],
 )
-def test_a_multiple_that_does_not_divide_is_refused(constraints: Constraints, problems: list[str]) -> None:
+def test_a_multiple_that_does_not_divide_is_refused(
+    modules: Sequence[Units], constraints: Constraints, problems: list[str]
+) -> None:
     with pytest.raises(RecipeError, match="multiple_of must divide") as error:
-        check_constraints(MODULES, constraints)
-    with pytest.raises(RecipeError, match="must divide the number of heads, which is 12 in a0, got 5"):
-        check_constraints(MODULES[:1], Constraints(multiple_of=5))
-    assert len(error.value.problems) == len(problems)
-    for found, expected in zip(error.value.problems, problems, strict=True):
-        assert found.startswith("multiple_of must divide the number of ")
-        assert found.endswith(expected)
+        check_constraints(modules, constraints)
+    assert [*error.value.problems] == [f"multiple_of must divide the number of {problem}" for problem in problems]
 
 
 @pytest.mark.parametrize(
     ("modules", "constraints"),
     [
-        (MODULES, Constraints()),
         (MODULES, Constraints(multiple_of=4, neurons_multiple_of=16)),
         (MODULES, Constraints(unit="query", multiple_of=6, neurons_multiple_of=8)),
-        (MODULES, Constraints(multiple_of=2, keep_layers=(0, -1))),
         # The multiple of one kind is nothing to the other.
         (MODULES[:2], Constraints(neurons_multiple_of=5)),
         (MODULES[2:], Constraints(multiple_of=5, min_heads=40)),
@@ -94,14 +90,10 @@ HEADS = (Units(name="a0", units=12), Units(name="a1", units=12, groups=4))
     [
         (0.5, Constraints(), 8),  # of 12 + 4 groups
         (0.4, Constraints(unit="query"), 6),  # of 12 + 3 bundles
-        (0.5, Constraints(allocation="uniform"), [6, 2]),
         (0.5, Constraints(allocation="uniform", unit="query"), [6, 2]),
         (0.5, Constraints(allocation="uniform", keep_layers=(1,)), [6, 0]),
-        (0.25, Constraints(multiple_of=2), 4),
         (0.4, Constraints(allocation="uniform", multiple_of=4), [4, 0]),
-        (0.5, Constraints(allocation="uniform", multiple_of=2), [6, 2]),
         (14 / 16, Constraints(), 14),  # all but one of each
-        (13 / 16, Constraints(min_heads=2), 13),
         (2 / 16, Constraints(multiple_of=2), 2),  # the fewest that may go
     ],
 )
@@ -114,17 +106,9 @@ def test_a_budget_of_heads_in_bundles(share: float, constraints: Constraints, ex
     [
         (15 / 16, Constraints(), "remove 15 of 16 key/value groups, but min_heads 1 leave only 14 .* unit: query cuts"),
         (0.95, Constraints(unit="query"), "remove 14 of 15 query heads per group, but .* only 13 .* the constraints$"),
-        (
-            0.9,
-            Constraints(allocation="uniform", min_heads=3, keep_layers=(1,)),
-            r"min_heads 3 and keep_layers \[1\] .* 9",
-        ),
+        (0.9, Constraints(allocation="uniform", min_heads=3, keep_layers=(1,)), r"3 and keep_layers \[1\] .* 9"),
         (0.03, Constraints(), "must remove at least one head, but heads: 0.03 of 16 rounds to none; raise the share"),
-        (
-            1 / 16,
-            Constraints(multiple_of=2),
-            "1 of 16 key/value groups, and multiple_of 2 allows no such number",
-        ),
+        (1 / 16, Constraints(multiple_of=2), "1 of 16 key/value groups, and multiple_of 2 allows no such number"),
     ],
 )
 def test_a_budget_that_cannot_be_met_says_how_much_can(share: float, constraints: Constraints, message: str) -> None:
@@ -134,14 +118,10 @@ def test_a_budget_that_cannot_be_met_says_how_much_can(share: float, constraints
         check_budget(HEADS[:1], heads=0.99)  # without groups there are none to name
 
 
-@pytest.mark.parametrize("share", [0, 1, -0.1])
+@pytest.mark.parametrize("share", [0, 1])
 def test_a_share_and_other_problems_are_reported_together(share: float) -> None:
     with pytest.raises(RecipeError, match="2 problems") as error:
-        check_budget(
-            HEADS,
-            heads=share,
-            constraints=Constraints(keep_layers=(2,)),
-        )
+        check_budget(HEADS, heads=share, constraints=Constraints(keep_layers=(2,)))
     assert [*error.value.problems] == [
         f"sparsity (budget.heads) must be in (0, 1), got {share}",
         "keep_layers must name layers 0 to 1, got 2",

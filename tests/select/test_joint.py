@@ -141,7 +141,7 @@ ALLOCATIONS: tuple[dict[str, str], ...] = (
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
 @pytest.mark.parametrize("ranked", [(), ("attention",)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_kinds_with_an_allocation_of_their_own(
     seed: int, ranked: tuple[str, ...], allocation: dict[str, str], exact: bool
 ) -> None:
@@ -195,7 +195,7 @@ def test_the_order_of_chains_decides_within_a_uniform_kind() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_loss_is_that_of_a_knapsack_over_counts(exact: bool, multiple: int, seed: int) -> None:
     constraints, effects = Constraints(neurons_multiple_of=multiple), effects_of(LARGE, seed)
     ratio = random.Random(seed).uniform(0.3, 0.9)
@@ -222,7 +222,7 @@ def timings(seed: int) -> CostTable:
 
 
 @pytest.mark.parametrize("ranked", [(), ("attention",)])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_timings_that_are_no_straight_lines(seed: int, ranked: tuple[str, ...], exact: bool) -> None:
     table, effects = timings(seed), effects_of(SMALL, seed)
     scores = scores_of(effects, ranked=ranked)
@@ -242,7 +242,7 @@ def test_timings_that_are_no_straight_lines(seed: int, ranked: tuple[str, ...], 
         else:
             saved = round(sum(table.saved[name][k] for name, k in gone.items()), 9)
             points[saved] = min(loss, points.get(saved, loss))
-    for step in range(41):
+    for step in range(0, 41, 2):
         wanted = step / 200
         best = min((loss for saved, loss in points.items() if saved >= wanted), default=None)
         if best is None:
@@ -308,7 +308,7 @@ def test_heads_leave_in_the_order_of_their_scores_over_the_whole_model() -> None
 
 
 def test_uniform_takes_the_smallest_share_that_is_enough() -> None:
-    modules = tuple(m for i in range(2) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
+    modules = LARGE[:4]
     effects = effects_of(modules, 4)
     shares = []
     for ratio in (0.95, 0.7, 0.5, 0.3):
@@ -338,43 +338,35 @@ def test_modules_that_are_not_scored_keep_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("constraints", "message"),
+    ("modules", "constraints", "message"),
     [
-        (Constraints(), "that may go gives 0.080"),
+        (LARGE, Constraints(), "heads and neurons that may go gives 0.080"),
         (
+            LARGE,
             Constraints(min_heads=4, keep_layers=(0,), neurons_multiple_of=20),
-            r"that may go \(min_heads 4, keep_layers \(0,\), multiple_of neurons 20\) "
+            r"neurons that may go \(min_heads 4, keep_layers \(0,\), multiple_of neurons 20\) "
             r"gives 0.667, the best there is; raise the target or loosen the constraints",
         ),
-        (Constraints(multiple_of=4), r"that may go \(multiple_of 4\) gives 0.284, the best there is"),
-        (Constraints(allocation="uniform", min_heads=4), r"that may go \(min_heads 4\) gives 0\.\d+, the best"),
+        (LARGE, Constraints(allocation="uniform", min_heads=4), r"that may go \(min_heads 4\) gives 0\.\d+, the best"),
+        (LARGE[::2], Constraints(), "cutting all heads that may go"),
+        (LARGE[1::2], Constraints(), "cutting all neurons that may go"),
     ],
 )
-def test_a_budget_that_cannot_be_met_says_the_least_there_is(constraints: Constraints, message: str) -> None:
-    effects = effects_of(LARGE, 0)
-    with pytest.raises(
-        PlanError, match="the budget asks for FLOPs at most 0.05 of dense, but cutting all heads and neurons " + message
-    ) as error:
-        chosen(effects, LARGE, 0.05, constraints=constraints)
+def test_a_budget_that_cannot_be_met_says_the_least_there_is(
+    modules: Sequence[Units], constraints: Constraints, message: str
+) -> None:
+    effects = effects_of(modules, 0)
+    with pytest.raises(PlanError, match="the budget asks for FLOPs at most 0.01 of dense, .*" + message) as error:
+        chosen(effects, modules, 0.01, constraints=constraints)
     # What is said to be in reach is.
     least = float(str(error.value).partition("gives ")[2].partition(",")[0]) + 5e-4
-    found = chosen(effects, LARGE, least, constraints=constraints)
-    assert cost(found, LARGE) <= least
+    assert cost(chosen(effects, modules, least, constraints=constraints), modules) <= least
 
 
-@pytest.mark.parametrize(("modules", "what"), [(LARGE[::2], "heads"), (LARGE[1::2], "neurons")])
-def test_a_budget_that_cannot_be_met_names_the_kinds_there_are(modules: Sequence[Units], what: str) -> None:
-    with pytest.raises(PlanError, match=rf"cutting all {what} that may go gives"):
-        chosen(effects_of(modules, 0), modules, 0.01)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_smaller_budgets_keep_a_part_of_what_larger_ones_keep(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_budgets_keep_a_part_of_what_larger_ones_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "MOST_OPTIONS", 0)
-    effects = effects_of(LARGE, seed)
-    edges = sum(map(len, chains_of(scores_of(effects), LARGE)))
+    effects = effects_of(LARGE, 0)
     plans = [chosen(effects, LARGE, 0.95 - 0.05 * i) for i in range(17)]
-    assert edges == 3 * 48
     for more, less in itertools.pairwise(plans):
         assert all(set(less[m.name].units) <= set(more[m.name].units) for m in LARGE)
 
@@ -390,7 +382,7 @@ def test_equal_inputs_give_equal_selections_and_ties_go_to_the_later_unit() -> N
 
 @pytest.mark.slow
 def test_many_neurons_are_no_trouble() -> None:
-    modules = tuple(m for i in range(6) for m in (heads(f"a{i}", 32), block(f"m{i}", 11_008)))
+    modules = tuple(m for i in range(3) for m in (heads(f"a{i}", 32), block(f"m{i}", 11_008)))
     effects, price = effects_of(modules, 0), {"attention": 4 * 128.0, "mlp": 3.0}
     scores = scores_of(effects, ranked=("attention",))
     found = select_units(scores, modules, table=table_of(modules, price), ratio=0.5)
@@ -401,7 +393,7 @@ def test_many_neurons_are_no_trouble() -> None:
     out = torch.cat([effects[m.name][list(found[m.name].removed)] for m in modules if m.kind == "mlp"])
     stay = torch.cat([effects[m.name][list(found[m.name].units)] for m in modules if m.kind == "mlp"])
     assert out.max() <= stay.sort().values[32]  # up to the last edge
-    assert len(out) > 20_000
+    assert len(out) > 10_000
 
 
 def test_what_is_out_of_range_is_refused() -> None:
