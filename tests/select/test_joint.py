@@ -2,18 +2,17 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from hies_export import Constraints, NonFiniteError, PlanError, RecipeError, Scores, Selection, select_units
+from hies_export import Constraints, PlanError, RecipeError, Scores, Selection, select_units
 from hies_export.score.criteria import Chain, Removal
 from hies_export.select import joint
-from hies_export.select.constraints import removable_counts
 from hies_export.select.cost import CostTable, lowest_ratio
-from hies_export.select.joint import chains_of, least_loss
+from hies_export.select.joint import chains_of
 from hies_export.units.units import Units
 
 
@@ -25,15 +24,11 @@ def block(name: str, units: int) -> Units:
     return Units(name=name, units=units, kind="mlp")
 
 
-def table_of(modules: Sequence[Units], price: Mapping[str, float], unit: str = "group") -> CostTable:
+def table_of(modules: Sequence[Units], price: Mapping[str, float]) -> CostTable:
     """Return a table in which every unit of a kind costs as much, and everything but units is free."""
-    total = sum(price[module.kind] * module.units for module in modules)
-    saved = {}
-    for module in modules:
-        bundles = module.groups if unit == "group" or module.kind == "mlp" else module.group_size
-        size = module.units // bundles
-        saved[module.name] = tuple(price[module.kind] * size * k / total for k in range(bundles + 1))
-    return CostTable("FLOPs", saved)
+    total = sum(price[m.kind] * m.units for m in modules)
+    saved = {m.name: [price[m.kind] * m.group_size * k / total for k in range(m.groups + 1)] for m in modules}
+    return CostTable("FLOPs", {name: tuple(row) for name, row in saved.items()})
 
 
 PRICE = {"attention": 6.0, "mlp": 1.0}
@@ -55,9 +50,8 @@ def chosen(effects: Mapping[str, torch.Tensor], modules: Sequence[Units], ratio:
 
 
 def cost(selection: Selection, modules: Sequence[Units]) -> float:
-    return sum(PRICE[m.kind] * len(selection[m.name].units) for m in modules) / sum(
-        PRICE[m.kind] * m.units for m in modules
-    )
+    kept = sum(PRICE[m.kind] * len(selection[m.name].units) for m in modules)
+    return kept / sum(PRICE[m.kind] * m.units for m in modules)
 
 
 def lost(selection: Selection, effects: Mapping[str, torch.Tensor]) -> float:
@@ -76,103 +70,70 @@ SMALL = (heads("a0", 3), heads("a1", 2), block("m0", 4), block("m1", 4))
 LARGE = tuple(m for i in range(3) for m in (heads(f"a{i}", 8), block(f"m{i}", 40)))
 
 
-def all_choices(modules: Sequence[Units], constraints: Constraints) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield every selection that the constraints allow, as the units that stay."""
-
-    def allowed(module: Units, place: int) -> list[tuple[int, ...]]:
-        everything = tuple(range(module.units))
-        of_kind = [i for i, other in enumerate(modules) if other.kind == module.kind]
-        if place in [of_kind[layer] for layer in constraints.keep_layers]:
-            return [everything]
-        least = constraints.min_heads if module.kind == "attention" else constraints.min_neurons
-        multiple = constraints.multiple_of if module.kind == "attention" else constraints.neurons_multiple_of
-        sizes = [n for n in range(least, module.units) if n % multiple == 0] + [module.units]
-        return [kept for n in sizes for kept in itertools.combinations(everything, n)]
-
-    for chosen in itertools.product(*(allowed(module, place) for place, module in enumerate(modules))):
-        yield {module.name: kept for module, kept in zip(modules, chosen, strict=True)}
+TIED = (heads("a0", 4), heads("a1", 4), block("m0", 3), block("m1", 5))
+# 3 and 5 neurons lose a share of each of 0 to 4 fifths, as `uniform` rounds it.
+SHARES = {"attention": {(k, k) for k in range(4)}, "mlp": {(0, 0), (1, 1), (1, 2), (2, 3), (2, 4)}}
 
 
-CONSTRAINTS = {
-    "none": (SMALL, Constraints()),
-    "min_heads": (SMALL, Constraints(min_heads=2)),
-    "keep_layers": (SMALL, Constraints(keep_layers=(0,))),
-    "the last layer kept": (SMALL, Constraints(keep_layers=(-1,))),
+def tied(ranked: tuple[str, ...] = (), **allocation: str) -> tuple[Any, ...]:
+    def allowed(lost: tuple[int, ...]) -> bool:
+        of = {"attention": lost[:2], "mlp": lost[2:]}
+        return all(of[kind] in SHARES[kind] for kind, how in allocation.items() if how == "uniform")
+
+    return TIED, Constraints(allocation=allocation), allowed, ranked
+
+
+# Modules, constraints, whether these allow to lose a number of units of each module, and the kinds that are ranked.
+CASES: dict[str, tuple[Any, ...]] = {
+    "none": (SMALL, Constraints(), lambda lost: True, ()),
+    "min_heads": (SMALL, Constraints(min_heads=2), lambda lost: lost[0] < 2 and not lost[1], ()),
+    "keep_layers": (SMALL, Constraints(keep_layers=(0,)), lambda lost: not (lost[0] or lost[2]), ()),
+    "the last layer kept": (SMALL, Constraints(keep_layers=(-1,)), lambda lost: not (lost[1] or lost[3]), ()),
     "multiples": (
         (heads("a0", 4), heads("a1", 2), block("m0", 4), block("m1", 4)),
         Constraints(multiple_of=2, neurons_multiple_of=2),
+        lambda lost: all(count % 2 == 0 for count in lost),
+        (),
     ),
+    "heads alike": tied(attention="uniform", mlp="global"),
+    "heads alike, neurons as by default": tied(attention="uniform"),
+    "neurons alike": tied(mlp="uniform"),
+    "kinds alike": tied(attention="uniform", mlp="uniform"),
+    "both global": tied(attention="global", mlp="global"),
+    "ranked heads alike": tied(("attention",), attention="uniform"),
+    "ranked heads and neurons alike": tied(("attention",), attention="uniform", mlp="uniform"),
 }
 
 
-@pytest.mark.parametrize("case", CONSTRAINTS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))
-def test_no_other_choice_loses_less(case: str, seed: int) -> None:
-    modules, constraints = CONSTRAINTS[case]
+def test_no_other_choice_loses_less(case: str, seed: int, exact: bool) -> None:
+    modules, constraints, allowed, ranked = CASES[case]
     effects = effects_of(modules, seed)
+    table, scores = table_of(modules, PRICE), scores_of(effects, ranked=ranked)
+    total = sum(PRICE[m.kind] * m.units for m in modules)
+    worst = [[0.0, *effects[m.name].sort().values.cumsum(0).tolist()] for m in modules]
     choices = [
         (
-            sum(PRICE[m.kind] * len(kept[m.name]) for m in modules),
-            sum(effects[m.name].sum().item() - effects[m.name][list(kept[m.name])].sum().item() for m in modules),
+            sum(PRICE[m.kind] * (m.units - k) for m, k in zip(modules, gone, strict=True)),
+            sum(row[k] for row, k in zip(worst, gone, strict=True)),
         )
-        for kept in all_choices(modules, constraints)
+        for gone in itertools.product(*(range(m.units) for m in modules))
+        if allowed(gone)
     ]
-    total = sum(PRICE[m.kind] * m.units for m in modules)
     least = min(price for price, _ in choices) / total
-    for share in (0.05, 0.4, 0.8):
+    assert lowest_ratio(modules, table, constraints) == pytest.approx(least)
+    for share in (0.0, 0.1, 0.4, 0.8):
         # Between two costs that choices have: at one of them, the rounding of costs decides.
         ratio = (int((least + share * (1 - least)) * total) + 0.5) / total
-        found = chosen(effects, modules, ratio, constraints=constraints)
+        found = select_units(scores, modules, table=table, ratio=ratio, constraints=constraints)
         assert cost(found, modules) <= ratio + 1e-9
+        assert allowed(tuple(len(kept.removed) for kept in found.values()))
         best = min(loss for price, loss in choices if price <= ratio * total + 1e-6)
-        assert lost(found, effects) == pytest.approx(best)
+        assert lost(found, effects) == pytest.approx(best) if exact else lost(found, effects) >= best - 1e-9
         assert [(kept.kind, kept.total) for kept in found.values()] == [(m.kind, m.units) for m in modules]
-
-
-TIED = (heads("a0", 4), heads("a1", 4), block("m0", 3), block("m1", 5))
-ALLOCATIONS: tuple[dict[str, str], ...] = (
-    {"attention": "uniform", "mlp": "global"},
-    {"attention": "uniform"},
-    {"mlp": "uniform"},
-    {"attention": "uniform", "mlp": "uniform"},
-    {"attention": "global", "mlp": "global"},
-)
-
-
-@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
-@pytest.mark.parametrize("ranked", [(), ("attention",)])
-@pytest.mark.parametrize("seed", range(2))
-def test_kinds_with_an_allocation_of_their_own(
-    seed: int, ranked: tuple[str, ...], allocation: dict[str, str], exact: bool
-) -> None:
-    effects, constraints = effects_of(TIED, seed), Constraints(allocation=allocation)
-    total = sum(PRICE[m.kind] * m.units for m in TIED)
-    worst = [[0.0, *effects[m.name].sort().values.cumsum(0).tolist()] for m in TIED]
-    # 3 and 5 neurons lose a share of each of 0 to 4 fifths, as `uniform` rounds it.
-    shares = {"attention": {(k, k) for k in range(4)}, "mlp": {(0, 0), (1, 1), (1, 2), (2, 3), (2, 4)}}
-    choices = []
-    for counts in itertools.product(*(range(m.units) for m in TIED)):
-        by_kind = {"attention": counts[:2], "mlp": counts[2:]}
-        if all(by_kind[kind] in shares[kind] for kind, how in allocation.items() if how == "uniform"):
-            price = total - sum(PRICE[m.kind] * k for m, k in zip(TIED, counts, strict=True))
-            choices.append((price, sum(row[k] for row, k in zip(worst, counts, strict=True))))
-    least = min(price for price, _ in choices) / total
-    table, scores = table_of(TIED, PRICE), scores_of(effects, ranked=ranked)
-    assert lowest_ratio(TIED, table, constraints) == pytest.approx(least)
-    if ranked and "attention" not in allocation:
-        return  # heads then go in an order over all layers, which is not tied: tested above
-    for share in (0.0, 0.1, 0.4, 0.8):
-        ratio = (int((least + share * (1 - least)) * total) + 0.5) / total
-        found = select_units(scores, TIED, table=table, ratio=ratio, constraints=constraints)
-        best = min(loss for price, loss in choices if price <= ratio * total + 1e-6)
-        if not (ranked and allocation["attention"] == "global"):
-            assert lost(found, effects) == pytest.approx(best) if exact else lost(found, effects) >= best - 1e-9
-        assert cost(found, TIED) <= ratio + 1e-9
-        for kind, how in allocation.items():
-            gone = tuple(len(kept.removed) for kept in found.values() if kept.kind == kind)
-            assert how == "global" or gone in shares[kind]
     with pytest.raises(PlanError, match="the budget asks for FLOPs at most"):
-        select_units(scores, TIED, table=table, ratio=least - 0.01, constraints=constraints)
+        select_units(scores, modules, table=table, ratio=least - 0.01, constraints=constraints)
 
 
 def test_the_order_of_chains_decides_within_a_uniform_kind() -> None:
@@ -182,36 +143,27 @@ def test_the_order_of_chains_decides_within_a_uniform_kind() -> None:
     chain = tuple(Removal(name, (unit,), effect) for name, unit, effect in steps)
     scores = Scores("flap", {}, {m.name: torch.arange(2.0) for m in modules}, chains=(chain,))
     table = table_of(modules, PRICE)
-    kept = [
-        tuple(
-            select_units(
-                scores, modules, table=table, ratio=ratio, constraints=Constraints(allocation={"attention": "uniform"})
-            )[name].units
-            for name in ("a", "b", "m")
-        )
-        for ratio in (0.99, 0.9, 13.5 / 26)
-    ]
+    constraints = Constraints(allocation={"attention": "uniform"})
+    kept = []
+    for ratio in (0.99, 0.9, 13.5 / 26):
+        found = select_units(scores, modules, table=table, ratio=ratio, constraints=constraints)
+        kept.append(tuple(of.units for of in found.values()))
     assert kept == [((0, 1), (0, 1), (1,)), ((0,), (0,), (0, 1)), ((0,), (0,), (1,))]
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_is_that_of_a_knapsack_over_counts(exact: bool, multiple: int, seed: int) -> None:
+def test_slopes_lose_little_more_than_the_best_choice(
+    multiple: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     constraints, effects = Constraints(neurons_multiple_of=multiple), effects_of(LARGE, seed)
     ratio = random.Random(seed).uniform(0.3, 0.9)
+    best = lost(chosen(effects, LARGE, ratio, constraints=constraints), effects)
+    monkeypatch.setattr(joint, "MOST_OPTIONS", 0)
     found = chosen(effects, LARGE, ratio, constraints=constraints)
-    total = sum(int(PRICE[m.kind]) * m.units for m in LARGE)
     assert cost(found, LARGE) <= ratio + 1e-9
-    options = removable_counts(LARGE, constraints)
-    sums = [[0.0, *effects[m.name].sort().values.cumsum(0).tolist()] for m in LARGE]
-    losses = [[row[k] for k in option] for row, option in zip(sums, options, strict=True)]
-    costs = [[int(PRICE[m.kind]) * (m.units - k) for k in option] for m, option in zip(LARGE, options, strict=True)]
-    best = float(least_loss(costs, losses, int(ratio * total + 1e-9))[0].min())
-    if exact:
-        assert lost(found, effects) == pytest.approx(best)
-    else:
-        # At most the last edge is too much: here, a head or a few neurons.
-        assert best - 1e-9 <= lost(found, effects) <= best * 1.12
+    # At most the last edge is too much: here, a head or a few neurons.
+    assert best - 1e-9 <= lost(found, effects) <= best * 1.12
 
 
 def timings(seed: int) -> CostTable:
@@ -297,12 +249,9 @@ def test_heads_leave_in_the_order_of_their_scores_over_the_whole_model() -> None
         removed.append(len(gone))
         # Neurons go by their effects, in every block.
         for module in LARGE:
-            if module.kind == "mlp":
-                kept, out = (
-                    effects[module.name][list(units)]
-                    for units in (found[module.name].units, found[module.name].removed)
-                )
-                assert len(out) == 0 or kept.min() >= out.max()
+            if module.kind == "mlp" and (out := found[module.name].removed):
+                effect = effects[module.name]
+                assert effect[list(found[module.name].units)].min() >= effect[list(out)].max()
     assert removed == sorted(removed)
     assert len(set(removed)) > 2
 
@@ -396,10 +345,6 @@ def test_many_neurons_are_no_trouble() -> None:
     assert len(out) > 10_000
 
 
-def test_what_is_out_of_range_is_refused() -> None:
-    effects = effects_of(LARGE, 0)
+def test_layers_that_are_not_there_are_refused() -> None:
     with pytest.raises(RecipeError, match="keep_layers must name layers"):
-        chosen(effects, LARGE, 0.5, constraints=Constraints(keep_layers=(3,)))
-    effects["m1"][7] = float("nan")
-    with pytest.raises(NonFiniteError, match="every score must be a finite number, but neuron 7 of m1 has nan; check"):
-        chosen(effects, LARGE, 0.5)
+        chosen(effects_of(LARGE, 0), LARGE, 0.5, constraints=Constraints(keep_layers=(3,)))
