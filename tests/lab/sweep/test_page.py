@@ -1,5 +1,6 @@
 """sweep.html: that points lie where the numbers say, what the page leads with, and how a real browser shows it."""
 
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,16 @@ from support import sweeps
 from support.browser import Browser
 
 from hies_export.cli.main import main
-from hies_lab.sweep.charts import Chart, alpha_axis, budget_axis, chart, draw_chart, line_styles, time_axis
+from hies_lab.sweep.charts import (
+    Chart,
+    alpha_axis,
+    budget_axis,
+    chart,
+    draw_chart,
+    line_styles,
+    sweep_frontier,
+    time_axis,
+)
 from hies_lab.sweep.page import lead_text, read_sweep, render_sweep, write_page
 from hies_lab.sweep.results import line_name, render_markdown, sweep_tables
 from hies_lab.sweep.schemas import SweepAbout
@@ -57,6 +67,17 @@ def places(svg: str, kind: str) -> list[tuple[float, float]]:
     return [(float(use.get("x", "")), float(use.get("y", ""))) for e in found for use in e.iter() if use.get("x")]
 
 
+def timed_rows(criteria: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return rows in which time is a tenth above the share of FLOPs, and stability that share and a bit by seed."""
+    kinds, compensations = ("attention", "mlp", "attention+mlp"), ("scalars", "weighted")
+    return [
+        sweeps.sweep_row(c, modules=modules, compensation=by, seed=seed, heads_removed=None, flops_ratio=None)
+        | {"flops_target": flops, "quality": flops, "stability": flops + 0.02 * seed}
+        | {"latency_ratio": flops + 0.1 + 0.01 * seed, "latency_low": flops + 0.05, "latency_high": flops + 0.2}
+        for by, c, modules, flops, seed in itertools.product(compensations, criteria, kinds, (0.8, 0.6), (0, 1))
+    ]
+
+
 @pytest.mark.parametrize("quantity", ["quality", "stability"])
 def test_points_are_means_over_seeds_with_their_deviation(quantity: str) -> None:
     found = rows()
@@ -81,22 +102,19 @@ def test_points_are_means_over_seeds_with_their_deviation(quantity: str) -> None
     assert len(x) == len(points) == 12
     # Deeper cuts are on the right, larger numbers at the top; both axes are straight.
     right, up = (x[3] - x[0]) / 0.6, (y[0] - y[3]) / (points[0].y - points[3].y)
-    assert min(right, -up) > 0 or min(right, up) > 0
+    assert right > 0 > up
     for at, height, point in zip(x, y, points, strict=True):
         assert at - x[0] == pytest.approx((point.x - 0.1) * right, abs=0.01)
         assert height - y[0] == pytest.approx((point.y - points[0].y) * up, abs=0.01)
-    assert up < 0
 
 
 def test_deeper_cuts_are_on_the_right_whatever_the_budget() -> None:
     found = [r | {"flops_target": 1 - r["sparsity"], "sparsity": None, "modules": "attention"} for r in rows()]
     places, texts = zip(*drawn(found).axis.ticks, strict=True)
     assert (list(places), texts) == (sorted(places), ("90", "70", "50", "30"))
-    timed = [r | {"latency_ratio": 1 - r["sparsity"] / 2} for r in rows()]
-    at = time_axis(timed).at
     # Of times, less is on the left.
-    assert [at(r) for r in timed[:12:3]] == sorted((at(r) for r in timed[:12:3]), reverse=True)
-    assert at(timed[0]) == pytest.approx(95)
+    timed = [row("his", s, 0, latency_ratio=1 - s / 2) for s in (0.1, 0.3)]
+    assert [time_axis(timed).at(r) for r in timed] == pytest.approx([95, 85])
 
 
 def test_large_perplexities_are_drawn_by_their_logarithm() -> None:
@@ -186,6 +204,33 @@ def test_given_alphas_have_a_chart_of_their_own() -> None:
     assert "HIES by alpha" in render_sweep([*given, row("his", 0.3, 0)], ABOUT, name="x")
     made = chart(given, "quality", alpha_axis(given), line_styles(given), name=lambda r: line_name(r, given))
     assert [text for _, text in made.axis.ticks] == ["0.1", "0.6", "0.9"]
+
+
+def test_agreement_against_time_has_a_point_per_method_and_budget() -> None:
+    found = timed_rows(("fisher", "kwon"))
+    # Another method is slower and keeps more, one is too noisy to compare.
+    found += [row | {"criterion": "slow", "latency_ratio": 0.95, "stability": 0.96} for row in found[:2]]
+    found += [row | {"criterion": "noisy", "latency_noisy": True, "stability": 1.0} for row in found[:2]]
+    figure = sweep_frontier(found, line_styles(found))
+    assert figure is not None
+    means = [(1.0, 1.0), *([(0.905, 0.81), (0.705, 0.61)] * 12), (0.95, 0.96)]
+    assert [(one.time, one.same) for one in figure.found] == [pytest.approx(mean) for mean in means]
+    # Those on the frontier have names and intervals, the others neither.
+    assert {number for number, one in enumerate(figure.found) if one.name} == set(figure.best)
+    assert {round(figure.found[number].same, 6) for number in figure.best} == {1.0, 0.96, 0.81, 0.61}
+    assert {"".join(one.series[:1]) for one in figure.found} == {"", *line_styles(found)} - {
+        name for name in line_styles(found) if name.startswith("noisy")
+    }
+    assert sweep_frontier([row | {"latency_ratio": None} for row in found], line_styles(found)) is None
+
+
+def test_tables_have_a_column_per_share_of_flops_and_a_row_per_size_that_the_grid_gave() -> None:
+    # How many rows reach the tokens that `compensated` takes differs by seed.
+    found = [row | {"calibration_samples": 8 + row["seed"]} for row in timed_rows(("fisher", "compensated"))]
+    text = render_markdown(sweep_tables(found))
+    assert "| FLOPs left | 80% | 60% |" in text
+    assert "| compensated (neurons only) + scalars | <u>81.00</u> ± 1.41 | <u>61.00</u> ± 1.41 |" in text
+    assert "fisher (neurons only, 8 samples) + scalars" in text
 
 
 FEW = [row(criterion, share, 0) for criterion in ("his", "hies", "random") for share in (0.3, 0.5)]
