@@ -269,31 +269,25 @@ def test_the_order_over_modules_is_by_slope_and_budgets_are_nested() -> None:
     assert plans[0].alpha is None
 
 
-@pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
-@pytest.mark.parametrize("compensate", [False, True])
-def test_a_recipe_may_name_it(tmp_path: Path, compensate: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_recipe_may_name_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_text_model(tmp_path / "model")
-    section = {"compensation": {"samples": 40}} if compensate else {}
     recipe = PruningRecipe(
         model=str(tmp_path / "model"),
         task="text-classification",
         data={"files": {"train": write_rows(tmp_path / "a.jsonl", 40)}, "text": "sentence", "label": "label"},
         calibration={"samples": 24},
         evaluation={"split": "train"},
-        prune={"criterion": "compensated", "alpha": "auto", "budget": {"heads": 0.5}, **section},
+        prune={"criterion": "compensated", "alpha": "auto", "budget": {"heads": 0.5}},
     )
     prepared = load_pruning(recipe)
-    assert ("compensated ranks units by the errors that least squares leaves" in caplog.text) == (not compensate)
+    assert "compensated ranks units by the errors that least squares leaves" in caplog.text
     assert prepared.rows.held_out == []
     choice = choose(prepared, calibrate(prepared))
     assert (choice.plan.criterion, choice.plan.alpha, choice.plan.removed) == ("compensated", None, 9)
-    assert choice.plan.calibration["labels"] == "predictions"  # those of the rows are not looked at
-    assert choice.plan.calibration["samples"] == (40 if compensate else 24)
-    sites, rows, moments = prepared.modules, prepared.rows.score, None
-    if compensate:  # the rows to refit on are more than those to score on, so their gradients and moments are used
-        rows = prepared.rows.refit
-        moments = MomentStore(prepared.model, sites, rows)
-    expected = score_compensated(prepared.model, rows, sites, moments=moments)
+    # The labels of the rows are not looked at.
+    assert (choice.plan.calibration["labels"], choice.plan.calibration["samples"]) == ("predictions", 24)
+    sites = prepared.modules
+    expected = score_compensated(prepared.model, prepared.rows.score, sites)
     assert_near({s.name: choice.scores.scores[s.name] for s in sites}, dict(expected.scores))
     assert plan_of(expected, sites, heads=0.5).kept == choice.plan.kept
     write_choice(choice, tmp_path)
