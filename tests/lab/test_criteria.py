@@ -105,9 +105,8 @@ def test_weights_that_are_stored_transposed_have_the_signals_of_their_own_units(
 
 
 def test_gradients_of_weights_need_the_labels_of_a_language_model() -> None:
-    model = causal_lm()
-    batch = text_batch(2, 8, labels=False)
-    batch["input_ids"] %= 32
+    model, batch = causal_lm(), padded([8, 6], "right")
+    del batch["labels"]
     sites = find_attention(model, batch)
     with pytest.raises(DataError, match="needs labels"):
         collect_statistics(model, [batch], sites, needs=["taylor"])

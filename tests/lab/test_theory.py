@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.generative import padded
 from support.models import bert, causal_lm, save_project, text_batch
 from support.neurons import one_by_one
 from support.references import layer_tokens
@@ -53,14 +54,13 @@ def loss_of(model: Any, batches: list[dict[str, Tensor]]) -> float:
     ],
 )
 def test_bound_and_increase_equal_loops(kind: str, loss: str, constant: float) -> None:
-    labels = {"number": 1, "two": 2, "three": 3}
-    model = causal_lm(num_key_value_heads=4) if kind == "text" else bert(num_labels=labels[kind])
-    batches = [text_batch(4, 10), text_batch(3, 7)]
-    for batch in batches:
-        if kind == "text":
-            batch["input_ids"] %= 32
-            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        else:
+    if kind == "text":
+        model = causal_lm(num_key_value_heads=4)
+        batches = [padded([10, 8, 6, 4], "right"), padded([7, 5, 3], "right")]
+    else:
+        model = bert(num_labels={"number": 1, "two": 2, "three": 3}[kind], num_hidden_layers=2)
+        batches = [text_batch(4, 10), text_batch(3, 7)]
+        for batch in batches:
             batch["labels"] = torch.randn(len(batch["labels"])) if kind == "number" else batch["labels"] % 2
     sites = find_attention(model, batches[0])
     found = theory(model, batches, sites, alpha=0.5)
@@ -81,25 +81,25 @@ def test_bound_and_increase_equal_loops(kind: str, loss: str, constant: float) -
         assert_near(norms.deficit, 1 - statistics["entropy"][site.name])
     dense = loss_of(model, batches)
     order = sorted((float(h), name, i) for name, his in statistics["his"].items() for i, h in enumerate(his))
+    places = {site.name: site for site in sites}
     for row in (row for row in found.increases if row.criterion == "his"):
         gone: list[tuple[float, str, int]] = []
         for head in order:
-            last = sum(name == head[1] for _, name, _ in gone) == statistics["his"][head[1]].numel() - 1
+            last = sum(name == head[1] for _, name, _ in gone) == places[head[1]].units - 1
             if len(gone) < round(row.share * len(order)) and not last:
                 gone.append(head)
         masked = copy.deepcopy(model)
-        expected = {"first": 0.0, "whole": 0.0, "blocks": 0.0}
+        first = whole = blocks = 0.0
         for his, name, number in gone:
-            site = next(s for s in sites if s.name == name)
-            columns = slice(number * site.unit_width, (number + 1) * site.unit_width)
+            width = places[name].unit_width
             with torch.no_grad():
-                masked.get_submodule(site.consumer).weight[:, columns] = 0
-            norms = found.modules[name]
-            expected["first"] += his
-            expected["whole"] += constant / 2 * norms.output**2 * activation[name][number].item()
-            expected["blocks"] += constant / 2 * norms.blocks[number].item() ** 2 * activation[name][number].item()
-        found_terms = [row.first_order, row.quadratic, row.quadratic_blocks]
-        assert found_terms == pytest.approx(list(expected.values()), rel=1e-5)
+                masked.get_submodule(places[name].consumer).weight[:, number * width : (number + 1) * width] = 0
+            norms, factor = found.modules[name], constant / 2 * activation[name][number].item()
+            first += his
+            whole += factor * norms.output**2
+            blocks += factor * norms.blocks[number].item() ** 2
+        terms = (row.first_order, row.quadratic, row.quadratic_blocks)
+        assert terms == pytest.approx((first, whole, blocks), rel=1e-5)
         assert row.measured == pytest.approx(loss_of(masked, batches) - dense, rel=1e-3, abs=1e-5)
     assert [(row.criterion, row.share) for row in found.increases] == [(c, s) for c in ("his", "hies") for s in SHARES]
 

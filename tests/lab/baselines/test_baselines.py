@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.cuts import plan_of
+from support.generative import padded
 from support.models import bert, causal_lm, image_batch, llama, text_batch, vit
 from support.references import layer_tokens
 from support.tolerance import REFITTED, assert_near
@@ -28,12 +29,8 @@ def logits_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def rows_and_columns(model: Any, site: Any) -> list[list[tuple[Tensor, Any]]]:
     """Per channel, by names: the weights (and biases) it consists of, as (parameter, index)."""
     attention, width = model.get_submodule(site.name), site.unit_width
-    self_attention = hasattr(attention, "query")
-    q, k, v = (
-        (attention.query, attention.key, attention.value)
-        if self_attention
-        else (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    names = ("query", "key", "value") if hasattr(attention, "query") else ("q_proj", "k_proj", "v_proj")
+    q, k, v = (getattr(attention, name) for name in names)
     o = model.get_submodule(site.consumer)
     found = []
     for group in range(site.groups):
@@ -166,7 +163,7 @@ def test_slices_are_the_singular_vectors_of_what_attention_reads_and_writes(make
 
 
 def test_samples_of_slices_may_be_images() -> None:
-    model, batch = vit(), image_batch(labels=False)
+    model, batch = vit(), image_batch(2, labels=False)
     sites = find_attention(model, batch)
     assert [len(collect_bases(model, [batch], sites).read[s.name]) for s in sites] == [48, 48, 48]
 
@@ -174,11 +171,7 @@ def test_samples_of_slices_may_be_images() -> None:
 @pytest.mark.parametrize("make", [bert, causal_lm])
 def test_a_short_fine_tune_comes_nearer_and_is_undone(make: Any) -> None:
     model = make()
-    batches = [text_batch(4, 10, labels=False) for _ in range(4)]
-    if make is causal_lm:
-        for batch in batches:
-            batch["input_ids"] %= 32
-            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    batches = [padded([10, 8, 6, 4], "right") if make is causal_lm else text_batch(4, labels=False) for _ in range(4)]
     sites = find_attention(model, batches[0])
     bases, targets = collect_bases(model, batches, sites), predict(model, batches)
     assert (targets.kind == "classes") == (make is bert)
@@ -189,9 +182,8 @@ def test_a_short_fine_tune_comes_nearer_and_is_undone(make: Any) -> None:
             with torch.no_grad():
                 return float(sum(model(**b).loss for b in batches))
         found = torch.cat([logits_of(model, b) for b in batches]).log_softmax(-1)
-        return float(
-            torch.nn.functional.kl_div(found, targets.values.log_softmax(-1), reduction="batchmean", log_target=True)
-        )
+        wanted = targets.values.log_softmax(-1)
+        return float(torch.nn.functional.kl_div(found, wanted, reduction="batchmean", log_target=True))
 
     with sliced(model, sites, bases, share=0.5):
         untuned = distance()
