@@ -28,7 +28,6 @@ from hies_export.units.find import find_modules
 
 
 def tiny_bert(cls=BertForSequenceClassification):
-    torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 3}
     return cls(BertConfig(**shape, vocab_size=50, max_position_embeddings=32, num_labels=3))
 

@@ -115,16 +115,10 @@ def test_queries_go_by_the_mean_over_groups_and_in_the_order_of_each() -> None:
     assert removed(2 / 6, min_heads=3) == [(2, 5), (1, 4)]
     with pytest.raises(PlanError, match="remove 3 of 6 query heads per group, but min_heads 3 leave only 2"):
         removed(3 / 6, min_heads=3)
-
-
-def test_a_budget_of_cost_counts_query_heads_of_every_group() -> None:
-    modules = [GROUPED, Units(name="h", units=6, groups=2)]
-    scores = scores_of(g=VALUES.tolist(), h=[9.0, 0.5, 2.5, 3.0, 1.0, 3.0])
     table = CostTable("FLOPs", {"g": (0.0, 0.1, 0.2), "h": (0.0, 0.15, 0.3)})
-    query = Constraints(unit="query")
-    # Losses: g 1.5, 3; h 0.75, 3.5.
-    for ratio, counts in ((0.9, [0, 1]), (0.85, [0, 1]), (0.75, [1, 1]), (0.65, [2, 1]), (0.6, [1, 2]), (0.5, [2, 2])):
-        found = select_units(scores, modules, table=table, ratio=ratio, constraints=query)
+    # Under a budget of cost, g loses 1.5 or 3, and h 0.75 or 3.5.
+    for ratio, counts in ((0.85, [0, 1]), (0.75, [1, 1]), (0.65, [2, 1]), (0.6, [1, 2]), (0.5, [2, 2])):
+        found = select_units(scores, modules, table=table, ratio=ratio, constraints=Constraints(unit="query"))
         assert bundles_lost(found, modules, unit="query") == {m: k for m, k in zip("gh", counts, strict=True) if k}
 
 

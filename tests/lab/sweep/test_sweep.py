@@ -296,10 +296,6 @@ def test_the_command_prints_tables_and_one_line_of_json(
     assert [(line["criterion"], float(line["quality"])) for line in lines] == [
         (row["criterion"], row["quality"]) for row in result["rows"]
     ]
-    # What is in the journal is not judged again.
-    assert main(["sweep", str(recipe_file), *options, "--json"]) == 0
-    again = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (again["rows"], again["evaluations"]) == (result["rows"], 0)
     with pytest.raises(SystemExit, match="^2$"):
         main(["sweep", str(recipe_file), "--seeds", "one"])
     assert "--seeds: must be whole numbers, separated by commas, got 'one'" in capsys.readouterr().err
