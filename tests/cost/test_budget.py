@@ -1,6 +1,8 @@
 """Budgets of FLOPs, time and quality: against brute force, the counter, the masked model and a run."""
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,39 +45,37 @@ def test_a_cut_by_counts_has_the_shapes_of_a_chosen_one(unit: str) -> None:
     assert shapes[0] == shapes[1] != {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("right", range(9))
-@pytest.mark.parametrize("known", [0, 2])
-def test_bisection_finds_the_last_that_passes(right: int, known: int) -> None:
+def tracked(right: int, most: int) -> tuple[Callable[[int], bool], list[int]]:
+    """Return what passes up to a step, and the steps that it was asked for."""
     tried: list[int] = []
 
     def passes(step: int) -> bool:
         tried.append(step)
-        assert 1 <= step <= 8
+        assert 1 <= step <= most
         return step <= right
 
-    assert largest(8, passes, at_least=known) == max(right, known)
-    assert len(tried) <= 5
-    exact = tried.copy()
-    tried.clear()
-    assert max(right, known) - 2 < largest(8, passes, at_least=known, within=2) <= max(right, known)
-    assert exact[: len(tried)] == tried
+    return passes, tried
+
+
+@pytest.mark.parametrize("known", [0, 2])
+def test_bisection_finds_the_last_that_passes(known: int) -> None:
+    for right in range(9):
+        passes, exact = tracked(right, 8)
+        assert largest(8, passes, at_least=known) == max(right, known)
+        assert len(exact) <= 5
+        passes, tried = tracked(right, 8)
+        assert max(right, known) - 2 < largest(8, passes, at_least=known, within=2) <= max(right, known)
+        assert exact[: len(tried)] == tried
 
 
 @pytest.mark.parametrize(("sizes", "most"), [(1, 1), (8, 6), (100, 14)])
 def test_a_search_by_few_failures_finds_the_last_that_passes(sizes: int, most: int) -> None:
-    for near in range(1, sizes + 1):
-        for right in range(sizes + 1):
-            tried: list[int] = []
-
-            def passes(step: int, tried: list[int] = tried, right: int = right) -> bool:
-                tried.append(step)
-                assert 1 <= step <= sizes
-                return step <= right
-
-            assert largest(sizes, passes, near=near, failures=FAILURES) == right
-            assert tried[0] == max(1, round(0.9 * near))
-            assert sum(step > right for step in tried) <= FAILURES
-            assert len(set(tried)) == len(tried) <= most
+    for near, right in itertools.product(range(1, sizes + 1), range(sizes + 1)):
+        passes, tried = tracked(right, sizes)
+        assert largest(sizes, passes, near=near, failures=FAILURES) == right
+        assert tried[0] == max(1, round(0.9 * near))
+        assert sum(step > right for step in tried) <= FAILURES
+        assert len(set(tried)) == len(tried) <= most
 
 
 def test_a_drop_is_what_got_worse() -> None:

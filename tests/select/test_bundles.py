@@ -67,35 +67,30 @@ def test_ties_over_modules_and_groups_break_towards_the_later() -> None:
     assert kept(counts=[1, 0], constraints=Constraints(unit="query")) == [(0, 2), (0, 1, 2, 3)]
 
 
-@pytest.mark.parametrize("counts", [[1], [-1, 1], [0, 2]])
-def test_counts_that_do_not_fit_the_modules_are_refused(counts: list[int]) -> None:
-    modules = [Units(name="a", units=4, groups=2), Units(name="b", units=2)]
-    scores = scores_of(a=[1.0] * 4, b=[1.0] * 2)
-    with pytest.raises(PlanError, match=r"for each of 2 modules how many heads go, at most \[1, 1\], got \["):
-        select_units(scores, modules, counts=counts)
+SCORES = {"g": [1.0] * 6, "s": [1.0] * 4}
+TABLE = CostTable("FLOPs", {"g": (0.0, 0.1, 0.2), "s": (0.0, 0.1, 0.2, 0.3, 0.4)})
+COUNTS = r"for each of 2 modules how many heads go, at most \[1, 3\], got \["
 
 
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("scores", "budget", "error", "message"),
     [
-        ({"t": [1.0, 2.0]}, "none of these has any \\(g is the first"),
-        ({"g": [1.0] * 6, "s": [1.0] * 5}, "s has 4 units and 5 scores"),
+        (SCORES, {"counts": [1]}, PlanError, COUNTS),
+        (SCORES, {"counts": [-1, 1]}, PlanError, COUNTS),
+        (SCORES, {"counts": [0, 4]}, PlanError, COUNTS),
+        (SCORES, {}, RecipeError, "needs one budget: heads"),
+        (SCORES, {"heads": 0.5, "counts": [1, 1]}, RecipeError, "needs one budget: heads"),
+        (SCORES, {"ratio": 0.5}, RecipeError, "needs one budget: heads"),
+        (SCORES, {"table": TABLE}, RecipeError, "needs one budget: heads"),
+        ({"t": [1.0, 2.0]}, {"heads": 0.5}, PlanError, r"none of these has any \(g is the first"),
+        (SCORES | {"s": [1.0] * 5}, {"ratio": 0.9, "table": TABLE}, PlanError, "s has 4 units and 5 scores"),
     ],
 )
-@pytest.mark.parametrize("budget", [{"heads": 0.5}, {"counts": [1, 1]}, {"ratio": 0.9}])
-def test_scores_of_another_model_are_refused(others: dict[str, list[float]], said: str, budget: dict[str, Any]) -> None:
-    if "ratio" in budget:
-        budget = {**budget, "table": CostTable("FLOPs", {"g": (0.0, 0.1, 0.2), "s": (0.0, 0.1, 0.2, 0.3, 0.4)})}
-    with pytest.raises(PlanError, match=said):
-        select_units(scores_of(**others), [GROUPED, SINGLE], **budget)
-
-
-@pytest.mark.parametrize(
-    "budget", [{}, {"heads": 0.5, "counts": [1]}, {"ratio": 0.5}, {"table": CostTable("FLOPs", {})}]
-)
-def test_one_budget_is_needed(budget: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match="needs one budget: heads"):
-        select_units(scores_of(s=[1.0] * 4), [SINGLE], **budget)
+def test_budgets_and_scores_that_do_not_fit_are_refused(
+    scores: dict[str, list[float]], budget: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        select_units(scores_of(**scores), [GROUPED, SINGLE], **budget)
 
 
 def test_queries_go_by_the_mean_over_groups_and_in_the_order_of_each() -> None:
