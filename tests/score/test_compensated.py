@@ -1,6 +1,5 @@
 """Greedy removal against loops that build every compensated layer anew, token by token."""
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from hies_export.pipeline.reporting import write_choice
 from hies_export.pipeline.stages import calibrate
 from hies_export.score import compensated
 from hies_export.score.compensated import Removal, RemovalOptions, removal_chain, scores_of_chains
+from hies_export.units.units import Units
 
 
 def regression_bert(**options: Any) -> PreTrainedModel:
@@ -208,18 +208,6 @@ def test_a_step_is_one_percent_of_a_wide_layer() -> None:
     assert {len(r.units) for r in heads} == {1}
 
 
-def test_a_linear_copy_of_another_head_goes_first_and_costs_nothing() -> None:
-    layer = layer_of(300, 12, 20, centred=True)
-    inputs = layer.inputs.clone()
-    inputs[:, 6:9] = inputs[:, :1] * torch.tensor([1.0, -2.0, 0.5]) + 3  # head 2 says only what head 0 says as well
-    copied = LayerEffects(
-        inputs, layer.gradients * torch.tensor([1.0] * 6 + [10.0] * 3 + [1.0] * 3), layer.sample, True
-    )
-    first, second, *_ = removal_chain(copied, module_of(4, width=3), 20, options=RemovalOptions(1e-10))
-    assert first.units == (2,)
-    assert first.effect < 1e-9 * (second.effect - first.effect)
-
-
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
 def test_units_that_write_nothing_go_first_and_cost_nothing(kind: str) -> None:
     layer = layer_of(100, 6, 20, centred=False)
@@ -246,26 +234,32 @@ def test_moments_reach_the_modules_they_were_collected_of() -> None:
         assert [r.effect for r in chain[:-1]] != pytest.approx([r.effect for r in removal_chain(layer, module, 8)[:-1]])
 
 
-def test_the_order_over_modules_is_by_slope_and_budgets_are_nested() -> None:
-    model, batches = bert(intermediate_size=12), [text_batch(8, 30)]
-    sites, blocks = find_attention(model, batches[0]), neurons(model)
-    layers = effects(model, batches, [*sites, *blocks])
-    # Modules on which predictions hang a thousand times less are emptied, up to one unit, before the others.
-    for module in (sites[1], blocks[2]):
-        layer = layers[module.name]
-        layers[module.name] = LayerEffects(layer.inputs, layer.gradients * 1e-3, layer.sample, layer.centred)
-    chains = [removal_chain(layers[module.name], module, 8) for module in (*sites, *blocks)]
-    found = scores_of_chains([*sites, *blocks], chains, RemovalOptions())
-    for kind, small, total in ((sites, sites[1], 18), (blocks, blocks[2], 36)):
-        ranks = {m.name: (found.scores[m.name] * total).round().int().tolist() for m in kind}
-        # Heads rank among heads, and neurons among neurons.
-        assert sorted(rank for values in ranks.values() for rank in values) == list(range(total))
-        assert sorted(ranks[small.name])[:-1] == list(range(small.units - 1))
-        # Every module keeps something, so its last unit ranks above all that may go.
-        assert sorted(max(values) for values in ranks.values()) == [total - 3, total - 2, total - 1]
-    plans = [plan_of(found, sites, heads=share) for share in (0.2, 0.4, 0.6, 0.8)]
-    for less, more in itertools.pairwise(plans):
-        assert all(set(more.kept[s.name].units) <= set(less.kept[s.name].units) for s in sites)
+def test_units_rank_among_their_kind_by_slope_and_the_last_of_every_module_above_all() -> None:
+    modules = [Units(name="a", units=3), Units(name="m", units=4, kind="mlp"), Units(name="b", units=3)]
+    chains = [
+        tuple(Removal(module.name, units, effect) for units, effect in steps)
+        for module, steps in zip(
+            modules,
+            (
+                [((1,), 1.0), ((0,), 5.0), ((2,), 6.0)],
+                [((3, 0), 2.0), ((1,), 3.0), ((2,), 9.0)],
+                [((2,), 2.0), ((1,), 4.0), ((0,), 50.0)],
+            ),
+            strict=True,
+        )
+    ]
+    found = scores_of_chains(modules, chains, RemovalOptions())
+    # Slopes of a are 1 and 4, of b 2 and 2; the last of a has less effect than the last of b.
+    ranks = {"a": [3, 0, 4], "m": [1, 2, 3, 0], "b": [5, 2, 1]}
+    assert {m.name: (found.scores[m.name] * (4 if m.kind == "mlp" else 6)).tolist() for m in modules} == {
+        name: pytest.approx(values) for name, values in ranks.items()
+    }
+    plans = [plan_of(found, [modules[0], modules[2]], heads=share) for share in (1 / 6, 0.5, 2 / 3)]
+    assert [[kept.removed for kept in plan.kept.values()] for plan in plans] == [
+        [(1,), ()],
+        [(1,), (1, 2)],
+        [(0, 1), (1, 2)],
+    ]
     assert plans[0].alpha is None
 
 
