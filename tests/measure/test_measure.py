@@ -4,16 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.models import causal_lm, cut_bert
+from support.models import bert, causal_lm, cut_bert, vit
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
-    BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
     DebertaV2Config,
     DebertaV2ForTokenClassification,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 from hies_export.errors import RecipeError
@@ -27,17 +24,7 @@ from hies_export.units.counts import count_flops, count_parameters
 from hies_export.units.find import find_modules
 
 
-def tiny_bert(cls=BertForSequenceClassification):
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 3}
-    return cls(BertConfig(**shape, vocab_size=50, max_position_embeddings=32, num_labels=3))
-
-
-def tiny_vit(**options):
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
-    return ViTForImageClassification(ViTConfig(**shape, **options))
-
-
-def bert_flops(heads, *, rows, tokens, hidden=32, head_dim=8, inner=48, labels=3):
+def bert_flops(heads, *, rows, tokens, hidden=48, head_dim=8, inner=64, labels=3):
     """Multiply-adds twice: q, k, v and o; scores and context; both MLP halves; pooler and classifier."""
     total = 0
     for count in heads:
@@ -80,9 +67,9 @@ def test_the_backbone_is_all_but_embeddings_norm_and_head():
 
 
 def test_flops_of_dense_and_uneven_bert_equal_the_formula(copies):
-    model, rows, tokens = tiny_bert().train(), 3, 7
+    model, rows, tokens = bert().train(), 3, 7
     batch = synthetic_batch(model, batch=rows, sequence=tokens) | {"labels": torch.zeros(rows, dtype=torch.long)}
-    assert count_flops(model, batch) == bert_flops((4, 4, 4), rows=rows, tokens=tokens)
+    assert count_flops(model, batch) == bert_flops((6, 6, 6), rows=rows, tokens=tokens)
     assert count_flops(cut_bert(model, (3, 1, 4)), batch) == bert_flops((3, 1, 4), rows=rows, tokens=tokens)
     assert model.training
     assert model.config._attn_implementation == "sdpa"
@@ -91,11 +78,11 @@ def test_flops_of_dense_and_uneven_bert_equal_the_formula(copies):
 
 
 def test_flops_of_vit_equal_the_formula(copies):
-    model = tiny_vit(image_size=16, patch_size=4, num_labels=3)
+    model = vit()
     batch = synthetic_batch(model, batch=2)
-    layers = bert_flops((4, 4), rows=2, tokens=17) - 2 * 2 * 32 * (32 + 3)
-    patches = 2 * 2 * 16 * (3 * 4 * 4) * 32
-    assert count_flops(model, batch) == layers + patches + 2 * 2 * 32 * 3
+    layers = bert_flops((6, 6, 6), rows=2, tokens=17) - 2 * 2 * 48 * (48 + 3)
+    patches = 2 * 2 * 16 * (3 * 4 * 4) * 48
+    assert count_flops(model, batch) == layers + patches + 2 * 2 * 48 * 3
     assert copies == ["meta"]
 
 
@@ -112,8 +99,8 @@ class PickyWithoutMask(Picky):
 
 @pytest.mark.parametrize("cls", [Picky, PickyWithoutMask])
 def test_flops_of_a_forward_that_reads_values_are_counted_for_real(cls, copies):
-    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
-    assert count_flops(tiny_bert(cls), batch) == bert_flops((4, 4, 4), rows=2, tokens=5)
+    model, batch = cls(bert().config), {"input_ids": torch.ones(2, 5, dtype=torch.long)}
+    assert count_flops(model, batch) == bert_flops((6, 6, 6), rows=2, tokens=5)
     assert copies[0] == "meta"
     assert copies[-1] is None
 
@@ -148,7 +135,7 @@ def test_flops_of_a_model_to_train_whose_code_takes_views_of_parameters() -> Non
 
 
 def test_parameters_count_tied_weights_once():
-    model = tiny_bert(BertForMaskedLM)
+    model = BertForMaskedLM(bert().config)
     unique = {tensor.data_ptr(): tensor for tensor in model.state_dict().values() if tensor.is_floating_point()}
     assert count_parameters(model) == sum(tensor.numel() for tensor in unique.values())
     assert count_parameters(model) < sum(t.numel() for t in model.state_dict().values() if t.is_floating_point())
@@ -157,23 +144,23 @@ def test_parameters_count_tied_weights_once():
 
 
 def test_synthetic_batches_and_what_the_attention_sees():
-    model = tiny_bert()
+    model = bert()
     batch = synthetic_batch(model, batch=3, sequence=16)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (3, 16)
     assert batch["attention_mask"].min() == 1
     assert sequence_length(model, batch) == 16
     for size, patch, tokens in ((16, 4, 17), ((16, 32), 8, 9)):
-        vit = tiny_vit(image_size=size, patch_size=patch, num_channels=1)
-        images = synthetic_batch(vit, batch=2, sequence=99)
+        model = vit(image_size=size, patch_size=patch, num_channels=1)
+        images = synthetic_batch(model, batch=2, sequence=99)
         height, width = size if isinstance(size, tuple) else (size, size)
         assert images["pixel_values"].shape == (2, 1, height, width)
-        assert sequence_length(vit, images) == tokens
+        assert sequence_length(model, images) == tokens
 
 
 @pytest.mark.parametrize("sequence", [None, 0])
 def test_impossible_shapes(sequence):
-    with pytest.raises(RecipeError, match=rf"sequence must be in 1\.\.32 for Bert\w+, got {sequence}"):
-        synthetic_batch(tiny_bert(), batch=1, sequence=sequence)
+    with pytest.raises(RecipeError, match=rf"sequence must be in 1\.\.64 for Bert\w+, got {sequence}"):
+        synthetic_batch(bert(), batch=1, sequence=sequence)
 
 
 def test_what_nvidia_smi_says(tmp_path, monkeypatch):
