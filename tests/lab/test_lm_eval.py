@@ -11,7 +11,7 @@ from support.cuts import plan_of
 from support.models import causal_lm, generative_tokenizer
 from support.references import choice_likelihoods
 
-from hies_export import PruningRecipe, RecipeError, RequestError, Scores, find_attention, prune_units
+from hies_export import RecipeError, RequestError, Scores, find_attention, prune_units
 from hies_lab.lm_eval import check_benchmarks, run_benchmarks
 
 ROWS = [{"question": "Q a b", "choices": ["c d", "e"], "right": i % 2} for i in range(2)] + [
@@ -72,8 +72,3 @@ def test_unknown_tasks_and_lost_data_are_said_before_any_work(tmp_path: Path) ->
     lost = write_task(tmp_path, dataset_kwargs={"data_files": {"test": str(tmp_path / "gone.jsonl")}})
     with pytest.raises(RequestError, match=r"must be loadable, but lm-eval says: .*gone\.jsonl"):
         check_benchmarks([str(lost)])
-
-
-def test_a_recipe_that_names_benchmarks_is_told_the_command() -> None:
-    with pytest.raises(RecipeError, match=r"evaluation.lm_eval is gone; .*: lm_eval --model hf .* --tasks"):
-        PruningRecipe(model="m", task="text-generation", evaluation={"lm_eval": ["piqa"]})

@@ -43,6 +43,7 @@ def test_tables_run_reduced(
     table: str, task: str, row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hies_export.pipeline.stages.ALPHAS", (0.3, 0.9))  # fewer to judge
+    monkeypatch.setattr("hies_lab.sweep.sweep.write_page", lambda folder: None)
     run_script(PAPER / "table.py", table, "--smoke", "--tasks", task, "-o", tmp_path)
     page = (tmp_path / f"{table}.md").read_text()
     assert re.search(row, page), page

@@ -30,11 +30,18 @@ from hies_lab.baselines.slicing import collect_bases, fine_tuned, sliced
 from hies_lab.sweep.cells import redrawn, weighted_area
 from hies_lab.sweep.grid import SweepGrid
 from hies_lab.sweep.journal import Journal
+from hies_lab.sweep.page import write_page
 from hies_lab.sweep.results import render_markdown, sweep_tables, terminal_table
 from hies_lab.sweep.sweep import SweepResult, sweep
 
 # Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
 pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
+
+
+@pytest.fixture(autouse=True)
+def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than a small sweep."""
+    monkeypatch.setattr("hies_lab.sweep.sweep.write_page", lambda folder: None)
 
 
 @pytest.fixture
@@ -130,6 +137,7 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
 def test_killed_half_way_it_ends_with_the_same_file(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hies_lab.sweep.sweep.write_page", write_page)
     options = ["--criteria", "hies,compensated", "--alphas", "0.2", "--sparsities", "0.6"]
     options += ["--seeds", "0,1", "--compensations", "none,least_squares"]
 

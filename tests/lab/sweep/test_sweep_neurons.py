@@ -28,6 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewToken
 CRITERIA = ("hies", "l2", "fisher", "compensated", "kwon", "flap")
 
 
+@pytest.fixture(autouse=True)
+def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than a small sweep."""
+    monkeypatch.setattr("hies_lab.sweep.sweep.write_page", lambda folder: None)
+
+
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_sweep_project(tmp_path_factory.mktemp("project"), modules=["attention", "mlp"], budget={"flops": 0.7})
