@@ -10,14 +10,7 @@ from torch import Tensor
 from hies_export import CRITERIA, RecipeError, Statistics, criterion, score_units
 from hies_export.calibrate.statistics import Calibration
 from hies_export.kinds import ATTENTION, KINDS
-from hies_export.score.criteria import (
-    AUTO,
-    COMPENSATED,
-    DegenerateRangeWarning,
-    criterion_names,
-    needs_of,
-    uses_alpha,
-)
+from hies_export.score.criteria import AUTO, COMPENSATED, DegenerateRangeWarning, criterion_names, needs_of, uses_alpha
 from hies_export.units.units import Units
 
 MODULES = (Units(name="a", units=2), Units(name="m", units=3, kind="mlp"), Units(name="b", units=2))
