@@ -37,18 +37,11 @@ def test_a_multiple_that_does_not_divide_is_refused(
     assert [*error.value.problems] == [f"multiple_of must divide the number of {problem}" for problem in problems]
 
 
-@pytest.mark.parametrize(
-    ("modules", "constraints"),
-    [
-        (MODULES, Constraints(multiple_of=4, neurons_multiple_of=16)),
-        (MODULES, Constraints(unit="query", multiple_of=6, neurons_multiple_of=8)),
-        # The multiple of one kind is nothing to the other.
-        (MODULES[:2], Constraints(neurons_multiple_of=5)),
-        (MODULES[2:], Constraints(multiple_of=5, min_heads=40)),
-    ],
-)
-def test_a_multiple_of_each_kind_may_differ(modules: Sequence[Units], constraints: Constraints) -> None:
-    check_constraints(modules, constraints)
+def test_a_multiple_of_each_kind_may_differ_and_is_nothing_to_the_other() -> None:
+    check_constraints(MODULES, Constraints(multiple_of=4, neurons_multiple_of=16))
+    check_constraints(MODULES, Constraints(unit="query", multiple_of=6, neurons_multiple_of=8))
+    check_constraints(MODULES[:2], Constraints(neurons_multiple_of=5))
+    check_constraints(MODULES[2:], Constraints(multiple_of=5, min_heads=40))
 
 
 @pytest.mark.parametrize(
