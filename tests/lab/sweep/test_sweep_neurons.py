@@ -58,7 +58,7 @@ def test_there_is_a_row_for_every_cell_within_reach(recipe_file: Path, tmp_path:
     assert not any(r["heads_removed"] for r in rows if r["modules"] == "mlp")
     both = [r for r in rows if r["modules"] == "attention+mlp"]
     assert [r["criterion"] for r in both] == [*CRITERIA]
-    assert {r["criterion"] for r in both if r["neurons_removed"] and r["heads_removed"]} > {"fisher", "kwon", "flap"}
+    assert {r["criterion"] for r in both if r["neurons_removed"] and r["heads_removed"]} >= {"fisher", "kwon", "flap"}
 
 
 def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, tmp_path: Path) -> None:
