@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 from support.generative import padded
-from support.models import bert, causal_lm, save_project, text_batch
+from support.models import bert, causal_lm, text_batch
 from support.neurons import one_by_one
 from support.references import layer_tokens
+from support.runs import hies
+from support.sweeps import save_sweep_project
 from support.tolerance import assert_near
 from torch import Tensor
 
 from hies_export import Statistics, collect_statistics, find_attention
 from hies_export.calibrate.statistics import Calibration
-from hies_export.cli.main import main
 from hies_lab.theory import SHARES, orthogonality, theory
 
 
@@ -106,13 +107,12 @@ def test_bound_and_increase_equal_loops(kind: str, loss: str, constant: float) -
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Neurons may go too, of which the theory says nothing.
-    save_project(tmp_path, train=20, validation=8, prune={"budget": {"flops": 0.7}}, calibration={"samples": 8})
-    assert main(["sweep", str(tmp_path / "recipe.yaml"), "--theory", "--json"]) == 0
+    recipe = save_sweep_project(tmp_path, budget={"flops": 0.7})
+    assert hies("sweep", recipe, "--theory", "--json") == 0
     *table, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     assert any("measured increase" in row for row in table)
-    assert len(result["modules"]) == 3
-    assert len(result["increases"]) == 6
-    assert result["orthogonality"]["mean_u"] == pytest.approx(1 / 18)
-    assert main(["sweep", str(tmp_path / "recipe.yaml"), "--theory", "--set", "prune.modules=[mlp]"]) == 2
+    assert (len(result["modules"]), len(result["increases"])) == (2, 6)
+    assert result["orthogonality"]["mean_u"] == pytest.approx(1 / 12)
+    assert hies("sweep", recipe, "--theory", "--set", "prune.modules=[mlp]") == 2
     assert "--theory is about heads, but prune.modules" in capsys.readouterr().err
