@@ -37,6 +37,7 @@ def test_every_published_task_has_a_recipe_and_averages_are_the_papers() -> None
         ("llama", "gsm8k", r"\| gsm8k \| perplexity \| his \|  \| \d+\.\d\d \|"),  # the paper gives it in a figure only
         ("llava", "vizwiz", r"\| vizwiz \| exact_match \| his \| 48.00 \| \d+\.\d\d \|"),
     ],
+    ids=["glue", "llama", "llava"],
 )
 def test_tables_run_reduced(
     table: str, task: str, row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
