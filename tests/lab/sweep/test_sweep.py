@@ -227,20 +227,16 @@ def test_what_is_finished_is_said_to_be_kept_when_a_sweep_is_stopped(
 
 
 @pytest.mark.parametrize(
-    ("head", "line", "message"),
+    ("lines", "message"),
     [
-        ("", "no json", ""),
-        ("", '{"asked": []}', "line 1 of .* asked: Input should be"),
-        ('{"asked": {}}\n', "[1]", "line 2 of .* Input should be"),
-        (
-            '{"asked": {}}\n',
-            '{"kind": "row", "key": "a", "value": {"judged": "a"}}',
-            "line 2 of .* alpha: Field required",
-        ),
+        (["no json"], ""),
+        (['{"asked": []}'], "line 1 of .* asked: Input should be"),
+        (['{"asked": {}}', "[1]"], "line 2 of .* Input should be"),
+        (['{"asked": {}}', '{"kind": "row", "key": "a", "value": {"judged": "a"}}'], "line 2 .* alpha: Field required"),
     ],
 )
-def test_a_damaged_journal_is_refused_by_line(head: str, line: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "journal.jsonl").write_text(f"{head}{line}\n")
+def test_a_damaged_journal_is_refused_by_line(lines: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(RequestError, match=f"a journal must be lines of JSON written by hies-export sweep.*{message}"):
         Journal(tmp_path, asked={})
 
