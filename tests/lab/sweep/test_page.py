@@ -190,9 +190,12 @@ def test_the_page_has_every_row_and_says_where_it_comes_from() -> None:
 
 
 def test_older_sweeps_and_names_that_look_like_elements() -> None:
-    page = render_sweep([row(name, 0.3, 0) for name in ("<img src=x>", "his")], SweepAbout(), name="<b>folder")
+    # Each method at a budget and with a compensation of its own: of the other there is nothing to show.
+    found = [row("<img src=x>", 0.3, 0, neurons_removed=2), row("his", 0.5, 0, compensation="scalars")]
+    page = render_sweep(found, SweepAbout(), name="<b>folder")
     assert "&lt;b&gt;folder: 2 ways" in page
     assert not re.search("<img|<b>folder", page)
+    assert re.search(r">\s*–\s*<", page)
 
 
 def test_given_alphas_have_a_chart_of_their_own() -> None:
