@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Kinds of rows whose predictions rank documents for queries.
+SEARCHED = ("queries", "texts")
+
 # Largest share of the judged rows that may be among those that units are fitted on. Even if the fitted rows lose
 # nothing, the measured loss is then at least nine tenths of that on new rows.
 MOST_SHARED = 0.1
@@ -353,6 +356,11 @@ def check_pruning(pruning: Pruning, fewest: Looks = Looks()) -> None:  # noqa: B
     check_criteria(pruning, options.criterion)
     if options.compensation is not None:
         check_biases(pruning.model, pruning.scored, options.compensation.method)
+    if budget.keep is not None and budget.keep.index and pruning.kind(pruning.rows.held_out) not in SEARCHED:
+        raise RequestError(
+            "keep.index says which vectors of documents queries search, and only embeddings of queries and "
+            "documents, or of texts alone, have these; leave it out"
+        )
     _check_enough_rows(pruning, fewest)
     if budget.heads:
         check_budget(pruning.scored, heads=budget.heads, constraints=options.constraints)

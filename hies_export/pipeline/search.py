@@ -10,7 +10,7 @@ from typing import Any
 
 from ..calibrate.statistics import Statistics
 from ..data.batches import Batch, samples_of, size_of
-from ..errors import PlanError, RequestError
+from ..errors import PlanError
 from ..evaluate.interval import FAILURES, confidence_of_each
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import METRICS
@@ -22,7 +22,7 @@ from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..score.criteria import Scores
 from ..select.cost import CostTable, Goal
 from ..tasks.given import first_rows
-from .pruning import Pruning
+from .pruning import SEARCHED, Pruning
 from .stages import Choice, Trial, choice_of, judging, predict_trial, select, token_weights_of
 from .trials import Key, key_of
 
@@ -112,13 +112,8 @@ def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
     """
     rows, keep = pruning.rows.held_out, pruning.budget.keep
     assert keep is not None
-    searched, index = pruning.kind(rows) in ("queries", "texts"), keep.index
-    if index is not None and not searched:
-        raise RequestError(
-            "keep.index says which vectors of documents queries search, and only embeddings of queries and "
-            "documents, or of texts alone, have these; leave it out"
-        )
-    left_open = {"metric": pruning.promised_metric, "index": index or ("dense" if searched else None)}
+    index = keep.index or ("dense" if pruning.kind(rows) in SEARCHED else None)
+    left_open = {"metric": pruning.promised_metric, "index": index}
     return Outcome(
         Budget(keep=keep.model_copy(update=left_open)),
         samples=samples_of(rows),

@@ -146,6 +146,7 @@ def test_nothing_is_promised_on_rows_that_are_refitted_on(folder: Path, refitted
         ({"metric": "ndcg@10"}, "the metrics of a regression must be among pearson, spearman, got 'ndcg@10'"),
         ({"predictions": 0.9, "batch": 4}, "keep.batch says what is timed, and no runtime is named"),
         ({"metric": "parson", "by": 0.1}, "metric must be one of"),
+        ({"predictions": 0.8, "index": "slim"}, "keep.index says which vectors of documents queries search"),
     ],
 )
 def test_promises_that_cannot_be_told_or_made_are_refused(folder: Path, keep: dict[str, Any], said: str) -> None:
@@ -204,9 +205,3 @@ def test_a_share_of_rankings_is_that_of_a_metric(
     keep = found.budget.keep
     assert (keep.metric, keep.index, found.samples) == (metric, index, 7)
     assert (keep.predictions, found.confidence) == (0.99, 0.98)
-
-
-def test_an_index_is_for_embeddings() -> None:
-    task = SimpleNamespace(embeds=False, generative=False, word="one")
-    with pytest.raises(RequestError, match="keep.index says which vectors of documents queries search"):
-        promise_of({"predictions": 0.8, "index": "slim"}, [{"input_ids": torch.zeros(7, 2)}], task, ("accuracy",))
