@@ -107,12 +107,14 @@ def generative_tokenizer(words: Sequence[str] = GENERATIVE_WORDS, **options: obj
     )
 
 
-def llava_processor(tokenizer: PreTrainedTokenizerFast | None = None, **options: object) -> LlavaProcessor:
+def llava_processor(
+    tokenizer: PreTrainedTokenizerFast | None = None, *, patch_size: int = 4, **options: object
+) -> LlavaProcessor:
     """Return a processor for `llava`, by which an image takes 16 tokens."""
     return LlavaProcessor(
         CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
         tokenizer or generative_tokenizer(),
-        patch_size=4,
+        patch_size=patch_size,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         **options,
