@@ -582,20 +582,24 @@ def _matching_last_nodes() -> Iterator[None]:
     """Let onnxscript try a pattern only at nodes of the operator that the pattern ends in, inside the block.
 
     For a pattern with two last nodes, it otherwise lists all pairs of nodes of the graph before it compares the first.
+    Patterns keep their last match, and with it its graph and the weights there; afterwards they are let go.
     """
     from onnxscript.rewriter import _basics, _matcher
 
     matcher: Any = _matcher.SimplePatternMatcher
-    match = matcher.match
+    match, tried = matcher.match, set[Any]()
 
     def match_last(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
         last = self.pattern.output_nodes[0]
         if last.op.matches(node.op_type) and last.domain.matches(node.domain):
+            tried.add(self)
             return match(self, model, graph, node, **options)
         return _basics.MatchResult().fail("the node has another operator than the pattern's last one", node)
 
     with attributes_set([(matcher, "match", match_last)]):
         yield
+    for pattern in tried:
+        pattern._graph = pattern._current_node = pattern._match = None
 
 
 @contextmanager
