@@ -596,10 +596,12 @@ def _matching_last_nodes() -> Iterator[None]:
             return match(self, model, graph, node, **options)
         return _basics.MatchResult().fail("the node has another operator than the pattern's last one", node)
 
-    with attributes_set([(matcher, "match", match_last)]):
-        yield
-    for pattern in tried:
-        pattern._graph = pattern._current_node = pattern._match = None
+    try:
+        with attributes_set([(matcher, "match", match_last)]):
+            yield
+    finally:
+        for pattern in tried:
+            pattern._graph = pattern._current_node = pattern._match = None
 
 
 @contextmanager
