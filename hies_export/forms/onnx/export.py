@@ -324,7 +324,7 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
 def _release(programs: dict[str, Any], traced: PreTrainedModel | None, model: PreTrainedModel) -> None:
     """Free the weights of graphs, and of the copy that was traced but for tensors that it shares with the model.
 
-    To drop our references is not enough: rewrite patterns of onnxscript keep their last match, and with it its graph.
+    To drop our references is not enough: graphs are cycles, which hold their weights until they are collected.
     """
     for program in programs.values():
         for value in program.graph.initializers.values():
