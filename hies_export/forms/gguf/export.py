@@ -21,7 +21,7 @@ from ..runtimes.llamacpp import GGUF_FILE, LlamaCppRuntime, is_installed
 from .architecture import Layout, find_layout
 from .parity import check_parity, check_same_function
 from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, rounded_by_rows, stored_bytes, stored_type
-from .vocabulary import Vocabulary, find_vocabulary
+from .vocabulary import find_vocabulary
 
 # Tokens of the text on which the model is compared with llama.cpp's computation before anything is written.
 CHECKED_TOKENS = 16
@@ -106,7 +106,7 @@ def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) ->
     _find(model, copy.deepcopy(tokenizer), uneven=uneven)
 
 
-def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, Vocabulary]:
+def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, dict[str, Any]]:
     """Return the layout and the vocabulary in llama.cpp, after comparing its computation with the model's."""
     layout = find_layout(model, uneven=uneven)
     embedding: Any = model.get_input_embeddings()
@@ -121,7 +121,9 @@ def require_gguf() -> None:
     require_package("gguf", who="a GGUF file needs", package="gguf", extra="gguf")
 
 
-def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocabulary, dtype: str) -> dict[str, int]:
+def _write(
+    file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Mapping[str, Any], dtype: str
+) -> dict[str, int]:
     """Write the file, with few tensors in memory at a time, and return how many tensors are stored in each type."""
     import gguf
 
@@ -129,7 +131,8 @@ def _write(file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Vocab
     types: Counter[str] = Counter()
     try:
         _write_sizes(writer, model, layout, dtype)
-        _write_vocabulary(writer, vocabulary)
+        for field, value in vocabulary.items():
+            getattr(writer, f"add_{field}")(value)
         for name, tensor in named_tensors(model, layout):
             kind = stored_type(name, tensor, dtype)
             types[kind] += 1
@@ -181,25 +184,6 @@ def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str
     if layout.rope_scale != 1:
         writer.add_rope_scaling_attn_factors(layout.rope_scale)
     writer.add_layer_norm_rms_eps(layout.epsilon)
-
-
-def _write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
-    """Write the tokens of the vocabulary, and how texts are split into them."""
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.model == "llama":
-        writer.add_token_scores(vocabulary.scores)
-        writer.add_add_space_prefix(vocabulary.space_prefix)
-    else:
-        writer.add_token_merges(vocabulary.merges)
-    for name, number in vocabulary.special.items():
-        getattr(writer, f"add_{name}_token_id")(number)
-    writer.add_add_bos_token(vocabulary.adds["bos"])
-    writer.add_add_eos_token(vocabulary.adds["eos"])
-    if vocabulary.chat_templates:
-        writer.add_chat_template([{"name": n, "template": text} for n, text in vocabulary.chat_templates.items()])
 
 
 FORMATS["gguf"] = Format(

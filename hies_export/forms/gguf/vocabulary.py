@@ -8,8 +8,7 @@ llama.cpp knows by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import RequestError
@@ -46,49 +45,40 @@ _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """A tokenizer as llama.cpp reads it."""
+def find_vocabulary(tokenizer: Any, *, size: int) -> dict[str, Any]:
+    """Describe a fast tokenizer for an embedding of `size` rows, by the names of the GGUF writer's `add_` methods.
 
-    model: str  # `llama` (SentencePiece) or `gpt2` (byte-level BPE)
-    pre: str  # name of the pre-tokenizer
-    tokens: tuple[str, ...]  # of every row of the embedding
-    types: tuple[int, ...]  # of the tokens, as in a GGUF file
-    scores: tuple[float, ...] = ()  # of the tokens: SentencePiece joins neighbours with the highest first. For `llama`
-    merges: tuple[str, ...] = ()  # pairs that are joined, "left right", the first ones first. For `gpt2`
-    special: Mapping[str, int]  # numbers of the existing special tokens by name: bos, eos, unk, pad
-    adds: Mapping[str, bool]  # whether bos and eos are put around a text
-    space_prefix: bool = False  # whether a space is put in front of a text. For `llama`
-    chat_templates: Mapping[str, str]  # in Jinja by name, of which llama.cpp takes `default`
-
-
-def find_vocabulary(tokenizer: Any, *, size: int) -> Vocabulary:
-    """Describe a fast tokenizer for an embedding of `size` rows; a RequestError says what llama.cpp does not know."""
+    Raises RequestError, which says what llama.cpp does not know.
+    """
     described = _described(tokenizer)
     model = described["model"]
     known = {**model["vocab"], **{token["content"]: token["id"] for token in described["added_tokens"]}}
     if max(known.values()) >= size:
         raise _refused(f"it has token {max(known.values())}, but the model's embedding has {size} rows")
     by_number = {number: token for token, number in known.items()}
-    tokens = tuple(by_number.get(number, f"[unused{number}]") for number in range(size))
-    sentence_piece, template = model.get("byte_fallback", False), tokenizer.chat_template
+    tokens = [by_number.get(number, f"[unused{number}]") for number in range(size)]
+    sentence_piece = model.get("byte_fallback", False)
     special = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk", "pad")}
-    around = tokenizer("a", add_special_tokens=True)["input_ids"]
-    shared: dict[str, Any] = {
-        "tokens": tokens,
-        "types": tuple(_types(described, by_number, size, unknown=special["unk"] if sentence_piece else None)),
-        "special": {name: number for name, number in special.items() if number is not None},
-        "adds": {"bos": around[:1] == [special["bos"]], "eos": around[-1:] == [special["eos"]]},
-        "chat_templates": {"default": template} if isinstance(template, str) else template or {},
+    found: dict[str, Any] = {
+        "tokenizer_model": "llama" if sentence_piece else "gpt2",
+        "tokenizer_pre": "default" if sentence_piece else _pre_tokenizer(described),
+        "token_list": tokens,
+        "token_types": _types(described, by_number, size, unknown=special["unk"] if sentence_piece else None),
     }
     if sentence_piece:
-        scores, space_prefix = tuple(_scores(model, tokens)), _space_prefix(described)
-        return Vocabulary(model="llama", pre="default", scores=scores, space_prefix=space_prefix, **shared)
-    for step in _steps(described["normalizer"]):
-        if step["type"] != "NFC":  # which leaves composed text as it is
-            raise _refused(f"it changes texts by {step['type']} before it splits them")
-    merges = tuple(" ".join(pair_of(merge)) for merge in model["merges"])
-    return Vocabulary(model="gpt2", pre=_pre_tokenizer(described), merges=merges, **shared)
+        found |= {"token_scores": list(_scores(model, tokens)), "add_space_prefix": _space_prefix(described)}
+    else:
+        for step in _steps(described["normalizer"]):
+            if step["type"] != "NFC":  # which leaves composed text as it is
+                raise _refused(f"it changes texts by {step['type']} before it splits them")
+        found["token_merges"] = [" ".join(pair_of(merge)) for merge in model["merges"]]
+    found |= {f"{name}_token_id": number for name, number in special.items() if number is not None}
+    around = tokenizer("a", add_special_tokens=True)["input_ids"]
+    found |= {"add_bos_token": around[:1] == [special["bos"]], "add_eos_token": around[-1:] == [special["eos"]]}
+    if template := tokenizer.chat_template:
+        named = {"default": template} if isinstance(template, str) else template
+        found["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    return found
 
 
 def _refused(problem: str) -> RequestError:
@@ -126,7 +116,7 @@ def _types(described: Mapping[str, Any], by_number: Mapping[int, str], size: int
     return types
 
 
-def _scores(model: Mapping[str, Any], tokens: tuple[str, ...]) -> Iterator[float]:
+def _scores(model: Mapping[str, Any], tokens: Sequence[str]) -> Iterator[float]:
     """Yield the score of every token, which orders the joins as the ranks of the merges do.
 
     SentencePiece joins neighbours whose text is a token, the one with the highest score first. BPE joins pairs that are
