@@ -189,7 +189,7 @@ def _texts(recipe: PruningRecipe, asked: VocabularySection, task: Task) -> Texts
         task.check_rows(rows)
         used = [*texts_of(rows, task.columns_of_text), *filter(None, [recipe.data.prompt])]
         texts = Texts(used, read_tokens(task, rows), f"the split {split}")
-    check_request(tokenizer_of(task.processor), texts.used, keep=asked.keep)
+    check_request(tokenizer_of(task.processor), texts.used)
     return texts
 
 

@@ -152,7 +152,7 @@ def trim_in_memory(
             "vocabulary= needs texts to see which tokens they use: give batches= as a data set or a list of texts, or "
             'vocabulary={"texts": [...]}'
         )
-    check_request(tokenizer_of(processor), used, keep=asked.keep)
+    check_request(tokenizer_of(processor), used)
     data, reader = rows_to_read(batches, what="batches", task=task, processor=processor, columns=columns)
     read = read_tokens(reader, data) if texts is None else tokens_in_place(reader, used)
     return trim(model, processor, Texts(used, read, "texts given"), asked)

@@ -378,13 +378,11 @@ class VocabularySection(Section):
             themselves and in place of the columns that `data` names. By default all rows of the split that units are
             scored on, as they are read.
         min_count: How often a token must occur in them to stay.
-        keep: Tokens that stay in any case, as the vocabulary spells them, such as "##ing" or "Ġthe".
         multiple_of: Divisor of the number of tokens that stay; on a GPU, the head of a language model is fast with 64.
     """
 
     files: tuple[Path, ...] = ()
     min_count: int = Field(1, ge=1)
-    keep: tuple[str, ...] = ()
     multiple_of: int = Field(1, ge=1)
 
 

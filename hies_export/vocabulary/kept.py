@@ -22,7 +22,7 @@ from typing import Any
 import tokenizers
 import torch
 
-from ..errors import DataError, RequestError, listed, quoted
+from ..errors import DataError, RequestError, quoted
 
 # Texts that are tokenized at once.
 AT_ONCE = 1000
@@ -89,46 +89,27 @@ def count_tokens(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Counter
 
 
 def find_kept(
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    total: int,
-    named: Iterable[int] = (),
-    read: Mapping[int, int] | None = None,
-    around: Sequence[str] = (),
-    min_count: int = 1,
-    keep: Sequence[str] = (),
-    multiple_of: int = 1,
+    backend: tokenizers.Tokenizer, used: set[int], always: set[int], *, total: int, multiple_of: int = 1
 ) -> KeptTokens:
-    """Return the tokens that stay: those of the texts, and those that any text needs (see `needed`).
+    """Return the tokens that stay of `total` rows: those given, special and added ones, and those that any text needs.
 
     To reach a multiple, further tokens stay, those of the lowest numbers first: the training of a tokenizer gives these
-    to frequent tokens. Raises the RequestErrors and DataErrors of `trim_vocabulary`, whose options it takes.
-
-    Args:
-        total: Rows of the model's embedding.
-        named: Tokens that the model's configuration names, which stay.
-        read: How often a token occurs where the texts are read inside of something else.
-        around: What is read around texts, whose tokens all stay.
+    to frequent tokens. Raises the RequestErrors and DataErrors of `trim_vocabulary`.
     """
-    backend = check_request(tokenizer, texts, min_count=min_count, keep=keep, multiple_of=multiple_of)
     described, known = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=True)
     if max(known.values()) >= total:
         raise RequestError(
             f"the tokenizer must be the model's own, but it has token {max(known.values())}, and the model has {total} "
             "rows; give the tokenizer that the model was trained with"
         )
-    counts = count_tokens(backend, texts) | Counter(read or {})
-    used = {token for token, count in counts.items() if count >= min_count}
-    always = {*backend.encode("", "").ids, *(added["id"] for added in described["added_tokens"])}
-    always |= {*itertools.chain(*tokens_of(backend, around))}
+    always = always | {*backend.encode("", "").ids, *(added["id"] for added in described["added_tokens"])}
     if not used - always:
         raise DataError(
-            f"the texts must use tokens at least min_count: {min_count} times, but none but special ones occurs as "
-            "often; give more texts, or lower it"
+            "the texts must use some tokens at least min_count times, but none but special ones occurs as often; give "
+            "more texts, or lower it"
         )
     parts = _parts_of(described["model"])
-    kept = closure(used | always | {*named} | {known[token] for token in keep} | needed(described["model"]), parts)
+    kept = closure(used | always | needed(described["model"]), parts)
     wanted = -len(kept) % multiple_of + len(kept)
     for number in sorted(known.values()):
         if len(kept) == wanted:
@@ -145,33 +126,14 @@ def find_kept(
     return KeptTokens(tuple(sorted(kept)), total)
 
 
-def check_request(
-    tokenizer: Any, texts: Sequence[str], *, min_count: int = 1, keep: Sequence[str] = (), multiple_of: int = 1
-) -> tokenizers.Tokenizer:
-    """Return the tokenizer's `backend_of`, after every check of `find_kept` that needs no model.
-
-    Raises RequestError for a tokenizer of another kind or an option that is out of range, and DataError without texts.
-    """
+def check_request(tokenizer: Any, texts: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return the tokenizer's `backend_of`; raises DataError if there are no texts, or something else among them."""
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         wrong = texts if isinstance(texts, str) else next(text for text in texts if not isinstance(text, str))
         raise DataError(f"texts must be a list of texts, got {quoted(wrong)}; give every text as a string in a list")
     if not texts:
         raise DataError("there must be texts to see which tokens they use, got none; give texts like those to be read")
-    for name, value in (("min_count", min_count), ("multiple_of", multiple_of)):
-        if not isinstance(value, int) or value < 1:
-            raise RequestError(f"{name} must be a whole number of at least 1, got {quoted(value)}")
-    if isinstance(keep, str):
-        raise RequestError(f"keep must be a list of tokens, got the text {quoted(keep)}; put it in a list")
-    backend = backend_of(tokenizer)
-    known = backend.get_vocab(with_added_tokens=True)
-    for token in keep:
-        if token not in known:
-            cut = backend.encode(token, add_special_tokens=False).tokens
-            raise RequestError(
-                f"keep must name tokens of the vocabulary, but {quoted(token)} is none, and is cut into "
-                f"{listed(map(quoted, cut))}; name these, or add a text that has the word"
-            )
-    return backend
+    return backend_of(tokenizer)
 
 
 def needed(model: Mapping[str, Any]) -> set[int]:

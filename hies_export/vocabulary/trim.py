@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.processors import tokenizer_of
+from ..errors import RequestError, quoted
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import refuse_encoder_decoder
 from .chat import chat_texts, in_chat
@@ -70,7 +71,6 @@ def trim_vocabulary(
     *,
     read: Mapping[int, int] | None = None,
     min_count: int = 1,
-    keep: Sequence[str] = (),
     multiple_of: int = 1,
 ) -> Trimmed:
     """Return copies of a model and its tokenizer without the tokens that texts do not use; the originals stay.
@@ -91,7 +91,6 @@ def trim_vocabulary(
             prompt, as a token may begin with a space or a line's end. Blank ones are left out.
         read: How often each token occurs in what is read beside the texts, if that is known.
         min_count: How often a token must occur in the texts to stay.
-        keep: Tokens that stay in any case, as the vocabulary spells them, such as "##ing" or "Ġthe".
         multiple_of: Divisor of the number of tokens that stay; the head of a language model is fast on a GPU with 64.
 
     Returns:
@@ -114,24 +113,20 @@ def trim_vocabulary(
     refuse_encoder_decoder(model.config, type(model).__name__)
     total, tokenizer = row_count(model), tokenizer_of(processor)
     texts = texts if isinstance(texts, str) else list(texts)
+    for name, value in (("min_count", min_count), ("multiple_of", multiple_of)):
+        if not isinstance(value, int) or value < 1:
+            raise RequestError(f"{name} must be a whole number of at least 1, got {quoted(value)}")
     backend = check_request(tokenizer, texts)
     texts = [text for text in texts if text.strip()]
     prompts = model.reader.prompts if isinstance(model, TextEncoder) else []
     wrapped = [*([prompt + text for text in texts] for prompt in prompts), *in_chat(processor, texts)]
     counts = Counter(read or {})
-    for some in wrapped:
+    for some in (texts, *wrapped):
         counts |= count_tokens(backend, some)  # the larger count of each token: these are the same texts
-    kept = find_kept(
-        tokenizer,
-        texts,
-        total=total,
-        named=named_tokens(model, total),
-        read=counts,
-        around=[*prompts, *chat_texts(processor)],
-        min_count=min_count,
-        keep=keep,
-        multiple_of=multiple_of,
-    )
+    used = {token for token, count in counts.items() if count >= min_count}
+    around = count_tokens(backend, [*prompts, *chat_texts(processor)])
+    always = {*around, *named_tokens(model, total)}
+    kept = find_kept(backend, used, always, total=total, multiple_of=multiple_of)
     slim, smaller = apply_kept(model, processor, kept)
     for some in (texts, *wrapped):
         check_cuts(tokenizer, tokenizer_of(smaller), some, kept)

@@ -161,7 +161,7 @@ def test_tokens_alone_may_go(tmp_path: Path) -> None:
 
 def test_texts_may_come_from_files(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("\n".join(pages()[::50]))
-    recipe = project(tmp_path, vocabulary={"files": ["mine.txt"], "keep": ["[MASK]"]}, prune={"budget": {"heads": 0.3}})
+    recipe = project(tmp_path, vocabulary={"files": ["mine.txt"]}, prune={"budget": {"heads": 0.3}})
     facts = load_pruning(PruningRecipe.from_yaml(recipe)).trimming.facts
     assert (facts.source, facts.texts) == ("mine.txt", len(pages()[::50]))
 
@@ -384,10 +384,9 @@ def test_recipes_that_cannot_be_are_refused(sections: dict[str, Any], problem: s
     [
         ({"files": ["missing.txt"]}, "a data file must be there, but there is no .*missing.txt"),
         ({"files": ["numbers.csv"]}, "vocabulary.files must have a column of text, but .*numbers.csv has none"),
-        ({"keep": ["nosuchtoken"]}, "keep must name tokens of the vocabulary, but 'nosuchtoken' is none"),
     ],
 )
-def test_bad_texts_and_tokens_are_refused_before_the_model_is_loaded(
+def test_bad_texts_are_refused_before_the_model_is_loaded(
     vocabulary: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     recipe = project(tmp_path, vocabulary=vocabulary)
