@@ -18,11 +18,11 @@ from support.exported import TEXT, endless_llama, padded_prompts, prompt_tokeniz
 from support.families import architecture, decoder
 from support.models import bert, causal_lm
 from support.runs import hies
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hies_export import OnnxGenerator
 from hies_export.data.processors import load_processor
-from hies_export.errors import DataError, ExportError, ParityError, RecipeError, RequestError
+from hies_export.errors import DataError, ParityError, RecipeError, RequestError
 from hies_export.forms.formats import Export
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import parity
@@ -371,24 +371,3 @@ def test_a_model_without_an_onnx_form_is_refused_by_a_trace(monkeypatch: pytest.
     # A type that is known to pass is not traced.
     monkeypatch.setattr(export_module, "_trace", None)
     check_traceable(causal_lm(), PROMPTS)
-
-
-def test_of_an_unknown_type_the_first_layers_of_every_kind_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = [*["sliding_attention"] * 3, "full_attention"] * 3
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
-    config = Gemma3TextConfig(**sizes, num_key_value_heads=1, num_hidden_layers=12, layer_types=kinds)
-    model = Gemma3ForCausalLM(config).eval()
-    traced: list[int] = []
-
-    def trace(kind: str, model: Any, *_: object) -> None:
-        traced.append(len(model.model.layers))
-        if len(traced) < 3:
-            raise ExportError("no")
-
-    monkeypatch.setattr(export_module, "_is_known", lambda model: False)
-    monkeypatch.setattr(export_module, "_trace", trace)
-    with pytest.raises(RequestError, match="which needs no export: no"):
-        check_traceable(model, PROMPTS)
-    check_traceable(model, PROMPTS)
-    assert traced == [4, 12, 4]
-    assert len(model.model.layers) == 12

@@ -191,19 +191,17 @@ def require_onnx(extra: str = "cpu") -> None:
 def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Refuse, by a RequestError, a model that cannot be exported, by a trace of two short rows.
 
-    A model of one of the common types in `EXPORTED` is not traced. Of any other, the first layers of every kind
-    are, and if the exporter refuses them, the whole model.
+    A model of one of the common types in `EXPORTED` is not traced.
     """
     if _is_known(model):
         return
     given = {name: tensor.cpu() for name, tensor in forward_inputs(model, short_samples(model, batch)).items()}
     try:
         kind, given = _kind_and_inputs(model, given)
-        try:
-            _try_to_trace(kind, _first_layers(model), given)
-        except Exception as error:  # layers may need those that were left out
-            logger.debug("the first layers cannot be traced: %s", error)
-            _try_to_trace(kind, model, given)
+        traced = _traceable_copy(_float32_copy(model), "cpu", torch.float32)
+        sample, _ = _samples(kind, model, given)
+        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
+            _trace(kind, traced, sample, "cpu")
     except (ExportError, UnsupportedModelError) as error:
         raise RequestError(
             "a run writes its models in ONNX, too, which this one cannot be in; prune it by the command prune, which "
@@ -216,32 +214,6 @@ def _is_known(model: PreTrainedModel) -> bool:
     return model.config.model_type in EXPORTED and not any(
         "dynamic" in str(getattr(config, "rope_parameters", None)) for config in configs_in(model.config)
     )
-
-
-def _try_to_trace(kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]) -> None:
-    """Trace a copy of a model for the CPU; raises ExportError if the exporter refuses it."""
-    traced = _traceable_copy(_float32_copy(model), "cpu", torch.float32)
-    sample, _ = _samples(kind, model, given)
-    with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
-        _trace(kind, traced, sample, "cpu")
-
-
-def _first_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy that shares the weights of the first layers of every kind, two at least, and has no others.
-
-    Layers are of one kind if their config gives them the same type, and their modules are of the same classes.
-    """
-    copied = share_weights(model)
-    for config in configs_in(copied.config):
-        count = getattr(config, "num_hidden_layers", None)
-        types = getattr(config, "layer_types", None) or [None] * (count or 0)
-        for module in copied.modules():
-            for name, layers in module.named_children():
-                if isinstance(layers, torch.nn.ModuleList) and len(layers) == count == len(types):
-                    classes = [[type(part) for part in layer.modules()] for layer in layers]
-                    kinds = list(zip(types, classes, strict=True))
-                    setattr(module, name, layers[: max(2, 1 + max(kinds.index(kind) for kind in kinds))])
-    return copied
 
 
 def _contents(programs: Mapping[str, Any]) -> dict[str, Any]:
