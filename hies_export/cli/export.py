@@ -143,16 +143,11 @@ def _report(options: Options, exported: Export) -> dict[str, Any]:
         options.console.print(f"linear layers: {layers}")
     written = {"folder": str(options.output), "bytes": exported.bytes}
     if exported.format == "gguf":
-        from ..forms.gguf.parity import PROMPTS
-
-        parity = facts["parity"]
         return {
             **written,
             "architecture": facts["architecture"],
             "types": facts["types"],
             "gguf_max_abs": exported.max_abs,
-            "greedy_tokens_equal": parity and parity["equal"],
-            "greedy_tokens": parity and PROMPTS * parity["tokens"],
         }
     return {
         **written,

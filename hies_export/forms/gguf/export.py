@@ -41,8 +41,8 @@ def export_gguf(
     """Write a decoder as `folder/model.gguf`, for stock llama.cpp and programs built on it.
 
     Before anything is written, the logits of llama.cpp's architecture are compared with the model's, both in torch.
-    Afterwards, if llama.cpp is installed (see `runtimes/llamacpp.py`), greedy tokens, next-token probabilities and the
-    tokens of some texts are compared with it. The GPU is not used.
+    Afterwards, if llama.cpp is installed (see `runtimes/llamacpp.py`), next-token probabilities and the tokens of some
+    texts are compared with it. The GPU is not used.
 
     Args:
         model: A decoder with LLaMA's modules; layers may differ in heads and neurons. It is not changed.

@@ -89,27 +89,12 @@ function encoded(...rows) {
     return Buffer.from(values.buffer).toString("base64");
 }
 
-// Continue one text greedily, also past an end-of-text token.
-async function generate({text, count}) {
-    await reserve(1, text.length + count + 1);
-    const sequence = sequences[0], tokens = [];
-    await sequence.clearHistory();
-    let input = text;
-    while (tokens.length < count) {
-        const asked = {generateNext: {token: true, options: {temperature: 0}}};
-        const output = await sequence.controlledEvaluate([...input.slice(0, -1), [input.at(-1), asked]]);
-        tokens.push(output.at(-1).next.token);
-        input = tokens.slice(-1);
-    }
-    return {tokens};
-}
-
 // Return the tokens of texts by llama.cpp's own tokenizer, without special ones around them.
 function tokenize({texts}) {
     return {tokens: texts.map((text) => [...model.tokenize(text, false)])};
 }
 
-const methods = {open, prepare, run, follow, generate, tokenize};
+const methods = {open, prepare, run, follow, tokenize};
 for await (const line of readline.createInterface({input: process.stdin})) {
     const {method, ...given} = JSON.parse(line);
     try {

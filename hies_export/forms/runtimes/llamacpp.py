@@ -171,11 +171,6 @@ class LlamaCppRuntime(Runtime):
             rows[-1][mask] = probabilities.clamp(min=torch.finfo(torch.float32).tiny).log()
         return torch.stack(rows)
 
-    def generate(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return the next `count` tokens of a text by greedy decoding, also past an end-of-text token."""
-        found: list[int] = self._ask("generate", text=list(tokens), count=count)["tokens"]
-        return found
-
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text by llama.cpp's tokenizer, without special tokens around them."""
         found: list[list[int]] = self._ask("tokenize", texts=list(texts))["tokens"]
