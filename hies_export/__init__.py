@@ -9,7 +9,7 @@ fastest form that keeps the answers. Or stage by stage: `find_modules`, `collect
 `select_units`, `prune_units`, `compensate`, `save_slim`, `export_onnx`, `quantize_onnx`, `quantize_openvino`; measured
 by `bench`, `compare_latency`, `count_flops` and `count_parameters`. `trim_vocabulary` removes the tokens that texts do
 not use. `apply_plan` cuts a saved checkpoint by a plan. A saved slim model comes back with `load`, and an exported
-decoder generates with `OnnxGenerator`. `push_to_hub` publishes a run.
+decoder generates with `generate_text`. `push_to_hub` publishes a run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .forms.cascade.cascade import Cascade
     from .forms.gguf.export import export_gguf
     from .forms.onnx.export import export_onnx
-    from .forms.onnx.generator import OnnxGenerator, generate_text
+    from .forms.onnx.generator import generate_text
     from .forms.onnx.quantize import quantize_onnx
     from .forms.openvino.export import quantize_openvino
     from .forms.runtimes.base import load_runtime
@@ -82,7 +82,7 @@ _MODULES = {
     "forms.cascade.cascade": ("Cascade",),
     "forms.gguf.export": ("export_gguf",),
     "forms.onnx.export": ("export_onnx",),
-    "forms.onnx.generator": ("OnnxGenerator", "generate_text"),
+    "forms.onnx.generator": ("generate_text",),
     "forms.onnx.quantize": ("quantize_onnx",),
     "forms.openvino.export": ("quantize_openvino",),
     "forms.runtimes.base": ("load_runtime",),

@@ -20,7 +20,7 @@ from support.runs import hies
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export import OnnxGenerator, PlanError, PruningPlan, Report, RequestError, load
+from hies_export import PlanError, PruningPlan, Report, RequestError, generate_text, load
 
 
 def change(file: Path, *place: Any, to: Any) -> None:
@@ -200,7 +200,7 @@ def test_a_generation_config(tmp_path: Path) -> None:
     assert hies("generate", tmp_path, "--prompt", "a") == 2
     (tmp_path / "model.onnx").write_text("")
     with pytest.raises(RequestError, match="a generation config must be what transformers wrote, but that of"):
-        OnnxGenerator.from_folder(tmp_path)
+        generate_text(tmp_path, ["a"])
     (tmp_path / "model.onnx").unlink()
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2')
     with pytest.raises(RequestError, match=r"must load, but does not: .*generation_config.json"):

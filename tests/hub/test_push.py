@@ -248,9 +248,7 @@ def test_a_card_of_models_and_data_from_the_hub() -> None:
     ]
     assert "trust_remote_code" not in text
     generative = render_card(replace(report, task="text-generation"), location="me/slim", revision="half")
-    assert (
-        'OnnxGenerator.from_folder(snapshot_download("me/slim", revision="half", allow_patterns="onnx/*")' in generative
-    )
+    assert 'generate_text(snapshot_download("me/slim", revision="half", allow_patterns="onnx/*") + ' in generative
     assert "base_model" not in ModelCard(generative).data.to_dict()
 
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from support.models import bert, causal_lm
 from support.runs import hies
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hies_export import OnnxGenerator
 from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, ParityError, RecipeError, RequestError
 from hies_export.forms.formats import Export
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import parity
 from hies_export.forms.onnx.export import check_traceable, export_onnx
-from hies_export.forms.onnx.generator import encode_prompts, generate_text
+from hies_export.forms.onnx.generator import OnnxGenerator, encode_prompts, generate_text
 from hies_export.forms.onnx.parity import _real_tokens, check_generation, compare_outputs
 from hies_export.forms.onnx.rewrites import share_tied_weights
 from hies_export.tasks import TASKS
@@ -285,27 +285,21 @@ def test_a_row_that_ends_goes_on_with_padding(uneven: Uneven) -> None:
     assert (want[0, -3:] == 0).all()
     generator = OnnxGenerator.from_folder(exported.folder)
     assert generator.eos_token_ids == (2,)
-    got = generator.generate(**batch, max_new_tokens=10, eos_token_id=ends)
+    generator = replace(generator, eos_token_ids=tuple(ends))
+    got = generator.generate(**batch, max_new_tokens=10)
     assert got.tolist() == want.tolist()
     one = {name: tensor[:1] for name, tensor in batch.items()}
-    stopped = generator.generate(**one, max_new_tokens=10, eos_token_id=ends[0])
+    stopped = generator.generate(**one, max_new_tokens=10)
     new = free[0, batch["input_ids"].shape[1] :].tolist()
     assert stopped[0, batch["input_ids"].shape[1] :].tolist() == new[: new.index(ends[0]) + 1]
 
 
 def test_wrong_prompts(uneven: Uneven) -> None:
-    generator = OnnxGenerator.from_folder(uneven[1].folder)
-    ids = torch.tensor([[5, 6, 7]])
-
-    def refused(match: str, *args: object, error: type[Exception] = DataError, **options: object) -> None:
-        with pytest.raises(error, match=match):
-            generator.generate(*args, **options)
-
-    refused("must be padded on the left", ids, torch.tensor([[1, 0, 1]]))
-    refused("64 positions, got 3 and 62", ids, max_new_tokens=62)
-    refused("max_new_tokens must be at least 1, got 0", ids, max_new_tokens=0, error=RecipeError)
-    for wrong in (-1, generator.vocabulary):
-        refused(f"must be in 0..{generator.vocabulary - 1}, got {wrong}", torch.tensor([[5, wrong]]))
+    folder = uneven[1].folder
+    with pytest.raises(DataError, match=r"64 positions, got \d and 64"):
+        generate_text(folder, ["good"], max_new_tokens=64)
+    with pytest.raises(RecipeError, match="max_new_tokens must be at least 1, got 0"):
+        generate_text(folder, ["good"], max_new_tokens=0)
 
 
 def test_an_encoder_does_not_generate(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ from support.models import cut_bert, llava
 from support.runs import hies
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hies_export import OnnxGenerator, OutputExistsError, ParityError, RequestError, load, prune
+from hies_export import OutputExistsError, ParityError, RequestError, load, prune
 from hies_export.calibrate.moments import Spread
 from hies_export.forms.formats import Export, Given, add_graphs, export_options
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import quantize as quantize_module
 from hies_export.forms.onnx.export import export_onnx
+from hies_export.forms.onnx.generator import OnnxGenerator
 from hies_export.forms.onnx.quantize import (
     Quantize,
     check_quantizable,

@@ -18,10 +18,11 @@ from support.models import llava_processor
 from support.runs import hies
 from transformers import PreTrainedModel
 
-from hies_export import OnnxGenerator, bench, find_modules, load_runtime, prune_units
+from hies_export import bench, find_modules, load_runtime, prune_units
 from hies_export.errors import DataError, ExportError, RecipeError, UnsupportedModelError
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx.export import export_onnx
+from hies_export.forms.onnx.generator import OnnxGenerator
 from hies_export.forms.onnx.multimodal import image_text_batch
 
 PARTS = ("vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx")
@@ -88,9 +89,9 @@ def test_image_and_text_generate_as_in_torch(exported: Exported) -> None:
     other = generator.generate(**(batch | {"pixel_values": -batch["pixel_values"]}), max_new_tokens=12)
     assert other.tolist() != generator.generate(**batch, max_new_tokens=12).tolist()
     with pytest.raises(DataError, match=r"image tokens .id 99. need pixel_values, got none"):
-        generator.generate(batch["input_ids"])
+        generator.generate(batch["input_ids"], batch["attention_mask"], max_new_tokens=12)
     with pytest.raises(DataError, match="must have 4 image tokens .id 99. per image, 8 in all, got 12"):
-        generator.generate(**(batch | {"pixel_values": batch["pixel_values"][:2]}))
+        generator.generate(**(batch | {"pixel_values": batch["pixel_values"][:2]}), max_new_tokens=12)
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_the_card_of_an_embedding_model_is_for_sentence_transformers() -> None:
     assert {"sentence-transformers", "feature-extraction"} <= set(head["tags"])
     assert 'SentenceTransformer("user/slim", trust_remote_code=True)' in card
     assert "model.encode_query" in card
-    assert "OnnxGenerator" not in card
+    assert "generate_text" not in card
     assert 'SentenceTransformer("slim")' in render_card(report_with(custom_code=False, task="feature-extraction"))
 
 

@@ -102,7 +102,7 @@ def test_a_task_of_classes_takes_a_name_and_a_class(folder: Path) -> None:
 def test_a_card_of_no_built_in_task_opens_the_graph(task: str, location: str) -> None:
     card = render_card(replace(make_report(), task=task), location=location)
     assert "InferenceSession(" in card
-    assert "OnnxGenerator" not in card
+    assert "generate_text" not in card
     assert ("snapshot_download(" in card) is ("/" in location)
 
 
@@ -117,7 +117,7 @@ def test_run_writes_a_report_and_a_card_that_names_no_pipeline(folder: Path, tmp
     assert report.exported.quality is not None
     card = (tmp_path / "out" / "slim" / "README.md").read_text()
     assert "pipeline_tag" not in card
-    assert "OnnxGenerator" not in card
+    assert "generate_text" not in card
     assert "AutoModelForNextSentencePrediction.from_pretrained" in card
     (line,) = re.findall(r"^session = Infer.*$", card, re.MULTILINE)
     with pytest.MonkeyPatch.context() as patch:

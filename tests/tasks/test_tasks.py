@@ -63,7 +63,7 @@ def test_every_task_has_what_others_ask_it_for(task: type[Task]) -> None:
     assert task.needs.startswith("data.")
     report = replace(make_report(), task=task.name)
     snippet = render_card(report).partition("In ONNX Runtime")[2]
-    named = "OnnxGenerator" if task.generative else "sentence_embedding" if task.embeds else task.ort_class
+    named = "generate_text" if task.generative else "sentence_embedding" if task.embeds else task.ort_class
     assert str(named) in snippet
 
 

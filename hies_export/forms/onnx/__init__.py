@@ -11,6 +11,6 @@ In the order of reading:
 - `decoder.py`: one graph that takes a prompt or continues from a key/value cache.
 - `multimodal.py`: the three graphs of a vision-language model.
 - `quantize.py`: `quantize_onnx`, a graph in 8 or 4 bits, by what its layers read on calibration rows.
-- `generator.py`: `OnnxGenerator`, greedy generation from an exported folder.
+- `generator.py`: `generate_text`, greedy generation from an exported folder or a checkpoint.
 - `parity.py`: compare the graphs with torch, on more batches than the traced one.
 """

@@ -79,7 +79,7 @@ def export_onnx(
     positions to logits and cache. A prompt starts with an empty cache. Layers may differ in the heads of their cache.
 
     A vision-language model becomes `vision_encoder.onnx` (with the projector), `embed_tokens.onnx` and
-    `decoder_model_merged.onnx`. It is compared like a decoder, as `OnnxGenerator` runs them: prompts (as given, padded
+    `decoder_model_merged.onnx`. It is compared like a decoder, as `generate_text` runs them: prompts (as given, padded
     on the left, a single one), then a chunk of two tokens, then single tokens.
 
     Args:

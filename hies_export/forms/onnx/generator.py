@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ class OnnxGenerator:
         embed_tokens: The graph from tokens to embeddings; `None` if the decoder takes tokens.
         vision_encoder: The graph from images to features; `None` for text.
         image_token_id: The token that stands for one image feature; `None` for text.
-        vocabulary: Size of the vocabulary.
         positions: Largest number of tokens in a row; `None` for no limit.
-        eos_token_ids: The tokens that end a row, unless `generate` names others.
+        eos_token_ids: The tokens that end a row.
         pad_token_id: The token that fills a row after its end.
     """
 
@@ -43,19 +42,13 @@ class OnnxGenerator:
     embed_tokens: OnnxRuntime | None
     vision_encoder: OnnxRuntime | None
     image_token_id: int | None
-    vocabulary: int
     positions: int | None
     eos_token_ids: tuple[int, ...]
-    pad_token_id: int | None
+    pad_token_id: int
 
     @classmethod
-    def from_folder(
-        cls, folder: str | Path, *, threads: int | None = None, runtime: type[OnnxRuntime] = OnnxRuntime
-    ) -> OnnxGenerator:
-        """Load a folder that `export_onnx` or `quantize_onnx` wrote; raises RequestError if it has no decoder.
-
-        By default, the graphs run on the CPU, with torch's number of threads within an operator.
-        """
+    def from_folder(cls, folder: str | Path, *, runtime: type[OnnxRuntime] = OnnxRuntime) -> OnnxGenerator:
+        """Load a folder with an exported decoder; raises RequestError if it has none."""
         folder = Path(folder)
         parts = (folder / DECODER_FILE).is_file()
         quantised = (folder / QUANTIZED_FILE).is_file() and not (folder / ONNX_FILE).is_file()
@@ -63,8 +56,7 @@ class OnnxGenerator:
         names = (DECODER_FILE, EMBED_FILE, VISION_FILE) if parts else (single,)
         config = load_config(folder)
         eos, pad = _special_tokens(folder, config)
-        threads = torch.get_num_threads() if threads is None else threads
-        decoder, *others = (runtime(folder / name, threads=threads) for name in names)
+        decoder, *others = (runtime(folder / name, threads=torch.get_num_threads()) for name in names)
         if "past_key_values.0.key" not in decoder.inputs:
             raise RequestError(
                 f"a folder to generate from must have a decoder, which takes past_key_values, and the graph in "
@@ -75,51 +67,38 @@ class OnnxGenerator:
             embed_tokens=others[0] if parts else None,
             vision_encoder=others[1] if parts else None,
             image_token_id=config.image_token_id if parts else None,
-            vocabulary=config.get_text_config().vocab_size,
             positions=longest_sequence(config),
             eos_token_ids=eos,
-            pad_token_id=eos[0] if pad is None and eos else pad,
+            pad_token_id=pad,
         )
 
     def generate(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor,
         pixel_values: Tensor | None = None,
         *,
-        max_new_tokens: int = 20,
-        eos_token_id: int | Iterable[int] | None = None,
+        max_new_tokens: int,
     ) -> Tensor:
-        """Continue prompts by greedy decoding: at each step, append the most likely token.
+        """Return prompts, padded on the left, and their greedy continuation, (batch, sequence + new).
 
-        Args:
-            input_ids: Prompts, (batch, sequence), padded on the left.
-            attention_mask: 1 for tokens, 0 for padding, (batch, sequence); by default no padding.
-            pixel_values: Images in the order of the image tokens, (images, channels, height, width).
-            max_new_tokens: Largest number of tokens to add.
-            eos_token_id: The tokens that end a row; by default those of the folder's config; `()` for none.
-
-        Returns:
-            Prompts and new tokens, (batch, sequence + new). After its end, a row is filled with padding until all rows
-            have ended.
-
-        Raises:
-            RecipeError: max_new_tokens is below 1.
-            DataError: The prompts are not token ids of the model, are padded on the right, are too long, or do not fit
-                the images.
+        After its end, a row is filled with padding until all rows have ended. Raises DataError if prompts are too long,
+        or do not fit the images.
         """
-        tokens = input_ids.cpu()
-        mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.to("cpu", torch.int64)
-        self._check(tokens, mask, pixel_values, max_new_tokens)
-        tokens = tokens.to(torch.int64)
-        ends = torch.tensor(self.eos_token_ids if eos_token_id is None else token_ids(eos_token_id), dtype=torch.int64)
-        first_end = int(ends[0]) if len(ends) else 0
-        padding = first_end if self.pad_token_id is None else self.pad_token_id
+        if self.positions is not None and input_ids.shape[1] + max_new_tokens > self.positions:
+            raise DataError(
+                f"prompt and new tokens must fit into the model's {self.positions} positions, got {input_ids.shape[1]} "
+                f"and {max_new_tokens}"
+            )
+        if pixel_values is None and self.image_token_id is not None and (input_ids == self.image_token_id).any():
+            raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
+        tokens, mask = input_ids, attention_mask
+        ends = torch.tensor(self.eos_token_ids, dtype=torch.int64)
         finished = torch.zeros(len(tokens), dtype=torch.bool)
         inputs, cache = self.prompt(tokens, pixel_values), None
         for _ in range(max_new_tokens):
             logits, cache = self.step(inputs, mask, cache)
-            chosen = logits[:, -1].argmax(-1).masked_fill(finished, padding)  # (batch)
+            chosen = logits[:, -1].argmax(-1).masked_fill(finished, self.pad_token_id)  # (batch)
             tokens = torch.cat([tokens, chosen[:, None]], dim=1)
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
             finished |= torch.isin(chosen, ends)
@@ -154,28 +133,6 @@ class OnnxGenerator:
         logits = _tensor(outputs.pop("logits")).float()
         return logits, {name.replace("present", "past_key_values", 1): value for name, value in outputs.items()}
 
-    def _check(self, ids: Tensor, mask: Tensor, pixel_values: Tensor | None, max_new_tokens: int) -> None:
-        """Refuse arguments that do not fit the model, by the errors that `generate` documents."""
-        _check_new_tokens(max_new_tokens)
-        if unknown := ids[(ids < 0) | (ids >= self.vocabulary)].tolist():
-            raise DataError(
-                f"token ids must be in 0..{self.vocabulary - 1}, got {unknown[0]}: use the model's tokenizer"
-            )
-        if not mask[:, -1].all() or (mask.diff(dim=1) < 0).any():
-            raise DataError("prompts must be padded on the left, got zeros after a one: set padding_side='left'")
-        if self.positions is not None and ids.shape[1] + max_new_tokens > self.positions:
-            raise DataError(
-                f"prompt and new tokens must fit into the model's {self.positions} positions, got {ids.shape[1]} and "
-                f"{max_new_tokens}"
-            )
-        if pixel_values is None and self.image_token_id is not None and (ids == self.image_token_id).any():
-            raise DataError(f"prompts with image tokens (id {self.image_token_id}) need pixel_values, got none")
-
-
-def _check_new_tokens(most: int) -> None:
-    if most < 1:
-        raise RecipeError([f"max_new_tokens must be at least 1, got {most}"])
-
 
 def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the outputs of a graph by name, as ONNX Runtime's own values."""
@@ -186,13 +143,14 @@ def _tensor(value: Any) -> Tensor:
     return torch.from_numpy(value.numpy())
 
 
-def _special_tokens(folder: Path, config: Any) -> tuple[tuple[int, ...], int | None]:
-    """Return the ids of the tokens that end a text, and that of padding or None, from the files beside a graph."""
+def _special_tokens(folder: Path, config: Any) -> tuple[tuple[int, ...], int]:
+    """Return the ids of the tokens that end a text, and that of padding, from the files beside a graph."""
     with refusing(f"a generation config must be what transformers wrote, but that of {folder} is not", AGAIN):
         in_file = (folder / "generation_config.json").is_file()
         found = GenerationConfig.from_pretrained(folder) if in_file else GenerationConfig.from_model_config(config)
-        pad = None if found.pad_token_id is None else operator.index(found.pad_token_id)
-        return tuple(map(operator.index, token_ids(found.eos_token_id))), pad
+        ends = tuple(map(operator.index, token_ids(found.eos_token_id)))
+        padding = next(iter(ends), 0) if found.pad_token_id is None else operator.index(found.pad_token_id)
+        return ends, padding
 
 
 def generate_text(
@@ -213,7 +171,8 @@ def generate_text(
     Raises:
         RequestError: The folder does not generate, or has no tokenizer; a prompt or an image cannot be read.
     """
-    _check_new_tokens(max_new_tokens)
+    if max_new_tokens < 1:
+        raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
     refuse_other(folder, Contents.ONNX)
     task = TASKS["image-text-to-text" if images else "text-generation"]
     processor = load_processor(folder, task=task, for_prompts=True)
