@@ -28,7 +28,7 @@ from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import parity
 from hies_export.forms.onnx.export import check_traceable, export_onnx
 from hies_export.forms.onnx.generator import OnnxGenerator, encode_prompts, generate_text
-from hies_export.forms.onnx.parity import _real_tokens, check_generation, compare_outputs
+from hies_export.forms.onnx.parity import _logits_and_cache, check_parity, compare_outputs, without_padding
 from hies_export.forms.onnx.rewrites import share_tied_weights
 from hies_export.tasks import TASKS
 
@@ -182,23 +182,24 @@ def test_a_decoder_that_differs_is_a_parity_error_and_nothing_is_kept(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_are_compared_in_groups_and_none_is_left_out(uneven: Uneven, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_compared_and_of_a_long_text_the_beginning(uneven: Uneven) -> None:
     model, exported = uneven
     batch = {"input_ids": torch.randint(3, 50, (5, 8)), "attention_mask": torch.ones(5, 8, dtype=torch.int64)}
     batch["input_ids"][4, 2] = 77
-    monkeypatch.setattr(parity, "LOGITS_BYTES", 2 * 4 * 12 * model.config.vocab_size)
-    rows = []
-    step = OnnxGenerator.step
-    monkeypatch.setattr(OnnxGenerator, "step", lambda self, *args: rows.append(len(args[1])) or step(self, *args))
-    assert check_generation(exported.folder, lambda: model, {"x": batch}, "float32") < 1e-4
-    assert rows == [2] * 4 + [2] * 4 + [1] * 4
+    assert check_parity(exported.folder, lambda: model, {"x": batch}, "float32", generates=True) < 1e-4
     other = copy.deepcopy(model)
     other.model.embed_tokens = copy.deepcopy(model.model.embed_tokens)  # no longer that of the head
     other.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
     with torch.no_grad():
         other.model.embed_tokens.weight[77] += 1
     with pytest.raises(ParityError, match="on x"):
-        check_generation(exported.folder, lambda: other, {"x": batch}, "float32")
+        check_parity(exported.folder, lambda: other, {"x": batch}, "float32", generates=True)
+    for made, positions in ((causal_lm(max_position_embeddings=64), 57), (causal_lm(max_position_embeddings=999), 128)):
+        kind, given = export_module._kind_and_inputs(made, {"input_ids": torch.ones(3, 500, dtype=torch.int64)})
+        assert (kind, given["input_ids"].shape) == ("decoder", (2, positions))
+    text = {"input_ids": torch.ones(3, 500, dtype=torch.int64), "pixel_values": torch.ones(3, 3, 500, 500)}
+    _, given = export_module._kind_and_inputs(bert(), text)
+    assert [tensor.shape for tensor in given.values()] == [(3, 128), (3, 3, 500, 500)]
 
 
 def test_no_copy_of_the_weights_is_in_memory_beside_the_graph(
@@ -229,18 +230,23 @@ def test_no_copy_of_the_weights_is_in_memory_beside_the_graph(
 
 
 def test_padding_is_not_compared_and_of_a_window_the_end() -> None:
-    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    batch = {"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
     want = {"logits": np.zeros((2, 3, 4), np.float32), "present.0.key": np.ones((2, 1, 2, 4), np.float32)}
     got = {"logits": want["logits"].copy(), "present.0.key": np.ones((2, 1, 3, 4), np.float32)}
     got["logits"][0, 0] = np.nan
     got["present.0.key"][:, :, 0] = 7
-    assert compare_outputs(*_real_tokens(want, got, mask), label="x", dtype="float32") == 0
+
+    def compare(got: dict[str, np.ndarray]) -> float:
+        both = (without_padding(outputs, batch) for outputs in _logits_and_cache(want, got))
+        return compare_outputs(*both, label="x", dtype="float32")
+
+    assert compare(got) == 0
     got["logits"][1, 0] = 1
     with pytest.raises(ParityError, match="differ by 1"):
-        compare_outputs(*_real_tokens(want, got, mask), label="x", dtype="float32")
+        compare(got)
     short = {"logits": want["logits"], "present.0.key": got["present.0.key"][:, :, :1]}
     with pytest.raises(ParityError, match=r"torch has .*\(2, 1, 2, 4\).* it has .*\(2, 1, 1, 4\)"):
-        compare_outputs(*_real_tokens(want, short, mask), label="x", dtype="float32")
+        compare(short)
 
 
 def test_an_output_layer_tied_to_the_embeddings_reads_them() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ...checkpoint.classes import load_config
-from ...data.batches import in_rows
 from ...equal import OTHER_PROGRAM, Difference
 from ...errors import MissingRuntimeError, ParityError
 from ...model.memory import let_go
@@ -30,8 +28,8 @@ RUNTIMES: dict[str, type[OnnxRuntime]] = {"cpu": OnnxRuntime, "cuda": CudaOnnxRu
 # Positions that the comparison adds to the given prompts: 3 in front and 4 generated.
 SPARE_POSITIONS = 7
 
-# Bytes of logits that are compared at once. Torch's, the graph's and copies of them lie in memory together.
-LOGITS_BYTES = 2**27
+# Most tokens of a text to compare on: the logits of more tokens take GB of memory.
+COMPARED_TOKENS = 128
 
 
 def parity_batches(
@@ -59,46 +57,52 @@ def compared_on(provider: str) -> type[OnnxRuntime]:
     return RUNTIMES[provider]
 
 
-@contextmanager
-def _in_torch(
-    reference: Callable[[], PreTrainedModel], batches: Iterable[Mapping[str, torch.Tensor]]
-) -> Iterator[Iterator[dict[str, np.ndarray]]]:
-    """Compute batches with a model, free it, and yield an iterator over its outputs, which it reads from files."""
-    with TemporaryDirectory(prefix="hies-outputs-") as folder:
-        model, files = reference(), []
-        runtime = TorchRuntime(model, threads=torch.get_num_threads())
-        for number, batch in enumerate(batches):
-            files.append(Path(folder) / f"{number}.npz")
-            outputs: Any = runtime.compute(batch)
-            np.savez(files[-1], **outputs)
-        let_go(model)
-        del runtime, model
-
-        def read(file: Path) -> dict[str, np.ndarray]:
-            with np.load(file) as outputs:
-                return dict(outputs)
-
-        yield map(read, files)
-
-
 def check_parity(
     folder: Path,
     reference: Callable[[], PreTrainedModel],
     batches: Mapping[str, Mapping[str, torch.Tensor]],
     dtype: str,
     runtime: type[OnnxRuntime] = OnnxRuntime,
+    *,
+    generates: bool = False,
 ) -> float:
-    """Return the largest absolute difference between an exported encoder and torch; raises ParityError if too large.
+    """Return the largest absolute difference between a graph and torch; raises ParityError if it is too large.
+
+    If the model `generates`, four tokens follow each prompt. The graphs take the prompt, then a chunk of two tokens,
+    then two single tokens, each with the cache of the tokens before. Torch takes all tokens in one forward pass. Logits
+    and cache are compared.
 
     `reference` makes the model in torch, which is not in memory together with the graph.
     """
+    if generates:
+        config = load_config(folder)
+        image_token_id = config.image_token_id if (folder / DECODER_FILE).is_file() else None
+        batches = {label: _continued(batch, image_token_id) for label, batch in batches.items()}
+    wanted = _in_torch(reference, batches.values())
+    run: Callable[[Mapping[str, torch.Tensor]], dict[str, np.ndarray]]
+    if generates:
+        run = partial(_in_pieces, OnnxGenerator.from_folder(folder, runtime=runtime))
+    else:
+        run = runtime(folder, threads=torch.get_num_threads()).compute
     worst = 0.0
-    with _in_torch(reference, batches.values()) as wanted:
-        exported = runtime(folder, threads=torch.get_num_threads())
-        for want, (label, batch) in zip(wanted, batches.items(), strict=True):
-            both = (without_padding(outputs, batch) for outputs in (want, exported.compute(batch)))
-            worst = max(worst, compare_outputs(*both, label=label, dtype=dtype))
+    for want, (label, batch) in zip(wanted, batches.items(), strict=True):
+        got = run(batch)
+        if generates:
+            want, got = _logits_and_cache(want, got)
+        both = (without_padding(outputs, batch) for outputs in (want, got))
+        worst = max(worst, compare_outputs(*both, label=label, dtype=dtype))
     return worst
+
+
+def _in_torch(
+    reference: Callable[[], PreTrainedModel], batches: Iterable[Mapping[str, torch.Tensor]]
+) -> list[dict[str, np.ndarray]]:
+    """Return the outputs of a model on batches, and free the model."""
+    model = reference()
+    runtime = TorchRuntime(model, threads=torch.get_num_threads())
+    outputs = [runtime.compute(batch) for batch in batches]
+    let_go(model)
+    return outputs
 
 
 def without_padding(outputs: Mapping[str, np.ndarray], batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -121,75 +125,43 @@ def without_padding(outputs: Mapping[str, np.ndarray], batch: Mapping[str, Any])
     return {name: zeroed(name, array) for name, array in outputs.items()}
 
 
-def check_generation(
-    folder: Path,
-    reference: Callable[[], PreTrainedModel],
-    batches: Mapping[str, Mapping[str, torch.Tensor]],
-    dtype: str,
-    runtime: type[OnnxRuntime] = OnnxRuntime,
-) -> float:
-    """Return the largest absolute difference between an exported decoder and torch, as `check_parity` does.
-
-    The graphs take each prompt, then a chunk of two tokens, then two single tokens, each with the cache of the tokens
-    before. Torch takes all tokens in one forward pass. Logits and cache of real tokens are compared.
-    """
-    config = load_config(folder)
-    image_token_id = config.image_token_id if (folder / DECODER_FILE).is_file() else None
-    labelled = []
-    for label, batch in batches.items():
-        further = text_tokens(batch["input_ids"], 4, image_token_id=image_token_id)
-        tokens = torch.cat([batch["input_ids"], further], dim=1)
-        mask = torch.cat([batch["attention_mask"], torch.ones_like(further)], dim=1)
-        whole = {**batch, "input_ids": tokens, "attention_mask": mask}
-        row_bytes = 4 * tokens.shape[1] * config.get_text_config().vocab_size
-        labelled += [(label, rows) for rows in _in_groups(whole, row_bytes)]
-    worst = 0.0
-    with _in_torch(reference, (rows for _, rows in labelled)) as wanted:
-        exported = OnnxGenerator.from_folder(folder, runtime=runtime)
-        for want, (label, rows) in zip(wanted, labelled, strict=True):
-            got = _in_pieces(exported, rows["input_ids"], rows["attention_mask"], rows.get("pixel_values"))
-            both = _real_tokens(want, got, rows["attention_mask"])
-            worst = max(worst, compare_outputs(*both, label=label, dtype=dtype))
-    return worst
+def _continued(batch: Mapping[str, torch.Tensor], image_token_id: int | None) -> dict[str, torch.Tensor]:
+    """Return prompts with four more tokens of text."""
+    further = text_tokens(batch["input_ids"], 4, image_token_id=image_token_id)
+    tokens = torch.cat([batch["input_ids"], further], dim=1)
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(further)], dim=1)
+    return {**batch, "input_ids": tokens, "attention_mask": mask}
 
 
-def _in_groups(batch: Mapping[str, torch.Tensor], row_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """Split a batch into groups of rows whose logits, of `row_bytes` a row, fit `LOGITS_BYTES`."""
-    if "pixel_values" in batch:  # images belong to rows by the order of their tokens; prompts with them are short
-        return [dict(batch)]
-    return in_rows(dict(batch), max(1, LOGITS_BYTES // row_bytes))
-
-
-def _in_pieces(
-    exported: OnnxGenerator, tokens: torch.Tensor, mask: torch.Tensor, images: torch.Tensor | None
-) -> dict[str, np.ndarray]:
+def _in_pieces(exported: OnnxGenerator, batch: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Run a prompt, a chunk of two tokens and two single tokens; return all logits and the final cache."""
+    tokens, mask = batch["input_ids"], batch["attention_mask"]
     cache, logits, length = None, [], tokens.shape[1]
     for start, stop in pairwise((0, length - 4, length - 2, length - 1, length)):
-        inputs = exported.prompt(tokens[:, start:stop], images if start == 0 else None)
+        inputs = exported.prompt(tokens[:, start:stop], batch.get("pixel_values") if start == 0 else None)
         piece, cache = exported.step(inputs, mask[:, :stop], cache)
         logits.append(piece)
     presents = {name.replace("past_key_values", "present"): v.numpy() for name, v in (cache or {}).items()}
     return {"logits": torch.cat(logits, dim=1).numpy(), **presents}
 
 
-def _real_tokens(
-    want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], mask: torch.Tensor
+def _logits_and_cache(
+    want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return logits and cache of torch and of the graph, with zeros at padding, where values are arbitrary.
+    """Return the logits and the cache of torch and of the graph.
 
     With a sliding window, torch keeps only the last tokens in the cache and the graph all, so the graph's is cut.
     """
 
-    def real(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def taken(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         found = {"logits": outputs["logits"]}
         for name, array in outputs.items():
             if name.startswith("present."):
                 end = array[:, :, -want[name].shape[2] :] if name in want else array
                 found[name] = end.astype(np.float32, copy=False)
-        return without_padding(found, {"attention_mask": mask})
+        return found
 
-    return real(want), real(got)
+    return taken(want), taken(got)
 
 
 def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:
