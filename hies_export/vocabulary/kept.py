@@ -64,7 +64,7 @@ def backend_of(tokenizer: Any) -> tokenizers.Tokenizer:
     kind = described["type"]
     if kind not in _KNOWN:
         raise RequestError(f"the tokenizer must be one of {', '.join(_KNOWN)}, got {kind}; keep the whole vocabulary")
-    for name in ("dropout", "continuing_subword_prefix"):
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if kind == "BPE" and described.get(name):
             raise RequestError(
                 f"the merges of a tokenizer must be the same for every text and every place, but this one has "
@@ -147,8 +147,8 @@ def needed(model: Mapping[str, Any]) -> set[int]:
     if model.get("byte_fallback"):
         found = {number for token, number in entries if len(token) == 6 and token.startswith("<0x")}
     else:
-        prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
-        found = {number for token, number in entries if len(token.removeprefix(prefix).removesuffix(suffix)) == 1}
+        prefix = model.get("continuing_subword_prefix") or ""
+        found = {number for token, number in entries if len(token.removeprefix(prefix)) == 1}
     if unigram:
         scores = [score for _, score in vocabulary]
         found |= {scores.index(min(scores)), *([] if model["unk_id"] is None else [model["unk_id"]])}
@@ -167,12 +167,12 @@ def _parts_of(model: Mapping[str, Any]) -> Callable[[int], set[int]]:
     """Return a function from a token to the tokens that merges build it from; none if the model has no merges."""
     if model["type"] != "BPE":
         return lambda token: set()
-    vocabulary, suffix = model["vocab"], model.get("end_of_word_suffix") or ""
+    vocabulary = model["vocab"]
     by_number = {number: token for token, number in vocabulary.items()}
     ranks = {pair_of(merge): rank for rank, merge in enumerate(model["merges"])}
 
     def parts(token: int) -> set[int]:
-        return {vocabulary[part] for part in derivation(by_number.get(token, ""), ranks, suffix)}
+        return {vocabulary[part] for part in derivation(by_number.get(token, ""), ranks)}
 
     return parts
 
@@ -183,19 +183,17 @@ def pair_of(merge: str | Sequence[str]) -> tuple[str, str]:
     return left, right
 
 
-def derivation(token: str, ranks: Mapping[tuple[str, str], int], suffix: str = "") -> set[str]:
+def derivation(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
     """Return the tokens that byte-pair merges make on the way to a token, characters included; none if they never do.
 
     The latter are words that are taken whole, with `ignore_merges`. `ranks` has the place of each merge, by both of its
-    sides, and `suffix` is what the last character of a word ends in.
+    sides.
 
     Examples:
         >>> sorted(derivation("low", {("l", "o"): 0, ("lo", "w"): 1}))
         ['l', 'lo', 'o', 'w']
     """
-    symbols = [*token.removesuffix(suffix)]
-    if suffix and symbols and token.endswith(suffix):
-        symbols[-1] += suffix
+    symbols = [*token]
     found = {*symbols}
     while len(symbols) > 1:
         ranked = [(ranks[pair], place) for place, pair in enumerate(itertools.pairwise(symbols)) if pair in ranks]

@@ -119,7 +119,7 @@ def pieces_of(whole: Any, smaller: Any, unknown: int) -> Callable[[int], list[in
     """Return a function from a token of a tokenizer to its pieces in a smaller one; `unknown` where that has none."""
     backend, known = backend_of(smaller), smaller.get_vocab()
     model = json.loads(backend.to_str())["model"]
-    prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    prefix = model.get("continuing_subword_prefix") or ""
 
     @cache
     def pieces(token: int) -> list[int]:
@@ -128,7 +128,7 @@ def pieces_of(whole: Any, smaller: Any, unknown: int) -> Callable[[int], list[in
             return [known[text]]
         if model["type"] == "WordPiece":
             return longest_first(text, prefix, known) or [unknown]
-        return [piece.id for piece in backend.model.tokenize(text.removesuffix(suffix))] or [unknown]
+        return [piece.id for piece in backend.model.tokenize(text)] or [unknown]
 
     return pieces
 

@@ -103,9 +103,7 @@ def test_the_file_has_every_tensor_of_the_model_and_its_sizes(case: str, tmp_pat
 @pytest.mark.parametrize(
     ("dtype", "kind"), [("float16", "F16"), ("bfloat16", "BF16"), ("q8_0", "Q8_0"), ("q4_0", "Q4_0")]
 )
-def test_matrices_are_stored_in_the_dtype_and_norms_in_float32(
-    dtype: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_matrices_are_stored_in_the_dtype_and_norms_in_float32(dtype: str, kind: str, tmp_path: Path) -> None:
     model = cut(llama())
     exported = export_gguf(model, tmp_path / "out", tokenizer=sentence_piece_tokenizer(), dtype=dtype)
     reader = gguf.GGUFReader(exported.file)
@@ -124,10 +122,7 @@ def test_matrices_are_stored_in_the_dtype_and_norms_in_float32(
             assert float((back - weight).abs().max()) <= float(weight.abs().max()) * 2.0**-bits
     assert field(reader, "general.file_type") == {"float16": 1, "bfloat16": 32, "q8_0": 7, "q4_0": 2}[dtype]
     if kind[0] == "Q":
-        count = exported.facts["types"]["F16"]
-        assert count
-        matrices = sum(exported.facts["types"].values()) - exported.facts["types"]["F32"]
-        assert f"{count} of {matrices} matrices have rows whose length" in caplog.text
+        assert exported.facts["types"]["F16"]
 
 
 def test_rows_round_4_bits_so_that_layers_change_less(tmp_path: Path) -> None:

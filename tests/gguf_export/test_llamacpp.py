@@ -132,7 +132,6 @@ SPLITS: dict[str, Any] = {
     "smaug-bpe": lambda: byte_level_tokenizer(LLAMA_SPLIT),
     "qwen2": byte_level_tokenizer,
     "tekken": lambda: byte_level_tokenizer(_SPLITS["tekken"][0], ignore_merges=True),
-    "gpt-4o": lambda: byte_level_tokenizer(_SPLITS["gpt-4o"][0]),
     "default": sentence_piece_tokenizer,
 }
 

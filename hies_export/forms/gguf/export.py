@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,13 +19,11 @@ from ..formats import FORMATS, Export, Format, export_options
 from ..runtimes.llamacpp import GGUF_FILE, LlamaCppRuntime, is_installed
 from .architecture import Layout, find_layout
 from .parity import check_parity, check_same_function
-from .tensors import BLOCK, IN_BLOCKS, STORED_AS, named_tensors, rounded_by_rows, stored_bytes, stored_type
+from .tensors import IN_BLOCKS, STORED_AS, named_tensors, rounded_by_rows, stored_bytes, stored_type
 from .vocabulary import find_vocabulary
 
 # Tokens of the text on which the model is compared with llama.cpp's computation before anything is written.
 CHECKED_TOKENS = 16
-
-logger = logging.getLogger(__name__)
 
 
 def export_gguf(
@@ -144,15 +141,6 @@ def _write(
         writer.close()
         if writer.temp_file is not None:
             writer.temp_file.close()
-    if dtype in IN_BLOCKS and types.get("F16"):
-        logger.warning(
-            "%d of %d matrices have rows whose length is no multiple of %d, and are stored in float16 instead of %s; "
-            "to avoid this, prune with multiple_of for heads and neurons",
-            types["F16"],
-            sum(types.get(STORED_AS[kind], 0) for kind in ("float16", *IN_BLOCKS)),
-            BLOCK,
-            dtype,
-        )
     return dict(types)
 
 

@@ -25,9 +25,8 @@ def _words(digits: str) -> str:
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
-def _cased_words(digits: str, ending: str = "") -> str:
-    cased = "|".join(f"{part}{ending}" for part in _CASED)
-    return rf"{cased}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+def _cased_words(digits: str) -> str:
+    return rf"{'|'.join(_CASED)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
 # llama.cpp's name of a pre-tokenizer -> the regular expression, as tokenizer.json has it, and whether a word that is
@@ -38,7 +37,6 @@ _SPLITS = {
     "smaug-bpe": (_words(r"\p{N}{1,3}"), False),
     "qwen2": (_words(r"\p{N}"), False),
     "tekken": (_cased_words(r"\p{N}"), True),
-    "gpt-4o": (_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"), False),
 }
 _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 # Types of tokens in a GGUF file.

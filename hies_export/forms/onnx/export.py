@@ -9,14 +9,15 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from ...checkpoint.beside import copy_documents, use_version4_names, write_config
 from ...checkpoint.folders import new_folder, refuse_existing
-from ...errors import DataError, ExportError, ParityError, RecipeError, RequestError, UnsupportedModelError
+from ...errors import DataError, ExportError, ParityError, RequestError, UnsupportedModelError
+from ...files import Rule, check
 from ...model.copies import convert, parameter_bytes, share_weights
 from ...model.internals import (
     configs_in,
@@ -29,7 +30,8 @@ from ...model.memory import give_back_memory
 from ...model.modes import output_alone
 from ...model.tokens import forward_inputs, longest_sequence, refuse_encoder_decoder, short_samples
 from ...progress import quiet
-from ..formats import Export, export_options
+from ...recipe.sections import ExportSection
+from ..formats import Export
 from ..runtimes.base import Provider
 from ..runtimes.ort import ONNX_FILE, require_onnxruntime
 from ..traces import Traces
@@ -54,6 +56,7 @@ EXPORTED = {
     *("vit", "wav2vec2", "xlm-roberta", "xlm-roberta-xl"),
 }
 
+_OPTIONS = Rule("the options of an export must be those of a recipe's", "see its section export")
 Kind = Literal["encoder", "decoder", "vision-language"]
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ def export_onnx(
 
     A decoder becomes `folder/model.onnx`, a graph from tokens, attention mask, cache and, if the model takes them,
     positions to logits and cache. A prompt starts with an empty cache. Layers may differ in the heads of their cache.
+    It is compared on the first two of the given rows.
 
     A vision-language model becomes `vision_encoder.onnx` (with the projector), `embed_tokens.onnx` and
     `decoder_model_merged.onnx`. It is compared like a decoder, as `generate_text` runs them: prompts (as given, padded
@@ -101,7 +105,7 @@ def export_onnx(
         The files that were written, and the largest difference of their outputs from torch's.
 
     Raises:
-        RecipeError: Unknown provider or dtype.
+        RequestError: Unknown provider or dtype.
         OutputExistsError: `folder` already exists.
         MissingRuntimeError: ONNX Runtime is not installed.
         UnsupportedModelError: The model is an encoder-decoder, has no key/value cache, or needs more than pixels to
@@ -117,7 +121,7 @@ def export_onnx(
     """
     note_newer_release()
     target = Path(folder)
-    _check_request(provider, dtype)
+    how = check({"provider": provider, "dtype": dtype}, ExportSection, _OPTIONS, where="export")
     refuse_existing(target, overwrite=overwrite)
     require_onnx("cpu" if provider == "cpu" else "gpu")
     given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
@@ -150,7 +154,7 @@ def export_onnx(
             folder=target,
             file=target / contents["files"][-1],
             bytes=size,
-            how=export_options("onnx", provider, dtype),
+            how=how,
             max_abs=max_abs,
             checked_on=runtime.name if len(contents["files"]) == 1 else None,
             **contents,
@@ -229,15 +233,6 @@ def _contents(programs: Mapping[str, Any]) -> dict[str, Any]:
         "outputs": tuple(value.name for value in main.outputs),
         "facts": {"fused": dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft"))},
     }
-
-
-def _check_request(provider: str, dtype: str) -> None:
-    problems = []
-    for name, got, known in (("provider", provider, get_args(Provider)), ("dtype", dtype, DTYPES)):
-        if got not in known:
-            problems.append(f"export.{name} must be one of {', '.join(known)}, got {got!r}")
-    if problems:
-        raise RecipeError(problems)
 
 
 def _kind_and_inputs(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:

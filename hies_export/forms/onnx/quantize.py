@@ -197,30 +197,11 @@ def largest_difference(
 
 
 def _ort_config(bits: int) -> dict[str, Any]:
-    """Return what Optimum's ORTQuantizer writes for dynamic quantisation; it has no format for blocks of 4 bits."""
-    in_8 = {"weights_dtype": "QInt8", "weights_symmetric": True}
-    return {
-        "one_external_file": True,
-        "opset": None,
-        "optimization": {},
-        "quantization": {
-            "activations_dtype": "QUInt8",
-            "activations_symmetric": True,
-            "format": "QOperator",
-            "is_static": False,
-            "mode": "IntegerOps",
-            "nodes_to_exclude": [],
-            "nodes_to_quantize": [],
-            "operators_to_quantize": ["Gather", "Gemm", "MatMul"],
-            "per_channel": True,
-            "qdq_add_pair_to_weight": False,
-            "qdq_dedicated_pair": False,
-            "qdq_op_type_per_channel_support_to_axis": {"MatMul": 1},
-            "reduce_range": False,
-            **(in_8 if bits == 8 else {"bits": bits, "block_size": BLOCK}),
-        },
-        "use_external_data_format": False,
-    }
+    """Return what differs from the defaults of Optimum's ORTConfig; it has no format for blocks of 4 bits."""
+    dynamic = {"format": "QOperator", "is_static": False, "mode": "IntegerOps", "activations_symmetric": True}
+    layers = {"operators_to_quantize": ["Gather", "Gemm", "MatMul"], "per_channel": True}
+    stored = {"weights_dtype": "QInt8"} if bits == 8 else {"bits": bits, "block_size": BLOCK}
+    return {"quantization": dynamic | layers | stored}
 
 
 FORMATS["onnx"] = Format(
