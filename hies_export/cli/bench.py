@@ -39,8 +39,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     dtypes = "float32 (the default), float16, bfloat16; on llamacpp q8_0, q4_0; repeatable"
     add("--dtype", dest="dtypes", metavar="DTYPE", help=f"what checkpoints run in: {dtypes}", **REPEATED)
     add("--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each model (default: 30)")
-    least = a_number(float, 0)
-    add("--min-seconds", metavar="S", type=least, default=0.0, help="time every shape for at least so many seconds")
     rows = "time on this recipe's evaluation rows as they come, in batches of 1, 8, 32, instead of random inputs"
     add("--rows", metavar="RECIPE", type=a_path, help=rows)
 
@@ -77,7 +75,6 @@ def run(options: Options) -> dict[str, Any]:
         shapes=options.shapes,
         dtypes=options.dtypes,
         repeats=options.repeats,
-        min_seconds=options.min_seconds,
         rows=rows,
         progress=options.progress,
     )

@@ -53,12 +53,11 @@ class TimedOn:
     exporter: Exporter
     dtype: str | None = None
     repeats: int = 30
-    min_seconds: float = 0.0
 
     def time(self, forms: Sequence[Form], progress: Progress = SILENT) -> list[Timed]:
         """Return the times of forms on the batch, measured beside each other."""
         batches = {shape_of(self.batch): [self.batch]}
-        return time(forms, batches, repeats=self.repeats, min_seconds=self.min_seconds, progress=progress)
+        return time(forms, batches, repeats=self.repeats, progress=progress)
 
 
 @dataclass(frozen=True)

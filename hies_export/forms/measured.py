@@ -29,7 +29,6 @@ class MeasureOptions:
 
     ways: tuple[tuple[str, str | None], ...]
     repeats: int = 30
-    min_seconds: float = 0.0
 
     def ways_to_judge(self, export: ExportSection, compound: Compound | None) -> list[tuple[str, str]]:
         """Return the (runtime, bits) pairs to judge both models in: those of `ways` that have bits, and the export's.
@@ -149,7 +148,7 @@ def measure_both(
     # All exports come first, because one may fail; copies in other bits are made for one runtime at a time.
     forms.export_for(names, options.ways)
     in_lists = {shape: [batch] for shape, batch in batches.items()}
-    how: dict[str, Any] = {"repeats": options.repeats, "min_seconds": options.min_seconds, "progress": progress}
+    how: dict[str, Any] = {"repeats": options.repeats, "progress": progress}
     for runtime, bits in options.ways:
         progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
         # No variable holds these forms, so that the copies of models in them are freed before the next are made.

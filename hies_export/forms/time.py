@@ -98,7 +98,6 @@ def time(
     batches: Mapping[Shape, Sequence[Mapping[str, Any]]],
     *,
     repeats: int = 10,
-    min_seconds: float = 0.0,
     loads: int = 100,
     decode: bool = False,
     progress: Progress = SILENT,
@@ -115,7 +114,6 @@ def time(
         forms: Models on any runtimes; ratios are to the first.
         batches: Batches by (batch, sequence); see `rows_by_shape` for a data set's rows.
         repeats: Least number of runs of a batch by each form, divided among the loads.
-        min_seconds: Continue beyond `repeats` until the runs of all forms at a shape add up to this many seconds.
         loads: How often to load each, at most; fewer loads tell less of how copies of a model differ.
         decode: Whether to time a decode step too, if all forms decode from a cache.
         progress: Shows the loop.
@@ -124,7 +122,7 @@ def time(
         Shape by shape, and in it phase by phase ("prefill" and "decode" of models that generate), a value per form.
         Raises as `compare_latency` does; forms on several runtimes may differ in all but threads.
     """
-    check_repeats(repeats=repeats, min_seconds=min_seconds)
+    check_repeats(repeats=repeats)
     runtimes = dict.fromkeys(form.runtime for form in forms)
     loads = min(loads, repeats, max(RUNTIMES[name].loads for name in runtimes))
     loaded = [*forms] if (forms[0].bytes or 0) > LARGE_BYTES else [*forms, forms[0]]
@@ -149,7 +147,6 @@ def time(
                 given,
                 phase,
                 repeats=math.ceil(repeats / loads),
-                min_seconds=min_seconds / loads,
                 warmup=2 if load else 5,  # the machine is warm by the second load
                 across=len(runtimes) > 1,
             )
@@ -166,7 +163,6 @@ def compare_latency(
     control: Runtime | None = None,
     repeats: int = 30,
     warmup: int = 5,
-    min_seconds: float = 0.0,
 ) -> tuple[Timed, Timed]:
     """Time two loaded models as `time` does, interleaved in one process, with an A/A control.
 
@@ -182,13 +178,12 @@ def compare_latency(
             copies.
         repeats: Least number of timed runs of each model; a multiple of 6 balances the order of three exactly.
         warmup: Number of untimed runs before them. The outputs of the first are checked.
-        min_seconds: Continue beyond `repeats` until the timed runs of all models add up to this many seconds.
 
     Returns:
         The times of both models in ms; `ratio` is slim / dense with its interval, and of `dense` the control's.
 
     Raises:
-        RecipeError: repeats is below 1, warmup or min_seconds below 0, the models run on different devices, threads or
+        RecipeError: repeats is below 1, warmup below 0, the models run on different devices, threads or
             kinds of graph, or phase is "decode" and a model has no cache.
         NonFiniteError: An output is NaN or infinite, which may change the time of a run.
 
@@ -198,19 +193,19 @@ def compare_latency(
         >>> small.low <= small.ratio <= small.high
         True
     """
-    check_repeats(repeats=repeats, warmup=warmup, min_seconds=min_seconds)
+    check_repeats(repeats=repeats, warmup=warmup)
     runners = (dense, slim, control or dense)
     if phase == "decode" and not all(runner.decodes for runner in runners):
         raise RecipeError(
             ["a decode step needs models that generate from a cache, and these do not: time the forward pass"]
         )
-    load = _run_in_turns(runners, [batch], phase, repeats=repeats, min_seconds=min_seconds, warmup=warmup)
+    load = _run_in_turns(runners, [batch], phase, repeats=repeats, warmup=warmup)
     one, other = _compare((None, None), shape_of(batch), phase, [load])
     return one, other
 
 
 def check_repeats(**given: float) -> None:
-    """Refuse, by a RecipeError that lists all problems, repeats below 1, and warmup or min_seconds below 0."""
+    """Refuse, by a RecipeError that lists all problems, repeats below 1 and warmup below 0."""
     problems = [
         f"{name} must be at least {least}, got {value}"
         for name, value in given.items()
@@ -290,14 +285,13 @@ def _run_in_turns(
     phase: Phase,
     *,
     repeats: int,
-    min_seconds: float,
     warmup: int,
     across: bool = False,
 ) -> _Load:
     """Time one load of models in turns; the last runner is the control, which may be the first one itself.
 
     Each round runs all in another `balanced_order`. In the phase "rows", every batch is run once; in others, the only
-    one is repeated, by `repeats`, `min_seconds` and `warmup`. `across` says that they are on different runtimes.
+    one is repeated, by `repeats` and `warmup`. `across` says that they are on different runtimes.
     """
 
     def prepare(batch: Mapping[str, Any]) -> list[Any]:
@@ -305,24 +299,20 @@ def _run_in_turns(
 
     feeds = prepare(batches[0])
     if rows := phase == "rows":
-        repeats, min_seconds = len(batches), 0.0
+        repeats = len(batches)
         of_each_shape = {tuple(value.shape for value in batch.values()): batch for batch in batches[WARMUP:]}
         _warm_up(runners, map(prepare, (*batches[:WARMUP], *of_each_shape.values())))
     else:
         _warm_up(runners, [feeds] * warmup)
     # After the warm-up, because `prepare` or the first runs capture a CUDA graph, or give it up.
     _check_alike(runners, across=across)
-    times_ns: list[list[int]] = []
-    total_ns = 0
+    times_ns = np.zeros((repeats, len(runners)))
     with collecting_paused():
-        while len(times_ns) < repeats or total_ns < min_seconds * 1e9:
+        for number in range(repeats):
             if rows:
-                feeds = prepare(batches[len(times_ns)])
-            elapsed_ns = [0] * len(runners)
-            for index in balanced_order(len(runners), len(times_ns)):
-                elapsed_ns[index] = runners[index].time_ns(feeds[index])
-            times_ns.append(elapsed_ns)
-            total_ns += sum(elapsed_ns)
+                feeds = prepare(batches[number])
+            for index in balanced_order(len(runners), number):
+                times_ns[number, index] = runners[index].time_ns(feeds[index])
     # The model that is loaded first also accounts for the runtime's kernels, so its memory is read from the control.
     places = [len(runners) - 1, *range(1, len(runners) - 1)]
     peaks = [None if rows else runners[place].peak_memory_bytes(feeds[place]) for place in places]
@@ -332,7 +322,7 @@ def _run_in_turns(
         | {name: getattr(runner, name) for name in ("threads", "provider", "dtype", "cuda_graph")}
         for runner, peak in zip(runners[:-1], peaks, strict=True)
     ]
-    return _Load(np.asarray(times_ns, dtype=np.float64) / 1e6, facts)
+    return _Load(times_ns / 1e6, facts)
 
 
 def _check_alike(runners: Sequence[Runtime], *, across: bool) -> None:

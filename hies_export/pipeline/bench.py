@@ -43,7 +43,6 @@ def bench(
     shapes: Sequence[Sequence[int]] = (),
     dtypes: Sequence[str] = (),
     repeats: int = 30,
-    min_seconds: float = 0.0,
     rows: PruningRecipe | None = None,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
@@ -59,8 +58,7 @@ def bench(
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
         dtypes: Dtypes to run checkpoints in, each on the runtimes that support it; float32 by default. A folder or
             file of an export keeps its own dtype.
-        repeats, min_seconds: Smallest number of timed runs of each model, and of seconds to go on for; on `rows`,
-            every batch is run once.
+        repeats: Smallest number of timed runs of each model; on `rows`, every batch is run once.
         rows: A recipe whose evaluation rows, 512 at most, are run as they come, in place of random ones: the time of a
             compound depends on them. Of each shape, only the batch size is then used; by default 1, 8 and 32.
         progress: Shows the loops.
@@ -71,7 +69,7 @@ def bench(
     Raises:
         RequestError: An argument is not a model, the two models take different inputs, or a runtime cannot run one.
     """
-    check_repeats(repeats=repeats, min_seconds=min_seconds)
+    check_repeats(repeats=repeats)
     folders = Path(first), Path(second)
     runtimes = runtimes or _default_runtimes(folders)
     _check_request(folders, runtimes, dtypes)
@@ -82,7 +80,7 @@ def bench(
         batches = _random_batches(skeletons, shapes, images[0])
         flops = _flops(folders, skeletons, batches)
         given: Mapping[Shape, Sequence[Mapping[str, Any]]] = {shape: [batch] for shape, batch in batches.items()}
-        how: dict[str, Any] = {"repeats": repeats, "min_seconds": min_seconds, "decode": True}
+        how: dict[str, Any] = {"repeats": repeats, "decode": True}
     else:
         in_order = rows_in_order(rows)
         given = rows_by_shape({shape[0]: in_order(shape[0]) for shape in shapes or ((1,), (8,), (32,))})

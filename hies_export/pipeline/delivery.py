@@ -96,7 +96,6 @@ class Delivery:
             exporter=self.exporter,
             dtype=timed.dtype,
             repeats=self.measure.repeats,
-            min_seconds=self.measure.min_seconds,
         )
 
     def time_cuts(self, pruning: Pruning) -> CostTable:

@@ -123,7 +123,7 @@ def _delivery(
     return Delivery(
         exporter=exporter_of(recipe.export, rows, reading.processor),
         given=checkpoint.given or Unwrapped(model),
-        measure=MeasureOptions(ways, recipe.measure.repeats, recipe.measure.min_seconds),
+        measure=MeasureOptions(ways, recipe.measure.repeats),
         compound=_compound(recipe, model, rows),
         deploy=recipe.deploy,
         source=source_of(model, checkpoint.folder, checkpoint.config, asked=dtype, **checkpoint.hub),

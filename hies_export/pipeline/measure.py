@@ -210,7 +210,7 @@ class _Measuring:
         how: dict[str, Any] = {"progress": pruning.progress}
         if not joined and not (self.deploy and on_rows(pruning)):
             batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch] for shape, batch in pruning.shapes.items()}
-            how |= {"repeats": delivery.measure.repeats, "min_seconds": delivery.measure.min_seconds, "decode": True}
+            how |= {"repeats": delivery.measure.repeats, "decode": True}
         else:
             assert delivery.in_order is not None
             batches = rows_by_shape({size: delivery.in_order(size) for size in BATCHES})

@@ -355,14 +355,12 @@ class MeasureSection(Section):
             By default a batch of 1 and of 8, of 128 tokens; for `deploy`, and under a budget of time without a
             sequence, as long as the rows, see `TimedSection`.
         repeats: Timed runs of each model, at least.
-        min_seconds: Continue beyond `repeats` until the runs of a shape have taken this many seconds together.
     """
 
     runtimes: tuple[str, ...] = ("torch", "onnxruntime-cpu")
     dtypes: tuple[Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_0"], ...] = ()
     shapes: tuple[Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=2)], ...] = ()
     repeats: int = Field(30, ge=2)
-    min_seconds: float = Field(0.0, ge=0)
 
 
 class VocabularySection(Section):
