@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict
@@ -17,7 +17,7 @@ from ..units.counts import Both, Counted, FlopCount, FlopsByLayer, Ratio, Record
 from ..units.units import PrunableModule
 from .form import Compound, Forms
 from .formats import runtime_of
-from .time import WIDEST_CONTROL, Phase, Timed, time
+from .time import Phase, Timed, time
 
 # The (runtime, bits) pair that quantised models and compounds are compared with.
 _FULL = ("onnxruntime-cpu", "float32")
@@ -63,8 +63,7 @@ class LatencyRow(Record):
         flops_ratio: FLOPs slim / dense; None for a decode step and on rows.
         tokens_per_second: Over all rows: new tokens in a decode step, tokens read in a prefill; else None.
         control_ratio, control_low, control_high: The same ratio of a second copy of the dense model to the first (A/A).
-        noisy: Whether the control shows too much noise for the ratio to be trusted, or the row took longer than one
-            with more to compute (`with_contradictions`).
+        noisy: Whether the control shows too much noise for the ratio to be trusted.
         gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
     """
 
@@ -176,12 +175,10 @@ def latency_rows(timed: Sequence[Timed], flops: Mapping[Shape, FlopCount]) -> li
 
     A decode step has none either: its time depends on memory, as it reads all weights to compute one token.
     """
-    return with_contradictions(
-        [
-            _row(dense, slim, None if dense.phase == "decode" else flops.get(dense.shape))
-            for dense, slim in zip(timed[::2], timed[1::2], strict=True)
-        ]
-    )
+    return [
+        _row(dense, slim, None if dense.phase == "decode" else flops.get(dense.shape))
+        for dense, slim in zip(timed[::2], timed[1::2], strict=True)
+    ]
 
 
 def _row(dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
@@ -219,23 +216,3 @@ def _row(dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
 def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
     """Return the share of time saved / the share of FLOPs saved; None if no FLOPs were saved."""
     return None if flops_ratio == 1 else (1 - latency_ratio) / (1 - flops_ratio)
-
-
-def with_contradictions(rows: Sequence[LatencyRow]) -> list[LatencyRow]:
-    """Return the rows, with those marked noisy that took clearly longer than a row with more to compute.
-
-    A larger batch or a longer sequence cannot take less time in the same phase, dtype and runtime, for either model.
-    Disturbances add time and never take any away, so the row with less to compute is the wrong one.
-    """
-    return [replace(row, noisy=True) if any(_contradicts(row, other) for other in rows) else row for row in rows]
-
-
-def _contradicts(row: LatencyRow, larger: LatencyRow) -> bool:
-    """Return whether a row took clearly longer than another that has at least as much of everything to compute."""
-    # Only a `BenchRow` has a model.
-    kinds = [(one.runtime, one.provider, one.dtype, one.phase, one.get("model")) for one in (row, larger)]
-    shapes = (row.batch, row.sequence), (larger.batch, larger.sequence)
-    if kinds[0] != kinds[1] or shapes[0] == shapes[1] or any(a > b for a, b in zip(*shapes, strict=True)):
-        return False
-    slower = 1 + WIDEST_CONTROL
-    return row.dense_ms > slower * larger.dense_ms or row.slim_ms > slower * larger.slim_ms

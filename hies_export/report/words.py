@@ -555,8 +555,8 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
         f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
     )
     noisy = (
-        "A row is noisy if the control's interval misses 1 by more than 2 % or is wider than 10 %, or if it took "
-        "longer than a row with more to compute. Its ratio means nothing; measure again on an idle machine."
+        "A row is noisy if the control's interval misses 1 by more than 2 % or is wider than 10 %. Its ratio means "
+        "nothing; measure again on an idle machine."
     )
     decode = "Decode: the step that computes a row's last token, with the tokens before it in the cache."
     realised = "Realised: the share of the FLOPs saving that became a time saving."

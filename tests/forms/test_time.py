@@ -15,7 +15,7 @@ import torch
 from hies_export.errors import NonFiniteError, RecipeError
 from hies_export.forms import time as clocks
 from hies_export.forms.form import Form
-from hies_export.forms.measured import LatencyRow, latency_rows, realised_share, with_contradictions
+from hies_export.forms.measured import latency_rows, realised_share
 from hies_export.forms.runtimes import base as runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime
 from hies_export.forms.time import (
@@ -467,27 +467,3 @@ def test_rows_in_mixed_order_are_cut_into_batches_and_have_the_size_of_those_tha
     assert [len(batch["input_ids"]) for batch in in_mixed_order(batches, 1000)] == [6]
     uneven = [{"input_ids": torch.zeros(rows, 5)} for rows in (8, 8, 2)]
     assert [*rows_by_shape({8: uneven, 32: uneven, 4: uneven})] == [(8, 5), (4, 5)]
-
-
-def a_row(batch: int, sequence: int, dense_ms: float, slim_ms: float, **other: Any) -> LatencyRow:
-    numbers: dict[str, Any] = {
-        **{"runtime": "torch", "batch": batch, "sequence": sequence, "dense_ms": dense_ms, "slim_ms": slim_ms},
-        **{"ratio": 0.8, "ratio_low": 0.8, "ratio_high": 0.8},
-        **{"control_ratio": 1.0, "control_low": 1.0, "control_high": 1.0},
-    }
-    return LatencyRow(**(numbers | other))
-
-
-def test_a_row_that_took_longer_than_a_larger_one_of_its_kind_is_noisy() -> None:
-    def noisy(*rows: LatencyRow) -> list[bool]:
-        return [row.noisy for row in with_contradictions(rows)]
-
-    whole = a_row(8, 128, 20.0, 16.0)
-    assert noisy(a_row(1, 128, 30.0, 5.0), whole) == [True, False]
-    assert noisy(whole, a_row(8, 64, 5.0, 18.0)) == [False, True]
-    assert noisy(a_row(1, 128, 21.0, 16.5), whole) == [False, False]  # within a tenth
-    assert noisy(a_row(1, 512, 90.0, 80.0), whole) == [False, False]  # longer: neither is the larger one
-    assert noisy(whole, a_row(8, 128, 30.0, 25.0)) == [False, False]
-    assert noisy(a_row(1, 128, 1.0, 1.0, noisy=True), whole) == [True, False]
-    for other in ({"runtime": "x"}, {"dtype": "float16"}, {"phase": "decode"}, {"provider": "cuda"}):
-        assert noisy(a_row(1, 128, 30.0, 25.0), replace(whole, **other)) == [False, False]
