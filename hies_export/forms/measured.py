@@ -64,7 +64,6 @@ class LatencyRow(Record):
         tokens_per_second: Over all rows: new tokens in a decode step, tokens read in a prefill; else None.
         control_ratio, control_low, control_high: The same ratio of a second copy of the dense model to the first (A/A).
         noisy: Whether the control shows too much noise for the ratio to be trusted.
-        gpu_clock_mhz: The GPU's clock right after the last run; None on the CPU.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
@@ -96,7 +95,6 @@ class LatencyRow(Record):
     threads: int | None = None
     cuda_graph: bool = False
     peak_bytes: Both[Size] | None = None
-    gpu_clock_mhz: float | None = None
 
 
 def budget_rows(timed: LatencyBudget, rows: Iterable[LatencyRow]) -> list[LatencyRow]:
@@ -209,7 +207,6 @@ def _row(dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
         control_low=dense.low,
         control_high=dense.high,
         peak_bytes=_both(dense.peak_bytes, slim.peak_bytes),
-        gpu_clock_mhz=dense.clock_mhz,
     )
 
 

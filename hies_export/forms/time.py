@@ -24,7 +24,6 @@ from ..model.memory import LARGE_BYTES
 from ..progress import SILENT, Progress
 from ..units.counts import Shape
 from .form import Form
-from .machine import gpu_facts
 from .runtimes.base import RUNTIMES, Runtime
 
 # What is timed: a forward pass (for models that generate: a prompt or one token), or a data set's rows in batches.
@@ -63,7 +62,6 @@ class Timed:
         cuda_graph: Whether replays of a CUDA graph were timed.
         repeats, loads: Number of timed runs, and of times the model was loaded.
         peak_bytes: Peak device memory during a run; None on the CPU and on rows.
-        clock_mhz: The GPU's clock right after the last run; None on the CPU and on rows.
     """
 
     form: Form | None
@@ -83,7 +81,6 @@ class Timed:
     repeats: int
     loads: int
     peak_bytes: int | None
-    clock_mhz: float | None
 
 
 class _Load(NamedTuple):
@@ -316,10 +313,8 @@ def _run_in_turns(
     # The model that is loaded first also accounts for the runtime's kernels, so its memory is read from the control.
     places = [len(runners) - 1, *range(1, len(runners) - 1)]
     peaks = [None if rows else runners[place].peak_memory_bytes(feeds[place]) for place in places]
-    clock_mhz = gpu_facts().get("clocks.sm") if any(peaks) else None
     facts = [
-        {"peak_bytes": peak, "clock_mhz": None if clock_mhz is None else float(clock_mhz)}
-        | {name: getattr(runner, name) for name in ("threads", "provider", "dtype", "cuda_graph")}
+        {"peak_bytes": peak} | {name: getattr(runner, name) for name in ("threads", "provider", "dtype", "cuda_graph")}
         for runner, peak in zip(runners[:-1], peaks, strict=True)
     ]
     return _Load(times_ns / 1e6, facts)
@@ -402,8 +397,7 @@ def _compare(forms: Sequence[Form | None], shape: Shape, phase: Phase, loads: Se
                 noisy=is_noisy(*control[1:]),
                 repeats=len(runs),
                 loads=len(loads),
-                # Peak memory is taken from the first load, the clock from the last.
-                **loads[0].facts[number] | {"clock_mhz": loads[-1].facts[number]["clock_mhz"]},
+                **loads[0].facts[number],
             )
         )
     return found

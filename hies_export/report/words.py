@@ -533,7 +533,7 @@ def _held_out_note(report: Report) -> str:
 def environment_text(environment: Mapping[str, Any]) -> str:
     """Return the hardware and the libraries that decide about time, in a sentence; empty if none is known."""
     names = dict.fromkeys(("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime", "openvino"), "")
-    names |= {"onnxruntime_gpu": "onnxruntime-gpu", "node_llama_cpp": "node-llama-cpp", "gpu_driver": "driver"}
+    names |= {"onnxruntime_gpu": "onnxruntime-gpu", "node_llama_cpp": "node-llama-cpp"}
     known = ", ".join(f"{shown or name} {environment[name]}" for name, shown in names.items() if environment.get(name))
     return f"Measured with {known}." if known else ""
 

@@ -1,6 +1,5 @@
 import getpass
 import platform
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from transformers import (
 
 from hies_export.errors import RecipeError
 from hies_export.forms import machine
-from hies_export.forms.machine import gpu_facts, machine_facts
+from hies_export.forms.machine import machine_facts
 from hies_export.model.copies import parameter_bytes
 from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.slim.cut import prune_units
@@ -161,28 +160,6 @@ def test_synthetic_batches_and_what_the_attention_sees():
 def test_impossible_shapes(sequence):
     with pytest.raises(RecipeError, match=rf"sequence must be in 1\.\.64 for Bert\w+, got {sequence}"):
         synthetic_batch(bert(), batch=1, sequence=sequence)
-
-
-def test_what_nvidia_smi_says(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_facts() == {}
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA A100, 550.54, 1095, 1410, [N/A], 400.00'\n")
-    program.chmod(0o755)
-    found = gpu_facts()
-    clocks = {"clocks.sm": "1095", "clocks.max.sm": "1410"}
-    assert found == {"name": "NVIDIA A100", "driver_version": "550.54", **clocks, "power.limit": "400.00"}
-    facts = machine_facts()
-    assert (facts["gpu_driver"], facts["gpu_max_sm_mhz"], facts["gpu_max_memory_mhz"]) == ("550.54", "1410", None)
-    program.write_text("#!/bin/sh\nexit 9\n")
-    assert gpu_facts() == {}
-    # The names of two GPUs: the first, and the one that CUDA_VISIBLE_DEVICES leaves to torch.
-    program.write_text("#!/bin/sh\ncase $* in *--id=0) echo first ;; *--id=GPU-12ab-34) echo second ;; esac\n")
-    assert gpu_facts() == {"name": "first"}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"{device}2ab-34"))
-    assert gpu_facts() == {"name": "second"}
 
 
 def test_environment_tells_versions_and_nobodys_name():
