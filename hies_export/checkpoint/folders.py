@@ -155,11 +155,6 @@ def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> 
         )
 
 
-def user_cache(what: str) -> Path:
-    """Return the cache folder of this package, in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hies_export" / what
-
-
 class Contents(Enum):
     """Kinds of content of a local path; the values complete the sentence "PATH is ..."."""
 

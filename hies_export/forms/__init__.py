@@ -13,7 +13,7 @@ In the order of reading:
 - `judged.py`: `judge`, and what it returns with the times as the `forms` of report.json; the files of a run.
 - `deployment.py`: the dense model in all forms, and cuts of several sizes, each in a compound.
 - `latency.py`: predict the time of a cut. It is not linear in the units: uniform cuts of each kind are timed, and what
-  they save is divided among the modules of that kind in proportion to FLOPs. Timed cuts stay in the user's cache.
+  they save is divided among the modules of that kind in proportion to FLOPs.
 - `measured.py`: count both models of a run, and time them; the times as the `latency` of report.json.
 - `machine.py`: processor, GPU and library versions, to be read beside the times.
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checkpoint.folders import replace_file, user_cache
 from ..data.batches import Batch
 from ..kinds import ATTENTION
 from ..progress import SILENT, Progress
@@ -26,17 +20,12 @@ from ..select.cost import CostTable
 from ..slim.bundles import cut_bundles, flops_table
 from ..units.units import PrunableModule, Units
 from .form import Form, Forms
-from .formats import Exporter, read_by
-from .machine import machine_facts
+from .formats import Exporter
 from .runtimes.base import GPU_WIDTH_STEP, RUNTIMES
-from .time import Timed, is_noisy, shape_of, time
+from .time import Timed, shape_of, time
 
 # Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
 LEVELS = (0.75, 0.5, 0.25, 0.0)
-# Timed cuts are cached only if no 95 % interval of a ratio is wider than this. Widths were 0.04 to 0.07 on an idle
-# machine, and twice that on a busy one.
-WIDEST_INTERVAL = 0.08
-TABLE_FORMAT = 6
 
 logger = logging.getLogger(__name__)
 
@@ -65,21 +54,14 @@ class TimedCut:
     """A uniform cut of the modules of one `kind`, timed against the dense model.
 
     `kept` is the share of the bundles that stay. `ratio` is the time of the cut model / time of the dense model, with
-    its 95 % interval; `control_low` and `control_high` are the interval of the dense model against itself.
+    its 95 % interval.
     """
 
     kept: float
     ratio: float
     ratio_low: float
     ratio_high: float
-    control_low: float
-    control_high: float
     kind: str = ATTENTION
-
-    @property
-    def sharp(self) -> bool:
-        """Whether the ratio is precise enough to be cached."""
-        return not is_noisy(self.control_low, self.control_high) and self.ratio_high - self.ratio_low <= WIDEST_INTERVAL
 
 
 def latency_table(
@@ -89,7 +71,6 @@ def latency_table(
     *,
     unit: str = "group",
     progress: Progress = SILENT,
-    cache: Path | None = None,
 ) -> CostTable:
     """Time uniform cuts of the model, and return the table of time saved by removing bundles from every module.
 
@@ -97,17 +78,8 @@ def latency_table(
     bundles saves the time that the whole model saves at that share of its kind (interpolated between timed cuts), times
     the module's share of the FLOPs of all units of its kind. A feed-forward block saves nothing between two widths that
     the runtime computes in the same time; see `Runtime.width_step`.
-
-    Timed cuts are cached by hardware, versions, runtime, shape and model dimensions in the folder `cache`, by default
-    hies_export/latency in the user's cache folder. Imprecise ones, from a busy machine, are not.
     """
-    key = _key(model, modules, where, unit)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    file = (cache or user_cache("latency")) / f"{name}.json"
-    cuts = _read(file, key)
-    if cuts is None:
-        cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
-        _write_if_sharp(file, key, cuts)
+    cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
     flops = flops_table(model, modules, batch=where.batch, unit=unit).saved
     step = _width_step(model, where.runtime)
     saved: dict[str, tuple[float, ...]] = {}
@@ -175,69 +147,27 @@ def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) ->
 def _time_cuts(
     model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, progress: Progress
 ) -> list[TimedCut]:
-    """Time uniform cuts of each kind against the dense model, the smallest cut of a kind first."""
+    """Time uniform cuts of each kind against the dense model, the smallest cut of a kind first.
+
+    Log a warning if the control of a comparison is noisy.
+    """
     step = _width_step(model, where.runtime)
     planned = [
         (kind, kept, removed)
         for kind, of_kind in _by_kind(modules).items()
         for kept, removed in _uniform_cuts(of_kind, step=step, unit=unit).items()
     ]
-    cuts = []
+    cuts, noisy = [], False
     with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:
         forms = Forms({"dense": model}, where.exporter, Path(temporary))
         for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
             forms.add(name := f"{kind}-{kept:.4f}", cut_bundles(model, modules, removed, unit=unit))
             dense, slim = where.time([forms.form(one, where.runtime, where.dtype) for one in ("dense", name)])
-            cuts.append(TimedCut(kept, slim.ratio, slim.low, slim.high, dense.low, dense.high, kind))
-    return cuts
-
-
-def _key(model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, unit: str) -> dict[str, Any]:
-    """Return all that the times of cuts depend on, to be compared with that of cached cuts."""
-    described = json.dumps([asdict(module) for module in modules], default=Tensor.tolist)
-    shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
-    export = read_by(where.exporter.options, where.runtime, where.dtype)
-    return {
-        "format": TABLE_FORMAT,
-        "environment": machine_facts(),
-        "runtime": where.runtime,
-        "dtype": where.dtype,
-        "export": f"{export.format} {export.dtype} {export.provider}",
-        "device": str(model.device),
-        "batch": {name: list(value.shape) for name, value in sorted(where.batch.items())},
-        "model": [type(model).__name__, str(model.dtype)],
-        "parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
-        "modules": hashlib.sha256(described.encode()).hexdigest(),
-        "unit": unit,
-        "width_step": _width_step(model, where.runtime),
-    }
-
-
-class _Cached(BaseModel):
-    key: dict[str, Any]
-    points: list[TimedCut]
-
-
-def _read(file: Path, key: Mapping[str, Any]) -> list[TimedCut] | None:
-    """Return the cached cuts of a file; None if it has none for this key, or is damaged."""
-    try:
-        cached = _Cached.model_validate_json(file.read_bytes())
-    except (OSError, ValidationError):
-        return None
-    return cached.points if cached.key == key else None
-
-
-def _write_if_sharp(file: Path, key: Mapping[str, Any], cuts: Sequence[TimedCut]) -> None:
-    """Write cuts for `_read` if all are precise; log a warning if they are not, or the file cannot be written."""
-    if not all(cut.sharp for cut in cuts):
+            cuts.append(TimedCut(kept, slim.ratio, slim.low, slim.high, kind))
+            noisy |= dense.noisy
+    if noisy:
         logger.warning(
-            "the machine is too busy to time cuts precisely: a ratio has an interval wider than %g points, or the "
-            "dense model differs from itself; the predicted time may be off, and is not cached",
-            100 * WIDEST_INTERVAL,
+            "the machine is too busy to time cuts precisely: the dense model differs from itself when timed twice, and "
+            "the predicted time may be off"
         )
-        return
-    try:
-        replace_file(file, json.dumps({"key": key, "points": [asdict(cut) for cut in cuts]}, indent=1))
-    except OSError as error:  # the times are known, and a later run measures its own
-        message = "timed cuts could not be cached: %s; let XDG_CACHE_HOME name a folder that can be written"
-        logger.warning(message, error)
+    return cuts

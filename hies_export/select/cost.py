@@ -23,7 +23,7 @@ class CostTable:
     what: str  # name of the cost in messages: "FLOPs", "parameters", or "latency" with the runtime
     saved: Mapping[str, tuple[float, ...]]  # dotted name of a module -> share saved by losing 0, 1, 2, ... bundles
     # The timings behind a table of latency, one row each: kind, kept (share of the bundles), ratio, ratio_low,
-    # ratio_high, control_low, control_high. Empty for other costs.
+    # ratio_high. Empty for other costs.
     measured: tuple[Mapping[str, Any], ...] = ()
     # The cost that the shares are of, relative to the reference of the budget: less than 1 where tokens went.
     dense: float = 1.0

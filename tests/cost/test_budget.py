@@ -25,7 +25,6 @@ from hies_export.pipeline.search import largest
 from hies_export.recipe.sections import ExportSection
 from hies_export.score.criteria import Scores
 from hies_export.select.constraints import bundle_count
-from hies_export.select.cost import CostTable
 from hies_export.slim.bundles import cut_bundles
 
 
@@ -84,68 +83,28 @@ def test_a_drop_is_what_got_worse() -> None:
     assert quality_loss("perplexity", 6.5, 7.0) == 0.5
 
 
-def timed_on(tokens: int, dtype: str = "float32") -> TimedOn:
-    batch = text_batch(2, tokens, padding=False, labels=False)
-    return TimedOn("torch", batch, Exporter(ExportSection(dtype=dtype), Given(batch)), repeats=6)
-
-
-# Of the last timed cut, how far its interval reaches on each side, and the interval of the dense model against itself.
-@pytest.mark.parametrize(
-    ("reach", "control", "noisy"),
-    [(0.039, (0.99, 1.01), False), (0.041, (0.99, 1.01), True), (0.039, (1.03, 1.05), True)],
-)
-def test_a_timed_table_is_kept_unless_it_is_noisy(
-    reach: float, control: Any, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_table_has_the_timed_ratios_and_a_noisy_control_is_warned_of(
+    noisy: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     ratios = [0.9, 0.8, 0.65, 0.6]
-    ends = iter([*((ratio, 0.01, (0.99, 1.01)) for ratio in ratios[:3]), (0.6, reach, control)])
+    found = iter(zip(ratios, [False, noisy, False, False], strict=True))
 
     def compare(forms: list[Form], batches: Any, **_: Any) -> Any:
         assert ([form.runtime for form in forms], [*batches]) == (["torch", "torch"], [(2, 12)])
-        ratio, far, (low, high) = next(ends)
-        return SimpleNamespace(low=low, high=high), SimpleNamespace(ratio=ratio, low=ratio - far, high=ratio + far)
+        ratio, of_control = next(found)
+        return SimpleNamespace(noisy=of_control), SimpleNamespace(ratio=ratio, low=ratio - 0.01, high=ratio + 0.01)
 
     monkeypatch.setattr("hies_export.forms.latency.time", compare)
-    model, where = bert(), timed_on(12)
-    table = latency_table(model, find_attention(model, where.batch), where, cache=tmp_path)
-    found = [(round(6 * point["kept"]), point["ratio"]) for point in table.measured]
-    assert found == [*zip((4, 3, 2, 1), ratios, strict=True)]
+    model, batch = bert(), text_batch(2, 12, padding=False, labels=False)
+    where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=6)
+    table = latency_table(model, find_attention(model, batch), where)
+    points = [(round(6 * point["kept"]), point["ratio"]) for point in table.measured]
+    assert points == [*zip((4, 3, 2, 1), ratios, strict=True)]
     assert ("too busy" in caplog.text) == noisy
-    assert len(list(tmp_path.glob("*.json"))) == (0 if noisy else 1)
     # What all modules save at a timed cut is what was timed.
-    for kept, ratio in found:
+    for kept, ratio in points:
         assert table.ratio(dict.fromkeys(table.saved, 6 - kept)) == pytest.approx(ratio)
-
-
-def test_a_kept_table_is_read_for_the_same_model_and_shape_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    timed: list[TimedOn] = []
-
-    def time_cuts(model: Any, modules: Any, where: TimedOn, **_: Any) -> list[TimedCut]:
-        timed.append(where)
-        ratio = round(0.9 - 0.01 * len(timed), 2)
-        return [TimedCut(0.5, ratio, ratio, ratio, 1.0, 1.0)]
-
-    monkeypatch.setattr("hies_export.forms.latency._time_cuts", time_cuts)
-    model = bert(num_hidden_layers=1)
-    sites = find_attention(model, timed_on(12).batch)
-
-    def table(*where: Any, cache: Path = tmp_path / "cache") -> CostTable:
-        return latency_table(model, sites, timed_on(*where), cache=cache)
-
-    kept = [(12,), (13,), (13, "float16")]
-    first = [table(*key) for key in kept]
-    assert [table(*key) for key in kept] == first
-    assert len(timed) == 3
-    for file in (tmp_path / "cache").glob("*.json"):
-        file.write_text("not json")
-    assert [cut["ratio"] for cut in table(12).measured] == [0.86]
-    assert not caplog.text
-    # A table that cannot be cached is used all the same.
-    (tmp_path / "file").write_text("no folder")
-    assert [cut["ratio"] for cut in table(12, cache=tmp_path / "file").measured] == [0.85]
-    assert "could not be cached" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -165,9 +124,9 @@ def test_budgets_that_cannot_be_are_refused(budget: dict[str, Any], message: str
 
 @pytest.mark.usefixtures("untraced")
 def test_a_run_by_time_says_predicted_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tiny models take their time elsewhere; a table as it might be timed stands in the cache's place.
-    cuts = [TimedCut(kept, ratio, ratio, ratio, 1, 1) for kept, ratio in ((0.5, 0.8), (1 / 6, 0.7))]
-    monkeypatch.setattr("hies_export.forms.latency._read", lambda file, key: cuts)
+    # Tiny models take their time elsewhere, so these are cuts as they might be timed.
+    cuts = [TimedCut(kept, ratio, ratio, ratio) for kept, ratio in ((0.5, 0.8), (1 / 6, 0.7))]
+    monkeypatch.setattr("hies_export.forms.latency._time_cuts", lambda *_, **__: cuts)
     latency = {"ratio": 0.85, "runtime": "torch", "batch": 3, "sequence": 20}
     save_project(
         tmp_path,

@@ -1,7 +1,6 @@
 """Costs of heads and neurons in one table: against cut models, and against formulas."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,7 +111,7 @@ def test_a_forward_that_reads_values_is_counted_on_values() -> None:
 def timed_table(
     monkeypatch: pytest.MonkeyPatch, cuts: list[TimedCut], case: Case, *, step: int, unit: str = "group"
 ) -> Any:
-    monkeypatch.setattr("hies_export.forms.latency._read", lambda file, key: cuts)
+    monkeypatch.setattr("hies_export.forms.latency._time_cuts", lambda *_, **__: cuts)
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", step)
     model, modules, batch = case
     return latency_table(
@@ -121,7 +120,7 @@ def timed_table(
 
 
 def cut(kind: str, kept: float, ratio: float) -> TimedCut:
-    return TimedCut(kept, ratio, ratio, ratio, 1.0, 1.0, kind)
+    return TimedCut(kept, ratio, ratio, ratio, kind)
 
 
 def test_heads_and_neurons_save_by_their_own_curves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +152,9 @@ def test_widths_between_steps_save_nothing_more(monkeypatch: pytest.MonkeyPatch)
     assert by_kept[1] == by_kept[24] > by_kept[25]
 
 
-def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cut touches one kind, at widths that are multiples of the step; the cache gives the same table again."""
-    control, found = SimpleNamespace(low=1.0, high=1.0), SimpleNamespace(ratio=0.9, low=0.9, high=0.9)
+def test_cuts_are_timed_for_each_kind_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cut touches one kind, at widths that are multiples of the step."""
+    control, found = SimpleNamespace(noisy=False), SimpleNamespace(ratio=0.9, low=0.9, high=0.9)
     monkeypatch.setattr("hies_export.forms.latency.time", lambda *_, **__: (control, found))
     widths: list[tuple[set[int], set[int]]] = []
     original = cut_bundles
@@ -174,10 +173,8 @@ def test_cuts_are_timed_for_each_kind_alone(tmp_path: Path, monkeypatch: pytest.
     flops = flops_table(model, modules, batch=batch, unit="group")
     monkeypatch.setattr("hies_export.forms.latency.flops_table", lambda *_, **__: flops)
     where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=1)
-    table = latency_table(model, modules, where, cache=tmp_path)
+    latency_table(model, modules, where)
     assert widths == [({4}, {64}), ({3}, {64}), ({2}, {64}), ({1}, {64}), ({6}, {48}), ({6}, {24})]
-    assert latency_table(model, modules, where, cache=tmp_path) == table
-    assert len(widths) == 6
     monkeypatch.setattr(RUNTIMES["torch"], "width_step", 16)
-    latency_table(model, modules, where, cache=tmp_path)
+    latency_table(model, modules, where)
     assert widths[10:] == [({6}, {48}), ({6}, {32}), ({6}, {16})]

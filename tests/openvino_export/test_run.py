@@ -64,9 +64,8 @@ def test_a_run_writes_judges_and_times_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_a_way_to_deploy_and_a_budget_times_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_a_way_to_deploy_and_a_budget_times_it(tmp_path: Path) -> None:
     assert ("openvino", "int8") in deployment.find_ways(TASKS["text-classification"], ["openvino"])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     budget = {"latency": {"ratio": 0.99, "runtime": "openvino", "dtype": "int8", "batch": 2, "sequence": 16}}
     fields = QUICK | {"prune": {"criterion": "l2", "budget": budget}}
     folder = save_project(tmp_path, train=16, validation=20, **fields)

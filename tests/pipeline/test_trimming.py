@@ -134,9 +134,8 @@ def test_a_budget_that_the_tokens_keep_alone_is_refused(tmp_path: Path) -> None:
 def test_a_budget_of_time_is_held_against_the_model_without_the_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {"ratio_low": 0.8, "ratio_high": 0.8, "control_low": 1, "control_high": 1}
-    cuts = [TimedCut(kept, 0.8, **known) for kept in (0.5, 0.2)]
-    monkeypatch.setattr("hies_export.forms.latency._read", lambda file, key: cuts)
+    cuts = [TimedCut(kept, 0.8, 0.8, 0.8) for kept in (0.5, 0.2)]
+    monkeypatch.setattr("hies_export.forms.latency._time_cuts", lambda *_, **__: cuts)
     compared = []
 
     def timed(where: TimedOn, forms: Any, *_: Any) -> Any:

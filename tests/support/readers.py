@@ -23,7 +23,6 @@ from hies_export.checkpoint.load import load_version4
 from hies_export.checkpoint.save import REFIT, read_refit
 from hies_export.cli.arguments import read_recipe
 from hies_export.data.processors import load_processor
-from hies_export.forms.latency import TimedCut, _read
 from hies_export.forms.onnx.generator import _special_tokens
 from hies_export.report.card import render_card
 from hies_export.report.comparison import print_bench, read_report, render_bench
@@ -199,20 +198,10 @@ def _runs(folder: Path) -> list[Read]:
 
 
 def _small(folder: Path) -> list[Read]:
-    cached, card = folder / "cached.json", folder / "card"
-    cut = TimedCut(0.5, 0.8, 0.79, 0.81, 0.99, 1.01)
-    cached.write_text(json.dumps({"key": {"format": 4}, "points": [asdict(cut)]}))
+    card = folder / "card"
     card.mkdir()
     (card / "README.md").write_text("---\nlicense: mit\nbase_model: some/model\n---\n# Title\n")
-
-    def points() -> None:
-        for point in _read(cached, {"format": 4}) or ():
-            assert isinstance(point.ratio, int | float)
-
-    return [
-        Read("cached times", "json", cached, points, 10),
-        Read("card of a model", "bytes", card / "README.md", lambda: read_card(card).get("license"), 5),
-    ]
+    return [Read("card of a model", "bytes", card / "README.md", lambda: read_card(card).get("license"), 5)]
 
 
 def _recipes(folder: Path) -> list[Read]:
