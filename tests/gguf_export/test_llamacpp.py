@@ -187,9 +187,10 @@ def test_a_process_that_ends_is_an_error_and_a_closed_one_leaves_none(tmp_path: 
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:20000])
     with pytest.raises(ExportError, match="llama.cpp must run the file, and refused: Failed to load model"):
         LlamaCppRuntime(tmp_path / "cut.gguf", threads=1)
-    (tmp_path / "none.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 40)
-    with pytest.raises(DataError, match="a GGUF file must begin with its magic number, version and sizes, and"):
-        LlamaCppRuntime(tmp_path / "none.gguf", threads=1)
+    for begin in (b"GGML", b"GGUF\x09\0\0\0"):
+        (tmp_path / "none.gguf").write_bytes(begin + b"\0" * 40)
+        with pytest.raises(DataError, match="a GGUF file must begin with its magic number and version 2 or 3, and"):
+            LlamaCppRuntime(tmp_path / "none.gguf", threads=1)
     runtime = LlamaCppRuntime(tmp_path / "out", threads=1)
     runtime._process.kill()
     with pytest.raises(ExportError, match="and stopped"):
@@ -265,10 +266,8 @@ def test_without_it_the_message_is_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setenv(llamacpp.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr("shutil.which", lambda name: "node")
-    monkeypatch.setattr("platform.system", lambda: "Linux")
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    command = "npm i --omit=optional --ignore-scripts node-llama-cpp@3.22 @node-llama-cpp/linux-x64@3.22"
-    with pytest.raises(MissingRuntimeError, match=f"no node_modules/node-llama-cpp in {tmp_path}; .*: {command}, and"):
+    command = "npm i --omit=optional --ignore-scripts node-llama-cpp@3.22 @node-llama-cpp/PLATFORM@3.22"
+    with pytest.raises(MissingRuntimeError, match=f"no node_modules/node-llama-cpp in {tmp_path}; .*: {command}, with"):
         load_runtime("llamacpp", tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(MissingRuntimeError, match=r"Node \(20 or newer\) is not installed"):
