@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from ..data.batches import Batch, in_rows, size_of
-from ..errors import NonFiniteError, RecipeError
+from ..errors import RecipeError
 from ..model.memory import LARGE_BYTES
 from ..progress import SILENT, Progress
 from ..units.counts import Shape
@@ -119,7 +118,6 @@ def time(
         Shape by shape, and in it phase by phase ("prefill" and "decode" of models that generate), a value per form.
         Raises as `compare_latency` does; forms on several runtimes may differ in all but threads.
     """
-    check_repeats(repeats=repeats)
     runtimes = dict.fromkeys(form.runtime for form in forms)
     loads = min(loads, repeats, max(RUNTIMES[name].loads for name in runtimes))
     loaded = [*forms] if (forms[0].bytes or 0) > LARGE_BYTES else [*forms, forms[0]]
@@ -174,15 +172,14 @@ def compare_latency(
         control: The dense model loaded a second time; by default `dense` itself, which hides differences between
             copies.
         repeats: Least number of timed runs of each model; a multiple of 6 balances the order of three exactly.
-        warmup: Number of untimed runs before them. The outputs of the first are checked.
+        warmup: Number of untimed runs before them.
 
     Returns:
         The times of both models in ms; `ratio` is slim / dense with its interval, and of `dense` the control's.
 
     Raises:
-        RecipeError: repeats is below 1, warmup below 0, the models run on different devices, threads or
-            kinds of graph, or phase is "decode" and a model has no cache.
-        NonFiniteError: An output is NaN or infinite, which may change the time of a run.
+        RecipeError: The models run on different devices, threads or kinds of graph, or phase is "decode" and a model
+            has no cache.
 
     Examples:
         >>> first, second = (load_runtime("torch", m) for m in (model, slim))
@@ -190,7 +187,6 @@ def compare_latency(
         >>> small.low <= small.ratio <= small.high
         True
     """
-    check_repeats(repeats=repeats, warmup=warmup)
     runners = (dense, slim, control or dense)
     if phase == "decode" and not all(runner.decodes for runner in runners):
         raise RecipeError(
@@ -199,17 +195,6 @@ def compare_latency(
     load = _run_in_turns(runners, [batch], phase, repeats=repeats, warmup=warmup)
     one, other = _compare((None, None), shape_of(batch), phase, [load])
     return one, other
-
-
-def check_repeats(**given: float) -> None:
-    """Refuse, by a RecipeError that lists all problems, repeats below 1 and warmup below 0."""
-    problems = [
-        f"{name} must be at least {least}, got {value}"
-        for name, value in given.items()
-        if value < (least := 1 if name == "repeats" else 0)
-    ]
-    if problems:
-        raise RecipeError(problems)
 
 
 def shape_of(batch: Mapping[str, Any]) -> Shape:
@@ -304,12 +289,18 @@ def _run_in_turns(
     # After the warm-up, because `prepare` or the first runs capture a CUDA graph, or give it up.
     _check_alike(runners, across=across)
     times_ns = np.zeros((repeats, len(runners)))
-    with collecting_paused():
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # collecting garbage in the middle of a run would count as its time
+    try:
         for number in range(repeats):
             if rows:
                 feeds = prepare(batches[number])
             for index in balanced_order(len(runners), number):
                 times_ns[number, index] = runners[index].time_ns(feeds[index])
+    finally:
+        if collecting:
+            gc.enable()
     # The model that is loaded first also accounts for the runtime's kernels, so its memory is read from the control.
     places = [len(runners) - 1, *range(1, len(runners) - 1)]
     peaks = [None if rows else runners[place].peak_memory_bytes(feeds[place]) for place in places]
@@ -332,32 +323,10 @@ def _check_alike(runners: Sequence[Runtime], *, across: bool) -> None:
 
 
 def _warm_up(runners: Sequence[Runtime], rounds: Iterable[Sequence[Any]]) -> None:
-    """Run rounds of feeds, one for each runner; raises NonFiniteError for NaN or infinity in the first outputs."""
-    for number, feeds in enumerate(rounds):
-        for index, (runner, feed) in enumerate(zip(runners, feeds, strict=True)):
-            result = runner.run(feed)
-            outputs = runner.fetch(result) if number == 0 else {}
-            del result
-            if wrong := [output for output, values in outputs.items() if not np.isfinite(values).all()]:
-                names = ["dense", "slim", *(f"other {n}" for n in range(2, len(runners)))]
-                raise NonFiniteError(
-                    f"outputs must be finite to be timed, but {wrong[0]} of the "
-                    f"{'control' if index == len(runners) - 1 else names[index]} model has NaN or infinity on "
-                    f"{runner.provider}; try dtype float32"
-                )
-
-
-@contextmanager
-def collecting_paused() -> Iterator[None]:
-    """Collect garbage now, and not again before the end of the block."""
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
+    """Run rounds of feeds, one for each runner."""
+    for feeds in rounds:
+        for runner, feed in zip(runners, feeds, strict=True):
+            runner.run(feed)
 
 
 def balanced_order(count: int, number: int) -> list[int]:

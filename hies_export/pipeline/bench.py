@@ -23,7 +23,7 @@ from ..forms.onnx.multimodal import is_vision_language
 from ..forms.runtimes.base import RUNTIMES, check_dtypes, check_runtime
 from ..forms.runtimes.llamacpp import find_gguf
 from ..forms.runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
-from ..forms.time import check_repeats, rows_by_shape, time
+from ..forms.time import rows_by_shape, time
 from ..model.internals import empty_model, never_asking
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
@@ -69,7 +69,6 @@ def bench(
     Raises:
         RequestError: An argument is not a model, the two models take different inputs, or a runtime cannot run one.
     """
-    check_repeats(repeats=repeats)
     folders = Path(first), Path(second)
     runtimes = runtimes or _default_runtimes(folders)
     _check_request(folders, runtimes, dtypes)

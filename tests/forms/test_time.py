@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hies_export.errors import NonFiniteError, RecipeError
+from hies_export.errors import RecipeError
 from hies_export.forms.form import Form
 from hies_export.forms.measured import latency_rows, realised_share
 from hies_export.forms.runtimes import base as runtime
@@ -135,10 +135,8 @@ def test_garbage_collection_is_off_while_timing_and_back_on_after_a_failure(cloc
     assert gc.isenabled()
 
 
-def test_impossible_timings(clock):
-    dense, slim, _ = trio(clock, [1.0], [1.0], [1.0])
-    with pytest.raises(RecipeError, match=r"2 problems(.|\n)*got 0(.|\n)*got -1"):
-        compare_latency(dense, slim, batch=BATCH, repeats=0, warmup=-1)
+def test_models_that_run_unlike_each_other_are_not_timed(clock):
+    dense, _, _ = trio(clock, [1.0], [1.0], [1.0])
     with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 4 threads"):
         compare_latency(dense, Fake(clock, "S", [1.0], threads=4), batch=BATCH)
 
@@ -234,8 +232,6 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
     assert (timed[1].low, timed[0].ratio) == (pytest.approx(0.4), pytest.approx(1.5))
     first, _ = time(both, {(1, 8): [{}]}, repeats=2)
     assert (first.loads, first.repeats) == (2, 2)
-    with pytest.raises(RecipeError, match="repeats must be at least 1, got 0"):
-        time(both, {(1, 8): [{}]}, repeats=0)
     loaded.clear()
     large, _ = time([replace(both[0], bytes=2 << 30), both[1]], {(1, 8): [{}]}, repeats=2)
     assert (loaded, large.form) == (["dense", "slim", "slim", "dense"], replace(both[0], bytes=2 << 30))
@@ -292,13 +288,6 @@ def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
     assert [is_noisy(*ends) for ends in beside] == [False, True, False, True]
     # An interval may hold 1 and still be too wide to say anything.
     assert [is_noisy(*ends) for ends in ((0.95, 1.049), (0.9, 1.1), (0.99, 1.1))] == [False, True, True]
-
-
-def test_outputs_that_are_no_numbers_are_not_timed(clock):
-    dense, slim, control = trio(clock, [10.0], [8.0], [10.0])
-    slim.fetch = lambda result: {"logits": np.array([1.0, np.nan])}
-    with pytest.raises(NonFiniteError, match="logits of the slim model has NaN or infinity on fake; try dtype float32"):
-        compare_latency(dense, slim, control=control, batch=BATCH, repeats=6)
 
 
 @pytest.mark.parametrize("count", range(1, 9))
