@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,7 +53,6 @@ from hies_export.forms.machine import machine_facts
 from hies_export.forms.measured import latency_rows
 from hies_export.forms.runtimes.base import Runtime, check_runtime
 from hies_export.forms.runtimes.pytorch import peak_memory_bytes
-from hies_export.forms.time import compare_latency
 from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.report.comparison import Bench, print_bench, render_bench
 from hies_export.units.counts import count_both_flops
@@ -105,6 +104,17 @@ class Training(Runtime):
 
     def peak_memory_bytes(self, feed: dict[str, Tensor]) -> int | None:
         return peak_memory_bytes(self.model, lambda: self.run(feed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingForm(Form):
+    """A model in memory that is run forward and backward."""
+
+    way: Callable[..., None]
+    modules: Any
+
+    def load(self) -> Training:
+        return Training(self.way, self.source, self.modules)
 
 
 @dataclass
@@ -252,12 +262,8 @@ def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int,
         batch = shape.batch(model, *size)
         labels = batch["input_ids"] if model.can_generate() else torch.zeros(size[0], dtype=torch.int64)
         batch["attention_mask"][-1, : size[1] // 4] = 0  # a padded row, as real batches have
-        ways = [Training(way, model, modules) for way in (plain, scoring, plain)]
-        found = compare_latency(
-            ways[0], ways[1], control=ways[2], batch={**batch, "labels": labels}, repeats=session.repeats, warmup=2
-        )
-        form = Form(shape.name, "torch", model)
-        (row,) = latency_rows([replace(one, form=form, shape=size) for one in found], {})
+        forms = [TrainingForm(shape.name, "torch", model, way=way, modules=modules) for way in (plain, scoring)]
+        (row,) = latency_rows(time_beside(forms, {size: {**batch, "labels": labels}}, repeats=session.repeats), {})
         session.row(session.scoring, {"model": shape.name, **asdict(row)})
 
     session.attempt(f"scoring {shape.name}, {dtype}", work)

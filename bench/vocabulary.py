@@ -33,8 +33,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hies_export import compare_latency, count_flops, count_parameters, export_onnx, load_runtime, trim_vocabulary
+from hies_export import count_flops, count_parameters, export_onnx, trim_vocabulary
 from hies_export.checkpoint.sentence import load_sentence
+from hies_export.forms.form import Form
+from hies_export.forms.time import time
 from hies_export.model.copies import parameter_bytes
 from hies_export.vocabulary.tokenizer import CutBeside
 
@@ -187,13 +189,13 @@ def decoder(options: argparse.Namespace) -> None:
     if options.times:
         read_by = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
         with tempfile.TemporaryDirectory() as folder:
-            places = [
-                export_onnx(one, f"{folder}/{n}", batch=read_by).folder for n, one in enumerate((model, found.model))
+            forms = [
+                Form(name, "onnxruntime-cpu", export_onnx(one, f"{folder}/{name}", batch=read_by).folder)
+                for name, one in (("dense", model), ("slim", found.model))
             ]
-            runners = [load_runtime("onnxruntime-cpu", place) for place in places]
-            for phase in ("forward", "decode"):
-                dense, slim = compare_latency(*runners, batch=read_by, phase=phase)
-                print(f"{phase} at 1 x 128: {dense.ms:.1f} -> {slim.ms:.1f} ms, {slim.ratio:.3f} of the time")
+            timed = time(forms, {(1, 128): [read_by]}, repeats=30, decode=True)
+            for dense, slim in zip(timed[::2], timed[1::2], strict=True):
+                print(f"{dense.phase} at 1 x 128: {dense.ms:.1f} -> {slim.ms:.1f} ms, {slim.ratio:.3f} of the time")
 
 
 def nll(model: Any, tokenizer: Any, text: str) -> tuple[float, int]:

@@ -7,9 +7,9 @@
 prunes a model in memory, `PruningRecipe.from_yaml("bert.yaml").run()` runs a whole recipe, and `deploy` finds the
 fastest form that keeps the answers. Or stage by stage: `find_modules`, `collect_statistics`, `score_units`,
 `select_units`, `prune_units`, `compensate`, `save_slim`, `export_onnx`, `quantize_onnx`, `quantize_openvino`; measured
-by `bench`, `compare_latency`, `count_flops` and `count_parameters`. `trim_vocabulary` removes the tokens that texts do
-not use. `apply_plan` cuts a saved checkpoint by a plan. A saved slim model comes back with `load`, and an exported
-decoder generates with `generate_text`. `push_to_hub` publishes a run.
+by `bench`, `count_flops` and `count_parameters`. `trim_vocabulary` removes the tokens that texts do not use.
+`apply_plan` cuts a saved checkpoint by a plan. A saved slim model comes back with `load`, and an exported decoder
+generates with `generate_text`. `push_to_hub` publishes a run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from .forms.onnx.quantize import quantize_onnx
     from .forms.openvino.export import quantize_openvino
     from .forms.runtimes.base import load_runtime
-    from .forms.time import compare_latency
     from .pipeline.bench import bench
     from .pipeline.prune import PruneResult, prune
     from .pipeline.push import push_to_hub
@@ -86,7 +85,6 @@ _MODULES = {
     "forms.onnx.quantize": ("quantize_onnx",),
     "forms.openvino.export": ("quantize_openvino",),
     "forms.runtimes.base": ("load_runtime",),
-    "forms.time": ("compare_latency",),
     "pipeline.bench": ("bench",),
     "pipeline.prune": ("PruneResult", "prune"),
     "pipeline.push": ("push_to_hub",),

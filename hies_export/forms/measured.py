@@ -187,7 +187,7 @@ def _row(dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
     of_dense: dict[str, Any] = {name: getattr(dense, name) for name in same}
     return LatencyRow(
         **of_dense,
-        runtime="" if dense.form is None else dense.form.runtime,
+        runtime=dense.form.runtime,
         dtype=" / ".join(dict.fromkeys((dense.dtype, slim.dtype))),
         batch=batch,
         sequence=sequence,

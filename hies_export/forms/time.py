@@ -47,7 +47,7 @@ class Timed:
     """The time of a form at a shape, beside the first form, whose own ratio is its control's.
 
     Attributes:
-        form: The form; None if the caller loaded the model.
+        form: The form.
         shape: (batch, sequence); on rows, the sequence is the mean number of tokens.
         ms: Median time of a run; on rows, the mean of a batch.
         p90_ms, p99_ms: Percentiles; None on rows, which differ in length.
@@ -63,7 +63,7 @@ class Timed:
         peak_bytes: Peak device memory during a run; None on the CPU and on rows.
     """
 
-    form: Form | None
+    form: Form
     shape: Shape
     phase: Phase
     ms: float
@@ -116,7 +116,11 @@ def time(
 
     Returns:
         Shape by shape, and in it phase by phase ("prefill" and "decode" of models that generate), a value per form.
-        Raises as `compare_latency` does; forms on several runtimes may differ in all but threads.
+        `ratio` is to the first form's time, with its interval; of the first form, its control's.
+
+    Raises:
+        RecipeError: The forms run on different devices, threads or kinds of graph; those on several runtimes may differ
+            in all but threads.
     """
     runtimes = dict.fromkeys(form.runtime for form in forms)
     loads = min(loads, repeats, max(RUNTIMES[name].loads for name in runtimes))
@@ -147,54 +151,6 @@ def time(
             )
             found.setdefault((shape, phase), []).append(one)
     return [timed for (shape, phase), of_step in found.items() for timed in _compare(forms, shape, phase, of_step)]
-
-
-def compare_latency(
-    dense: Runtime,
-    slim: Runtime,
-    *,
-    batch: Mapping[str, Any],
-    phase: Phase = "forward",
-    control: Runtime | None = None,
-    repeats: int = 30,
-    warmup: int = 5,
-) -> tuple[Timed, Timed]:
-    """Time two loaded models as `time` does, interleaved in one process, with an A/A control.
-
-    This does not cover differences between loads, which `bench` does.
-
-    Args:
-        dense: The model that ratios are relative to.
-        slim: The model to compare with it.
-        batch: The batch to run, prepared once for each model.
-        phase: "forward" times one pass over all tokens; for a model that generates, this is called "prefill". "decode"
-            times one step on the last token, with the others in the cache.
-        control: The dense model loaded a second time; by default `dense` itself, which hides differences between
-            copies.
-        repeats: Least number of timed runs of each model; a multiple of 6 balances the order of three exactly.
-        warmup: Number of untimed runs before them.
-
-    Returns:
-        The times of both models in ms; `ratio` is slim / dense with its interval, and of `dense` the control's.
-
-    Raises:
-        RecipeError: The models run on different devices, threads or kinds of graph, or phase is "decode" and a model
-            has no cache.
-
-    Examples:
-        >>> first, second = (load_runtime("torch", m) for m in (model, slim))
-        >>> dense, small = compare_latency(first, second, batch=batches[0], repeats=6)
-        >>> small.low <= small.ratio <= small.high
-        True
-    """
-    runners = (dense, slim, control or dense)
-    if phase == "decode" and not all(runner.decodes for runner in runners):
-        raise RecipeError(
-            ["a decode step needs models that generate from a cache, and these do not: time the forward pass"]
-        )
-    load = _run_in_turns(runners, [batch], phase, repeats=repeats, warmup=warmup)
-    one, other = _compare((None, None), shape_of(batch), phase, [load])
-    return one, other
 
 
 def shape_of(batch: Mapping[str, Any]) -> Shape:
@@ -342,7 +298,7 @@ def balanced_order(count: int, number: int) -> list[int]:
     return order[::-1] if number % 2 else order
 
 
-def _compare(forms: Sequence[Form | None], shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
+def _compare(forms: Sequence[Form], shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
     """Return the times of all forms at a shape and phase, from all loads."""
     times, total = [load.times_ms for load in loads], phase == "rows"
     control = ratio_with_interval([t[:, :1] for t in times], [t[:, -1] for t in times], total=total)

@@ -21,7 +21,6 @@ from hies_export.forms.time import (
     LEAST,
     Timed,
     balanced_order,
-    compare_latency,
     fastest,
     in_mixed_order,
     is_noisy,
@@ -79,11 +78,23 @@ def trio(clock, dense_ms, slim_ms, control_ms):
     return [Fake(clock, n, t) for n, t in (("D", dense_ms), ("S", slim_ms), ("C", control_ms))]
 
 
+class Ready(Form):
+    """A form of models that are loaded already: its source has one for each time that it is loaded."""
+
+    def load(self):
+        return next(self.source)
+
+
+def time_trio(dense, slim, control, *, repeats=6, decode=False):
+    """Time two models, and a second copy of the first as control, with five runs of each before."""
+    forms = [Ready("dense", "torch", iter([dense, control])), Ready("slim", "torch", iter([slim]))]
+    return time(forms, {(4, 128): [BATCH]}, repeats=repeats, decode=decode)
+
+
 def test_latency_equals_numpy_on_scripted_times(clock):
     rng = np.random.default_rng(3)
     dense_ms, slim_ms, control_ms = rng.uniform(8, 12, 30), rng.uniform(6, 10, 30), rng.uniform(8, 12, 30)
-    dense, slim, control = trio(clock, dense_ms, slim_ms, control_ms)
-    first, second = compare_latency(dense, slim, control=control, batch=BATCH, warmup=0)
+    first, second = time_trio(*trio(clock, dense_ms, slim_ms, control_ms), repeats=30)
     assert (first.ms, first.p90_ms, first.p99_ms) == pytest.approx(
         tuple(np.percentile(dense_ms, (50, 90, 99))), abs=1e-5
     )
@@ -96,27 +107,26 @@ def test_latency_equals_numpy_on_scripted_times(clock):
 
 
 def test_runs_are_interleaved_back_and_forth_and_warm_up_is_not_timed(clock):
-    dense, slim, control = trio(clock, [999.0] * 2 + [10.0] * 6, [999.0] * 2 + [5.0] * 6, [10.0])
-    first, second = compare_latency(dense, slim, control=control, batch=BATCH, repeats=6, warmup=2)
-    rounds = ["".join(clock.order[i : i + 3]) for i in range(0, 24, 3)]
-    assert rounds == ["DSC", "DSC", *("".join("DSC"[i] for i in balanced_order(3, number)) for number in range(6))]
+    first, second = time_trio(*trio(clock, [999.0] * 5 + [10.0] * 6, [999.0] * 5 + [5.0] * 6, [10.0]))
+    rounds = ["".join(clock.order[i : i + 3]) for i in range(0, 33, 3)]
+    assert rounds == ["DSC"] * 5 + ["".join("DSC"[i] for i in balanced_order(3, number)) for number in range(6)]
     assert first.p99_ms == 10.0
     assert second.ratio == second.low == second.high == 0.5
 
 
 def test_slow_drift_cancels(clock):
     clock.drift_ms = 0.02
-    runners = trio(clock, [10.0], [10.0], [10.0])
-    first, second = compare_latency(runners[0], runners[1], control=runners[2], batch=BATCH, repeats=60, warmup=0)
+    first, second = time_trio(*trio(clock, [10.0], [10.0], [10.0]), repeats=60)
     assert second.ratio == pytest.approx(1.0, abs=2e-3)
     assert first.ratio == pytest.approx(1.0, abs=2e-3)
     assert first.ms > 11.0
 
 
-def test_without_a_control_dense_runs_against_itself(clock):
+def test_a_large_model_runs_against_itself(clock):
     dense, slim, _ = trio(clock, [4.0], [2.0], [1.0])
-    first, _ = compare_latency(dense, slim, batch=BATCH, repeats=5, warmup=0)
-    assert (dense.runs, slim.runs) == (10, 5)
+    forms = [Ready("dense", "torch", iter([dense]), bytes=2 << 30), Ready("slim", "torch", iter([slim]))]
+    first, _ = time(forms, {(4, 128): [BATCH]}, repeats=5)
+    assert (dense.runs, slim.runs) == (20, 10)
     assert first.ratio == 1.0
 
 
@@ -127,23 +137,23 @@ def test_garbage_collection_is_off_while_timing_and_back_on_after_a_failure(cloc
         seen.append(gc.isenabled())
         raise KeyboardInterrupt("in between")
 
-    dense, slim, _ = trio(clock, [1.0], [1.0], [1.0])
-    slim.run = fail
+    dense, slim, control = trio(clock, [1.0], [1.0], [1.0])
+    slim.time_ns = fail
     with pytest.raises(KeyboardInterrupt, match="in between"):
-        compare_latency(dense, slim, batch=BATCH, warmup=0)
+        time_trio(dense, slim, control)
     assert seen == [False]
     assert gc.isenabled()
 
 
 def test_models_that_run_unlike_each_other_are_not_timed(clock):
-    dense, _, _ = trio(clock, [1.0], [1.0], [1.0])
+    dense, _, control = trio(clock, [1.0], [1.0], [1.0])
     with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 4 threads"):
-        compare_latency(dense, Fake(clock, "S", [1.0], threads=4), batch=BATCH)
+        time_trio(dense, Fake(clock, "S", [1.0], threads=4), control)
 
 
 def test_a_cuda_graph_that_is_given_up_in_the_first_run_is_not_compared_with_one(clock):
-    dense, slim, _ = trio(clock, [1.0], [1.0], [1.0])
-    dense.cuda_graph = slim.cuda_graph = True
+    dense, slim, control = trio(clock, [1.0], [1.0], [1.0])
+    dense.cuda_graph = slim.cuda_graph = control.cuda_graph = True
     run = slim.run
 
     def give_up(feed):
@@ -152,7 +162,7 @@ def test_a_cuda_graph_that_is_given_up_in_the_first_run_is_not_compared_with_one
 
     slim.run = give_up
     with pytest.raises(RecipeError, match="run alike, got fake with 2 threads and fake with 2 threads, as a CUDA gra"):
-        compare_latency(dense, slim, batch=BATCH)
+        time_trio(dense, slim, control)
 
 
 def naive_intervals(base_ms, other_ms, draws, seed):
@@ -240,11 +250,11 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
 def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
     dense, slim, control = trio(clock, [10.0], [5.0], [10.0])
     slim.dtype = "float16"
-    with pytest.raises(RecipeError, match="decode step needs models that generate from a cache, and these do not"):
-        compare_latency(dense, slim, control=control, batch=BATCH, phase="decode")
     for runner, size in ((dense, 900), (slim, 600), (control, 800)):
         runner.peak_memory_bytes, runner.decodes = lambda feed, size=size: size, True
-    found = compare_latency(dense, slim, control=control, batch=BATCH, phase="decode", repeats=6)
+    timed = time_trio(dense, slim, control, decode=True)
+    assert [one.phase for one in timed] == ["prefill", "prefill", "decode", "decode"]
+    found = timed[2:]
     assert dense.feed == slim.feed == control.feed == {"step of": BATCH}
     (row,) = map(asdict, latency_rows(found, {(4, 128): FlopCount(10, 8, (4, 128))}))
     assert " ".join(row) == (
@@ -258,7 +268,7 @@ def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
     # Dense is the second copy: the first one loaded also paid for the kernels.
     assert row["peak_bytes"] == {"dense": 800, "slim": 600}
     assert (row["realised"], row["flops_ratio"]) == (None, None)
-    once = [replace(one, phase="forward", form=Form("", "torch", Path())) for one in found]
+    once = [replace(one, phase="forward") for one in found]
     (forward,) = latency_rows(once, {(4, 128): FlopCount(10, 8, (4, 128))})
     assert (forward.flops_ratio, forward.realised) == (0.8, pytest.approx(0.5 / 0.2))
     assert (forward.runtime, forward.phase, forward.tokens_per_second) == ("torch", "forward", None)
@@ -278,10 +288,9 @@ def test_realised_share():
 
 
 def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
-    alike = compare_latency(*trio(clock, [10.0], [8.0], [10.1])[:2], batch=BATCH, repeats=6)
+    alike = time_trio(*trio(clock, [10.0], [8.0], [10.1]))
     assert [one.noisy for one in alike] == [False, False]
-    dense, slim, control = trio(clock, [10.0], [8.0], [10.3])
-    found = compare_latency(dense, slim, control=control, batch=BATCH, repeats=6)
+    found = time_trio(*trio(clock, [10.0], [8.0], [10.3]))
     assert [one.noisy for one in found] == [True, True]
     assert found[0].ratio == pytest.approx(1.03)
     beside = ((0.97, 1.0), (0.9, 0.97), (1.02, 1.1), (1.021, 1.1))
@@ -419,8 +428,11 @@ def test_intervals_hold_the_truth_and_a_model_against_itself_stays_within_its_co
 
 def times(*rows: list[tuple[float, float, float]], noisy: tuple[bool, ...] = (False, False)) -> list[Timed]:
     """Return the times of forms, given as (ratio, low, high), at each of some shapes."""
-    rest: dict[str, Any] = {"form": None, "phase": "forward", "ms": 1.0, "p90_ms": None, "p99_ms": None, "threads": 1}
-    rest |= {"provider": "", "dtype": "", "cuda_graph": False, "repeats": 1, "loads": 1, "peak_bytes": None}
+    rest: dict[str, Any] = {
+        **{"form": Form("", "torch", Path()), "phase": "forward", "ms": 1.0, "p90_ms": None, "p99_ms": None},
+        **{"threads": 1, "provider": "", "dtype": "", "cuda_graph": False, "repeats": 1, "loads": 1},
+        "peak_bytes": None,
+    }
     return [
         Timed(shape=(1, 8 * step), ratio=ratio, low=low, high=high, noisy=is_noise, **rest)
         for step, (row, is_noise) in enumerate(zip(rows, noisy, strict=True), start=1)

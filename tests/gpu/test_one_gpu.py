@@ -24,7 +24,8 @@ from hies_export.calibrate.statistics import collect_statistics
 from hies_export.checkpoint.load import load_dense
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
-from hies_export.forms.time import compare_latency
+from hies_export.forms.form import Form
+from hies_export.forms.time import time
 from hies_export.kinds import ATTENTION, KINDS
 from hies_export.model.copies import convert, parameter_bytes
 from hies_export.score.compensated import removal_chain
@@ -234,14 +235,13 @@ def test_devices_that_nothing_was_tried_on_are_refused() -> None:
 
 def test_a_forward_pass_and_a_decode_step_are_timed(gpus: Gpus) -> None:
     model, batch = on_gpu(causal_lm()), padded([9, 9], "left")
-    for phase in ("prefill", "decode"):
-        runners = [load_runtime("torch", model) for _ in range(3)]
-        found = compare_latency(*runners[:2], control=runners[2], batch=batch, phase=phase, repeats=2, warmup=1)
-        for one in found:
-            assert one.provider == "cuda:pretend"
-            assert one.ms > 0
-            assert one.peak_bytes is not None
-            assert one.peak_bytes > sum(parameter.nbytes for parameter in model.parameters())
+    found = time([Form(name, "torch", model) for name in ("dense", "slim")], {(2, 9): [batch]}, repeats=2, decode=True)
+    assert [one.phase for one in found] == ["prefill", "prefill", "decode", "decode"]
+    for one in found:
+        assert one.provider == "cuda:pretend"
+        assert one.ms > 0
+        assert one.peak_bytes is not None
+        assert one.peak_bytes > sum(parameter.nbytes for parameter in model.parameters())
     assert gpus.synchronised > 0
     with pytest.raises(DataError, match="at least one batch"):
         predict(model, [])
