@@ -137,7 +137,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
                     )
                 ]
         timed = time_beside([forms[0] for forms in served.values()], prepared.shapes)
-        times = time_cells(timed, len(served))
+        times = time_cells(timed)
         metrics = prepared.metrics
         print(f"\n## {title}\n")
         print(
@@ -156,7 +156,7 @@ def print_forms(recipes: Sequence[PruningRecipe], other: str | None, *, title: s
             ]
             cells += [f"{np.mean([one.metrics[of] for one in found['evaluation rows']]):.4f}" for of in metrics]
             print(f"| {' | '.join([*cells, *times[number]])} |", flush=True)
-    print_base(timed, len(served))
+    print_base(timed[0])
 
 
 def slim_of(recipe: PruningRecipe) -> PreTrainedModel:

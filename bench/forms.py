@@ -42,14 +42,14 @@ class OpenVinoDefault(OpenVinoRuntime):
         return {"logits": np.array(result.get_output_tensor(0).data, dtype=np.float32)}
 
 
-def time_beside(forms: Sequence[Form], batches: Mapping[Shape, Batch], *, repeats: int = 30) -> list[Timed]:
+def time_beside(forms: Sequence[Form], batches: Mapping[Shape, Batch], *, repeats: int = 30) -> list[list[Timed]]:
     """Time forms beside each other on one batch a shape, and also a step of models that generate."""
     return time(forms, {shape: [batch] for shape, batch in batches.items()}, repeats=repeats, decode=True)
 
 
-def time_cells(timed: Sequence[Timed], count: int) -> list[list[str]]:
+def time_cells(timed: Sequence[Sequence[Timed]]) -> list[list[str]]:
     """Return the times of every form by shape as cells of a table."""
-    return [[time_cell(time) for time in times] for times in times_of(timed, count)]
+    return [[time_cell(time) for time in times] for times in times_of(timed)]
 
 
 def time_cell(time: Mapping[str, Any]) -> str:
@@ -57,35 +57,35 @@ def time_cell(time: Mapping[str, Any]) -> str:
     return f"{time['ratio']:.3f} [{time['low']:.3f}, {time['high']:.3f}]{'*' * time['noisy']}"
 
 
-def times_of(timed: Sequence[Timed], count: int) -> list[list[dict[str, Any]]]:
+def times_of(timed: Sequence[Sequence[Timed]]) -> list[list[dict[str, Any]]]:
     """Return the times of every form by shape: ratios to the first form, with 95 % intervals; of that the control's."""
     return [
         [
-            {"batch": one.shape[0], "sequence": one.shape[1]}
-            | {"ratio": one.ratio, "low": one.low, "high": one.high, "noisy": one.noisy}
-            for one in timed[number::count]
+            {"batch": one.batch, "sequence": one.sequence}
+            | {"ratio": one.ratio, "low": one.ratio_low, "high": one.ratio_high, "noisy": one.noisy}
+            for one in times
         ]
-        for number in range(count)
+        for times in timed
     ]
 
 
 def step_names(timed: Sequence[Timed]) -> list[str]:
-    """Return what was timed, such as "forward 8 x 128"."""
-    return list(dict.fromkeys(f"{one.phase} {one.shape[0]} x {one.shape[1]}" for one in timed))
+    """Return what was timed of a form, such as "forward 8 x 128"."""
+    return [f"{one.phase} {one.batch} x {one.sequence}" for one in timed]
 
 
-def print_times(name: str, names: Iterable[str], timed: Sequence[Timed]) -> None:
+def print_times(name: str, names: Iterable[str], timed: Sequence[Sequence[Timed]]) -> None:
     """Print the times of all forms, by their names, in a table that begins with a `name`, and that of the first."""
-    steps, names = step_names(timed), [*names]
+    steps = step_names(timed[0])
     print(f"| {name} | {' | '.join(steps)} |\n| --- |" + " --- |" * len(steps))
-    for one, times in zip(names, time_cells(timed, len(names)), strict=True):
+    for one, times in zip(names, time_cells(timed), strict=True):
         print(f"| {' | '.join([one, *times])} |")
-    print_base(timed, len(names))
+    print_base(timed[0])
 
 
-def print_base(timed: Sequence[Timed], count: int) -> None:
-    """Print the time of the dense float32 form, the first of so many."""
-    for name, first in zip(step_names(timed), timed[::count], strict=True):
+def print_base(times: Sequence[Timed]) -> None:
+    """Print the times of the first form, the dense float32 one."""
+    for name, first in zip(step_names(times), times, strict=True):
         print(f"dense float32, {name}: {first.ms:.2f} ms, {first.threads} threads")
     print("The first row's times are those of a second copy, the control; * is a noisy one.")
 

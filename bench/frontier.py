@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hies_export.forms.judged import FormTime, deciding_step, relative_times
+from hies_export.forms.time import Timed, deciding_step, relative_times
 from hies_export.report.comparison import Bench, read_report
 from hies_export.report.figures import draw_frontier
 from hies_export.report.frontier import Measured, frontier_figure
@@ -33,7 +33,7 @@ def tool_of(values: dict[str, Any]) -> str:
     return str(re.split(r",|'s | quantize| with | of | \d{4}", values["name"])[0])
 
 
-def peer(values: dict[str, Any], at: FormTime) -> Measured | None:
+def peer(values: dict[str, Any], at: Timed) -> Measured | None:
     """Return what another tool made, at the shape of a time; None where that is not known."""
     times = [
         t for t in values["times"] or () if (t["batch"], t["sequence"]) == (at.batch, at.sequence) and not t["noisy"]
@@ -56,7 +56,7 @@ def peer(values: dict[str, Any], at: FormTime) -> Measured | None:
 report = read_report(REPORT)
 assert not isinstance(report, Bench), "give the report of a run"
 forms = report.details.forms
-step = deciding_step(forms)
+step = deciding_step(forms[0].times) if forms else None
 assert step is not None, "all times are too noisy"
 at = forms[0].times[step]
 tools = json.loads(Path(PEERS[0]).read_text()) if PEERS else []
@@ -67,9 +67,10 @@ figure = frontier_figure(report, [one for one, _ in others])
 assert figure is not None
 Path(OUT).write_text(draw_frontier(figure))
 
+timed = [form for form in forms if step < len(form.times)]
 lines = [
     (form_name(form, forms), form.bytes, form.stability, time)
-    for form, time in zip(forms, relative_times(forms, step), strict=True)
+    for form, time in zip(timed, relative_times([form.times for form in timed], step), strict=True)
 ]
 lines += [(" ".join(one.name), size, one.same, one.time) for one, size in others]
 print(f"| | file | answers kept | time, {form_step(at)} |\n| --- | --- | --- | --- |")

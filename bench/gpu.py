@@ -249,7 +249,7 @@ def _time_shares(
             forms.add(name := f"{share:.0%}" if share else "dense", slim)
             both = [forms.form(one, runtime) for one in ("dense", name)]
             flops = count_both_flops(dense, slim, batches)
-            for row in latency_rows(time_beside(both, batches, repeats=session.repeats), flops):
+            for row in latency_rows(runtime, time_beside(both, batches, repeats=session.repeats), flops):
                 session.row(session.latency, {"model": f"{shape.name} -{share:.0%}", **asdict(row)})
 
 
@@ -263,7 +263,8 @@ def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int,
         labels = batch["input_ids"] if model.can_generate() else torch.zeros(size[0], dtype=torch.int64)
         batch["attention_mask"][-1, : size[1] // 4] = 0  # a padded row, as real batches have
         forms = [TrainingForm(shape.name, "torch", model, way=way, modules=modules) for way in (plain, scoring)]
-        (row,) = latency_rows(time_beside(forms, {size: {**batch, "labels": labels}}, repeats=session.repeats), {})
+        timed = time_beside(forms, {size: {**batch, "labels": labels}}, repeats=session.repeats)
+        (row,) = latency_rows("torch", timed, {})
         session.row(session.scoring, {"model": shape.name, **asdict(row)})
 
     session.attempt(f"scoring {shape.name}, {dtype}", work)

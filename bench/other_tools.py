@@ -77,10 +77,10 @@ def main() -> None:
     forms = [row.form for row in rows if row.form]
     timed = time_beside(forms, resolved.shapes, repeats=options.repeats)
     running = [row for row in rows if row.form]
-    for row, times in zip(running, times_of(timed, len(running)), strict=True):
+    for row, times in zip(running, times_of(timed), strict=True):
         row.found["times"] = times
     print_rows(rows, judge)
-    print_base(timed, len(forms))
+    print_base(timed[0])
     facts = machine_facts()
     print(", ".join(f"{key} {facts[key]}" for key in ("cpu", "threads", "torch", "onnxruntime", "openvino")))
     if options.json:

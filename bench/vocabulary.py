@@ -194,7 +194,7 @@ def decoder(options: argparse.Namespace) -> None:
                 for name, one in (("dense", model), ("slim", found.model))
             ]
             timed = time(forms, {(1, 128): [read_by]}, repeats=30, decode=True)
-            for dense, slim in zip(timed[::2], timed[1::2], strict=True):
+            for dense, slim in zip(*timed, strict=True):
                 print(f"{dense.phase} at 1 x 128: {dense.ms:.1f} -> {slim.ms:.1f} ms, {slim.ratio:.3f} of the time")
 
 

@@ -103,7 +103,7 @@ def fewer_bits(task: type[Task], runtimes: Sequence[str]) -> int:
 
 
 def try_dense(
-    forms: Forms, judge: Judge, ways: Iterable[Way], timed: Callable[[Sequence[Form]], list[Timed]]
+    forms: Forms, judge: Judge, ways: Iterable[Way], timed: Callable[[Sequence[Form]], list[list[Timed]]]
 ) -> list[DeployWay]:
     """Judge and time the dense model in every form; one that fails keeps its `problem`. Raises PlanError if all do."""
     tried: list[DeployWay] = []

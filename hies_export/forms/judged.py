@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pydantic import FiniteFloat
-
 from ..errors import one_of
 from ..evaluate.judge import Judge
 from ..progress import SILENT, Progress
@@ -16,33 +14,10 @@ from .form import COMPOUNDS, Form, Forms
 from .formats import Export, runtime_of
 from .runtimes.base import RUNTIMES
 from .runtimes.ort import ONNX_FILE
-from .time import Phase, Timed
+from .time import Timed
 
 # The folder of the slim checkpoint in that of a run.
 SLIM = "slim"
-
-
-@dataclass(frozen=True)
-class FormTime:
-    """The time of a form at a shape in ms, and its ratio to the first form's with a 95 % interval, as in `Timed`."""
-
-    batch: int
-    sequence: int
-    phase: Phase
-    ms: FiniteFloat
-    ratio: Ratio
-    ratio_low: Ratio
-    ratio_high: Ratio
-    noisy: bool
-
-    def __post_init__(self) -> None:
-        if self.ratio_low > self.ratio_high:
-            raise ValueError(f"ratio_low must be at most ratio_high, got {self.ratio_low} and {self.ratio_high}")
-
-    @classmethod
-    def of(cls, timed: Timed) -> FormTime:
-        """Return a time as report.json has it."""
-        return cls(*timed.shape, timed.phase, timed.ms, timed.ratio, timed.low, timed.high, timed.noisy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +44,7 @@ class Judged:
     bytes: Size | None
     quality: float
     stability: Share
-    times: list[FormTime]
+    times: list[Timed]
     metrics: Mapping[str, float] = field(default_factory=dict)
     stability_low: Share | None = None
     stability_high: Share | None = None
@@ -146,12 +121,9 @@ def judge(
     return judged
 
 
-def with_times(judged: Sequence[Judged], timed: Sequence[Timed]) -> list[Judged]:
-    """Return the judged forms with their times; `timed` has every form at the first step, then at the next, ..."""
-    return [
-        replace(form, times=[FormTime.of(one) for one in timed[number :: len(judged)]])
-        for number, form in enumerate(judged)
-    ]
+def with_times(judged: Sequence[Judged], timed: Sequence[Sequence[Timed]]) -> list[Judged]:
+    """Return the judged forms with the times of each."""
+    return [replace(form, times=[*times]) for form, times in zip(judged, timed, strict=True)]
 
 
 def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence[Judged]) -> ExportedFile:
@@ -208,14 +180,3 @@ def frontier(times: Sequence[float], same: Sequence[float]) -> list[int]:
             best = same[index]
             line.append(index)
     return line
-
-
-def deciding_step(forms: Sequence[Judged]) -> int | None:
-    """Return the index of the first time that is not noisy; None if all are, or there are no forms."""
-    times = forms[0].times if forms else ()
-    return next((step for step, time in enumerate(times) if not time.noisy), None)
-
-
-def relative_times(forms: Sequence[Judged], step: int) -> list[float | None]:
-    """Return the times of forms at a step relative to the first form's, which counts as 1; None where not timed."""
-    return [1.0, *(form.times[step].ratio if step < len(form.times) else None for form in forms[1:])]

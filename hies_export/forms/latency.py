@@ -46,7 +46,7 @@ class TimedOn:
     def time(self, forms: Sequence[Form], progress: Progress = SILENT) -> list[Timed]:
         """Return the times of forms on the batch, measured beside each other."""
         batches = {shape_of(self.batch): [self.batch]}
-        return time(forms, batches, repeats=self.repeats, progress=progress)
+        return [times for (times,) in time(forms, batches, repeats=self.repeats, progress=progress)]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _time_cuts(
         for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
             forms.add(name := f"{kind}-{kept:.4f}", cut_bundles(model, modules, removed, unit=unit))
             dense, slim = where.time([forms.form(one, where.runtime, where.dtype) for one in ("dense", name)])
-            cuts.append(TimedCut(kept, slim.ratio, slim.low, slim.high, kind))
+            cuts.append(TimedCut(kept, slim.ratio, slim.ratio_low, slim.ratio_high, kind))
             noisy |= dense.noisy
     if noisy:
         logger.warning(

@@ -150,7 +150,7 @@ def measure_both(
         progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
         # No variable holds these forms, so that the copies of models in them are freed before the next are made.
         latency += latency_rows(
-            time([forms.form(name, runtime, bits) for name in names], in_lists, decode=True, **how), flops
+            runtime, time([forms.form(name, runtime, bits) for name in names], in_lists, decode=True, **how), flops
         )
         for model in (whole, slim):
             let_go(model)  # the next runtime may hold weights of its own
@@ -168,44 +168,37 @@ def _both(dense: int | None, slim: int | None) -> Both[int] | None:
     return None if dense is None or slim is None else Both(dense, slim)
 
 
-def latency_rows(timed: Sequence[Timed], flops: Mapping[Shape, FlopCount]) -> list[LatencyRow]:
-    """Return rows of the times of two forms, given in turns as by `time`; without FLOPs of a shape, no `realised`.
+def latency_rows(runtime: str, timed: Sequence[Sequence[Timed]], flops: Mapping[Shape, FlopCount]) -> list[LatencyRow]:
+    """Return rows of the times of two forms on a runtime, from `time`; without FLOPs of a shape, no `realised`.
 
     A decode step has none either: its time depends on memory, as it reads all weights to compute one token.
     """
     return [
-        _row(dense, slim, None if dense.phase == "decode" else flops.get(dense.shape))
-        for dense, slim in zip(timed[::2], timed[1::2], strict=True)
+        _row(runtime, dense, slim, None if dense.phase == "decode" else flops.get((dense.batch, dense.sequence)))
+        for dense, slim in zip(*timed, strict=True)
     ]
 
 
-def _row(dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
+def _row(runtime: str, dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
     """Return the times of both models at one shape and phase as a row; without FLOPs it has no `realised`."""
-    batch, sequence = dense.shape
-    tokens = {"decode": batch, "prefill": batch * sequence}.get(dense.phase)
-    same = ("provider", "phase", "noisy", "repeats", "loads", "threads", "cuda_graph")
-    of_dense: dict[str, Any] = {name: getattr(dense, name) for name in same}
+    tokens = {"decode": dense.batch, "prefill": dense.batch * dense.sequence}.get(dense.phase)
+    same = ("provider", "phase", "batch", "sequence", "noisy", "repeats", "loads", "threads", "cuda_graph")
+    times: dict[str, Any] = {
+        **{name: getattr(dense, name) for name in same},
+        **{name: getattr(slim, name) for name in ("ratio", "ratio_low", "ratio_high")},
+        **{f"dense_{name}": getattr(dense, name) for name in ("ms", "p90_ms", "p99_ms")},
+        **{f"slim_{name}": getattr(slim, name) for name in ("ms", "p90_ms", "p99_ms")},
+    }
     return LatencyRow(
-        **of_dense,
-        runtime=dense.form.runtime,
+        **times,
+        runtime=runtime,
         dtype=" / ".join(dict.fromkeys((dense.dtype, slim.dtype))),
-        batch=batch,
-        sequence=sequence,
-        dense_ms=dense.ms,
-        slim_ms=slim.ms,
-        ratio=slim.ratio,
-        ratio_low=slim.low,
-        ratio_high=slim.high,
         realised=None if flops is None else realised_share(slim.ratio, flops.ratio),
         flops_ratio=None if flops is None else flops.ratio,
         tokens_per_second=None if tokens is None else Both(1000 * tokens / dense.ms, 1000 * tokens / slim.ms),
-        dense_p90_ms=dense.p90_ms,
-        dense_p99_ms=dense.p99_ms,
-        slim_p90_ms=slim.p90_ms,
-        slim_p99_ms=slim.p99_ms,
         control_ratio=dense.ratio,
-        control_low=dense.low,
-        control_high=dense.high,
+        control_low=dense.ratio_low,
+        control_high=dense.ratio_high,
         peak_bytes=_both(dense.peak_bytes, slim.peak_bytes),
     )
 

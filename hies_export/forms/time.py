@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import FiniteFloat
 
 from ..data.batches import Batch, in_rows, size_of
 from ..errors import RecipeError
 from ..model.memory import LARGE_BYTES
 from ..progress import SILENT, Progress
-from ..units.counts import Shape
+from ..units.counts import Ratio, Shape, Size
 from .form import Form
 from .runtimes.base import RUNTIMES, Runtime
 
@@ -46,14 +47,16 @@ WARMUP = 3
 class Timed:
     """The time of a form at a shape, beside the first form, whose own ratio is its control's.
 
+    Fields are keys of report.json. Its times of older versions may lack those with a default.
+
     Attributes:
-        form: The form.
-        shape: (batch, sequence); on rows, the sequence is the mean number of tokens.
+        batch: Rows.
+        sequence: Tokens per row; on rows of a data set, their mean number.
         ms: Median time of a run; on rows, the mean of a batch.
         p90_ms, p99_ms: Percentiles; None on rows, which differ in length.
         ratio: Median of the paired ratios to the mean of the first form's copies; on rows, ratio of total times. Of the
             first form, that of its second copy to its first (A/A), whose distance from 1 is noise.
-        low, high: 95 % interval of the ratio, over loads, copies and rounds.
+        ratio_low, ratio_high: 95 % interval of the ratio, over loads, copies and rounds.
         noisy: Whether the control shows too much noise for a ratio at this shape to be trusted.
         threads: CPU threads within an operator.
         provider: Device or execution provider.
@@ -63,23 +66,27 @@ class Timed:
         peak_bytes: Peak device memory during a run; None on the CPU and on rows.
     """
 
-    form: Form
-    shape: Shape
+    batch: int
+    sequence: int
     phase: Phase
-    ms: float
-    p90_ms: float | None
-    p99_ms: float | None
-    ratio: float
-    low: float
-    high: float
+    ms: FiniteFloat
+    ratio: Ratio
+    ratio_low: Ratio
+    ratio_high: Ratio
     noisy: bool
-    threads: int
-    provider: str
-    dtype: str
-    cuda_graph: bool
-    repeats: int
-    loads: int
-    peak_bytes: int | None
+    p90_ms: FiniteFloat | None = None
+    p99_ms: FiniteFloat | None = None
+    threads: int | None = None
+    provider: str = ""
+    dtype: str = "float32"
+    cuda_graph: bool = False
+    repeats: int | None = None
+    loads: int = 1
+    peak_bytes: Size | None = None
+
+    def __post_init__(self) -> None:
+        if self.ratio_low > self.ratio_high:
+            raise ValueError(f"ratio_low must be at most ratio_high, got {self.ratio_low} and {self.ratio_high}")
 
 
 class _Load(NamedTuple):
@@ -97,7 +104,7 @@ def time(
     loads: int = 100,
     decode: bool = False,
     progress: Progress = SILENT,
-) -> list[Timed]:
+) -> list[list[Timed]]:
     """Time forms beside each other, interleaved over several loads.
 
     All are loaded as often as the most demanding runtime needs, and the first one twice, as control; a file of more
@@ -115,8 +122,8 @@ def time(
         progress: Shows the loop.
 
     Returns:
-        Shape by shape, and in it phase by phase ("prefill" and "decode" of models that generate), a value per form.
-        `ratio` is to the first form's time, with its interval; of the first form, its control's.
+        The times of each form, shape by shape, and in it phase by phase ("prefill" and "decode" of models that
+        generate).
 
     Raises:
         RecipeError: The forms run on different devices, threads or kinds of graph; those on several runtimes may differ
@@ -150,7 +157,8 @@ def time(
                 across=len(runtimes) > 1,
             )
             found.setdefault((shape, phase), []).append(one)
-    return [timed for (shape, phase), of_step in found.items() for timed in _compare(forms, shape, phase, of_step)]
+    by_step = [_compare(len(forms), shape, phase, of_step) for (shape, phase), of_step in found.items()]
+    return [list(times) for times in zip(*by_step, strict=True)]
 
 
 def shape_of(batch: Mapping[str, Any]) -> Shape:
@@ -181,40 +189,37 @@ def in_mixed_order(batches: Sequence[Batch], size: int) -> list[Batch]:
     return [parts[place] for place in order[: max(1, ROWS // size)].tolist()]
 
 
-def ratios(timed: Sequence[Timed]) -> list[float]:
-    """Return the times of all forms, relative to the first form's, at the first shape that is not noisy, if any is."""
-    steps = _steps(timed)
-    return _relative(next((step for step in steps if not step[0].noisy), steps[0]))
+def deciding_step(times: Sequence[Timed]) -> int | None:
+    """Return the index of the first time of a form that is not noisy; None if all are, or there are none."""
+    return next((step for step, time in enumerate(times) if not time.noisy), None)
 
 
-def fastest(timed: Sequence[Timed], among: Sequence[int]) -> tuple[int | None, int]:
+def relative_times(timed: Sequence[Sequence[Timed]], step: int) -> list[float]:
+    """Return the times of forms at a step relative to the first form's; that of the first is its control's, so it is 1.
+
+    A step is a shape and phase, and `timed` has the times of each form at all steps.
+    """
+    return [1.0, *(times[step].ratio for times in timed[1:])]
+
+
+def ratios(timed: Sequence[Sequence[Timed]]) -> list[float]:
+    """Return the times of all forms, relative to the first form's, at the first step that is not noisy, if any is."""
+    return relative_times(timed, deciding_step(timed[0]) or 0)
+
+
+def fastest(timed: Sequence[Sequence[Timed]], among: Sequence[int]) -> tuple[int | None, int]:
     """Return the index of the fastest form among some, None without any, and the index of the step that decides.
 
-    A step is a shape and phase. Different forms may be fastest at different steps, so one step decides: the first whose
-    control is not noisy, or at which the interval of the fastest form is below those of all others. If there is no such
-    step, the first one decides.
+    Different forms may be fastest at different steps, so one step decides: the first whose control is not noisy, or at
+    which the interval of the fastest form is below those of all others. If there is no such step, the first decides.
     """
-    steps = _steps(timed)
     if not among:
-        return None, next((number for number, step in enumerate(steps) if not step[0].noisy), 0)
-    for number, step in enumerate(steps):
-        first, *others = sorted(among, key=_relative(step).__getitem__)
-        if not step[0].noisy or all(step[first].high < step[other].low for other in others):
-            return first, number
-    return min(among, key=_relative(steps[0]).__getitem__), 0
-
-
-def _steps(timed: Sequence[Timed]) -> list[list[Timed]]:
-    """Return the times of all forms at each shape and phase."""
-    steps: dict[tuple[Shape, Phase], list[Timed]] = {}
-    for one in timed:
-        steps.setdefault((one.shape, one.phase), []).append(one)
-    return [*steps.values()]
-
-
-def _relative(step: Sequence[Timed]) -> list[float]:
-    """Return the ratios of all forms at a step; that of the first is its control's, so it counts as 1."""
-    return [1.0, *(one.ratio for one in step[1:])]
+        return None, deciding_step(timed[0]) or 0
+    for step, control in enumerate(timed[0]):
+        first, *others = sorted(among, key=relative_times(timed, step).__getitem__)
+        if not control.noisy or all(timed[first][step].ratio_high < timed[other][step].ratio_low for other in others):
+            return first, step
+    return min(among, key=relative_times(timed, 0).__getitem__), 0
 
 
 def _run_in_turns(
@@ -298,27 +303,27 @@ def balanced_order(count: int, number: int) -> list[int]:
     return order[::-1] if number % 2 else order
 
 
-def _compare(forms: Sequence[Form], shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
-    """Return the times of all forms at a shape and phase, from all loads."""
+def _compare(count: int, shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
+    """Return the times of so many forms at a shape and phase, from all loads."""
     times, total = [load.times_ms for load in loads], phase == "rows"
     control = ratio_with_interval([t[:, :1] for t in times], [t[:, -1] for t in times], total=total)
     found = []
-    for number, form in enumerate(forms):
+    for number in range(count):
         own, copies = [t[:, number] for t in times], [t[:, [0, -1]] for t in times]
         ratio, low, high = ratio_with_interval(copies, own, total=total) if number else control
         runs = np.concatenate(own)
         ms, p90_ms, p99_ms = (runs.mean(), None, None) if total else np.percentile(runs, (50, 90, 99)).tolist()
         found.append(
             Timed(
-                form=form,
-                shape=shape,
+                batch=shape[0],
+                sequence=shape[1],
                 phase=phase,
                 ms=float(ms),
                 p90_ms=p90_ms,
                 p99_ms=p99_ms,
                 ratio=ratio,
-                low=low,
-                high=high,
+                ratio_low=low,
+                ratio_high=high,
                 noisy=is_noisy(*control[1:]),
                 repeats=len(runs),
                 loads=len(loads),

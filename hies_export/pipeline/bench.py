@@ -95,7 +95,7 @@ def bench(
                 made.get((runtime, dtype)) or _loaded(folder, runtime, dtype)
                 for folder, made in zip(folders, exports, strict=True)
             ]
-            measured += latency_rows(time(both, given, progress=progress, **how), flops)
+            measured += latency_rows(runtime, time(both, given, progress=progress, **how), flops)
     return measured
 
 

@@ -61,7 +61,9 @@ def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
     return next((one for one in able if samples_of(rows) >= one.rows(share, metric)), able[-1])
 
 
-def quick_times(pruning: Pruning, delivery: Delivery, forms: Sequence[Form], *, compounds: bool = False) -> list[Timed]:
+def quick_times(
+    pruning: Pruning, delivery: Delivery, forms: Sequence[Form], *, compounds: bool = False
+) -> list[list[Timed]]:
     """Time forms beside each other as a deployment is timed, at the first of its shapes and without many repeats.
 
     With `compounds` among them, they are timed on rows, because their times depend on these.

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..forms.judged import FormTime
 from ..forms.measured import LatencyRow
+from ..forms.time import Timed
 from .report import CUT, NeuronCount
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Scale:
         return 100 * min(max(share, 0.0), self.high) / self.high
 
     @classmethod
-    def of(cls, times: Iterable[LatencyRow | FormTime], shares: Iterable[float] = ()) -> Scale:
+    def of(cls, times: Iterable[LatencyRow | Timed], shares: Iterable[float] = ()) -> Scale:
         """Return a scale with room for all times with their intervals, and for other shares."""
         ends = [1.05, *shares]
         for time in times:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..evaluate.metrics import title_of
-from ..forms.judged import Judged, deciding_step, frontier, relative_times
+from ..forms.judged import Judged, frontier
+from ..forms.time import deciding_step, relative_times
 from .drawing import CARD, INK, LINE, MARKERS, MUTED, Drawing, canvas, colour_of, for_page, place_names
 from .report import Report
 from .words import form_kept, form_name, form_runtime, form_step, is_own, keeps_metric
@@ -95,7 +96,7 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
     Times are those at the shape that decided what to deploy; without a deployment, at the first that is not noisy.
     """
     forms, found = report.details.forms, report.details.deployment
-    step = deciding_step(forms)
+    step = deciding_step(forms[0].times) if forms else None
     if step is not None and found is not None:
         step = found.step
     if step is None:
@@ -109,7 +110,9 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
         metric = report.quality.metric
         # Own rankings are a share already.
         upwards = title_of(metric) if is_own(metric) else f"{title_of(metric)}, share of {dense}'s"
-    kept = [min(1.0, max(0.0, form_kept(report, form))) for form in forms]
+    timed = [(number, form) for number, form in enumerate(forms) if step < len(form.times)]
+    times = relative_times([form.times for _, form in timed], step)
+    kept = [min(1.0, max(0.0, form_kept(report, form))) for _, form in timed]
     measured = [
         Measured(
             name=(f"{form.model} {form.bits}", *([f"{time:.2f} of the time"] if number == chosen else ())),
@@ -122,8 +125,7 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
             note=f"{form_name(form, forms)}: {time:.2f} of the time, {same:.1%} {'kept' if of_metric else 'same'}",
             chosen=number == chosen,
         )
-        for number, (form, time, same) in enumerate(zip(forms, relative_times(forms, step), kept, strict=True))
-        if time is not None
+        for (number, form), time, same in zip(timed, times, kept, strict=True)
     ]
     return FrontierFigure(
         [*measured, *(one._replace(shape=len(runtimes)) for one in others)],

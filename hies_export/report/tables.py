@@ -12,8 +12,9 @@ from rich.text import Text
 
 from ..evaluate.judge import AlphaPoint, Tried
 from ..evaluate.metrics import METRICS, counted_by, title_of
-from ..forms.judged import FormTime, Judged
+from ..forms.judged import Judged
 from ..forms.measured import LatencyRow
+from ..forms.time import Timed
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..select.plan import PruningPlan
 from ..tasks import TASKS
@@ -332,7 +333,7 @@ def row_name(row: LatencyRow) -> str:
     return f"{row.runtime} {form_step(row)}{dtype}"
 
 
-def ratio_text(row: LatencyRow | FormTime) -> str:
+def ratio_text(row: LatencyRow | Timed) -> str:
     """Return a time's ratio with its interval, or "noisy"."""
     return "noisy" if row.noisy else f"{row.ratio:.3f} [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from ..evaluate.metrics import METRICS, counted_by, higher_is_better, quality_loss, title_of
 from ..evaluate.promise import asked_words, found_words
-from ..forms.judged import FormTime, Judged, deciding_step, relative_times
+from ..forms.judged import Judged
 from ..forms.measured import LatencyRow, budget_rows
+from ..forms.time import Timed, deciding_step
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS
 from ..vocabulary.trim import VocabularyFacts
@@ -108,7 +109,7 @@ def form_name(form: Judged, forms: Sequence[Judged]) -> str:
     return f"{form.model} {form.bits}" + (f", {form_runtime(form)}" if several else "")
 
 
-def form_step(time: FormTime | LatencyRow) -> str:
+def form_step(time: Timed | LatencyRow) -> str:
     """Return the timed shape, and the phase for a model that generates: "8 x 128", "1 x 128 decode", "8 rows"."""
     if time.phase == "rows":
         return f"{time.batch} {'row' if time.batch == 1 else 'rows'}"
@@ -212,7 +213,7 @@ def _subject(report: Report) -> _Subject:
             quality=form.quality,
             promise=Outcome(Budget(keep=keep), word=word),
             kept=form_kept(report, form),
-            time=_form_time(forms, found.form, deciding_step(forms)),
+            time=_form_time(forms, found.form, deciding_step(forms[0].times)),
             size=_form_size(report, form),
             ranking=found.ranking or report.ranking,
         )
@@ -263,8 +264,8 @@ def _form_time(forms: Sequence[Judged], number: int, step: int | None) -> str:
     """Return the time of the form of a number at a shape, relative to the first form's."""
     if step is None:
         return "time too noisy to tell"
-    ratio, at = relative_times(forms, step)[number], form_step(forms[0].times[step])
-    return f"{ratio:.2f} of the time of dense {forms[0].bits} at {at}"
+    ratio = forms[number].times[step].ratio if number else 1.0  # that of the first form is its control's
+    return f"{ratio:.2f} of the time of dense {forms[0].bits} at {form_step(forms[0].times[step])}"
 
 
 def _form_size(report: Report, form: Judged) -> float:

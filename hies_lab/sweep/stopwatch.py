@@ -82,7 +82,7 @@ def time_cuts(
             for number, (key, cut) in enumerate(progress.track(list(waiting.items()), name)):
                 forms.add(str(number), cut_bundles(pruning.model, pruning.modules, cut, unit=pruning.options.unit))
                 both = [forms.form(name, request.runtime) for name in ("dense", str(number))]
-                _, slim = time(both, {shape: [batch]}, repeats=request.repeats)
-                values = slim.ratio, slim.low, slim.high, slim.noisy
+                _, (slim,) = time(both, {shape: [batch]}, repeats=request.repeats)
+                values = slim.ratio, slim.ratio_low, slim.ratio_high, slim.noisy
                 journal.add(key, dict(zip(_FIELDS, values, strict=True)), kind="latency")
     return [known.get(key, dict.fromkeys(_FIELDS)) for key in keys]

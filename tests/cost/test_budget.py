@@ -93,7 +93,8 @@ def test_a_table_has_the_timed_ratios_and_a_noisy_control_is_warned_of(
     def compare(forms: list[Form], batches: Any, **_: Any) -> Any:
         assert ([form.runtime for form in forms], [*batches]) == (["torch", "torch"], [(2, 12)])
         ratio, of_control = next(found)
-        return SimpleNamespace(noisy=of_control), SimpleNamespace(ratio=ratio, low=ratio - 0.01, high=ratio + 0.01)
+        slim = SimpleNamespace(ratio=ratio, ratio_low=ratio - 0.01, ratio_high=ratio + 0.01)
+        return [[SimpleNamespace(noisy=of_control)], [slim]]
 
     monkeypatch.setattr("hies_export.forms.latency.time", compare)
     model, batch = bert(), text_batch(2, 12, padding=False, labels=False)

@@ -154,8 +154,8 @@ def test_widths_between_steps_save_nothing_more(monkeypatch: pytest.MonkeyPatch)
 
 def test_cuts_are_timed_for_each_kind_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut touches one kind, at widths that are multiples of the step."""
-    control, found = SimpleNamespace(noisy=False), SimpleNamespace(ratio=0.9, low=0.9, high=0.9)
-    monkeypatch.setattr("hies_export.forms.latency.time", lambda *_, **__: (control, found))
+    control, found = SimpleNamespace(noisy=False), SimpleNamespace(ratio=0.9, ratio_low=0.9, ratio_high=0.9)
+    monkeypatch.setattr("hies_export.forms.latency.time", lambda *_, **__: [[control], [found]])
     widths: list[tuple[set[int], set[int]]] = []
     original = cut_bundles
 

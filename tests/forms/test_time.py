@@ -5,7 +5,6 @@ import itertools
 import weakref
 from collections import Counter
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,10 +90,15 @@ def time_trio(dense, slim, control, *, repeats=6, decode=False):
     return time(forms, {(4, 128): [BATCH]}, repeats=repeats, decode=decode)
 
 
+def time_once(*trio, repeats=6):
+    """Return the times of both models at the only step."""
+    return [times for (times,) in time_trio(*trio, repeats=repeats)]
+
+
 def test_latency_equals_numpy_on_scripted_times(clock):
     rng = np.random.default_rng(3)
     dense_ms, slim_ms, control_ms = rng.uniform(8, 12, 30), rng.uniform(6, 10, 30), rng.uniform(8, 12, 30)
-    first, second = time_trio(*trio(clock, dense_ms, slim_ms, control_ms), repeats=30)
+    first, second = time_once(*trio(clock, dense_ms, slim_ms, control_ms), repeats=30)
     assert (first.ms, first.p90_ms, first.p99_ms) == pytest.approx(
         tuple(np.percentile(dense_ms, (50, 90, 99))), abs=1e-5
     )
@@ -102,21 +106,21 @@ def test_latency_equals_numpy_on_scripted_times(clock):
     # Slim against the mean of the two copies of the dense model.
     assert second.ratio == pytest.approx(np.median(slim_ms / ((dense_ms + control_ms) / 2)), abs=1e-5)
     assert first.ratio == pytest.approx(np.median(control_ms / dense_ms), abs=1e-5)
-    assert second.low < second.ratio < second.high
-    assert (first.shape, first.repeats, first.threads, first.provider) == ((4, 128), 30, 2, "fake")
+    assert second.ratio_low < second.ratio < second.ratio_high
+    assert (first.batch, first.sequence, first.repeats, first.threads, first.provider) == (4, 128, 30, 2, "fake")
 
 
 def test_runs_are_interleaved_back_and_forth_and_warm_up_is_not_timed(clock):
-    first, second = time_trio(*trio(clock, [999.0] * 5 + [10.0] * 6, [999.0] * 5 + [5.0] * 6, [10.0]))
+    first, second = time_once(*trio(clock, [999.0] * 5 + [10.0] * 6, [999.0] * 5 + [5.0] * 6, [10.0]))
     rounds = ["".join(clock.order[i : i + 3]) for i in range(0, 33, 3)]
     assert rounds == ["DSC"] * 5 + ["".join("DSC"[i] for i in balanced_order(3, number)) for number in range(6)]
     assert first.p99_ms == 10.0
-    assert second.ratio == second.low == second.high == 0.5
+    assert second.ratio == second.ratio_low == second.ratio_high == 0.5
 
 
 def test_slow_drift_cancels(clock):
     clock.drift_ms = 0.02
-    first, second = time_trio(*trio(clock, [10.0], [10.0], [10.0]), repeats=60)
+    first, second = time_once(*trio(clock, [10.0], [10.0], [10.0]), repeats=60)
     assert second.ratio == pytest.approx(1.0, abs=2e-3)
     assert first.ratio == pytest.approx(1.0, abs=2e-3)
     assert first.ms > 11.0
@@ -125,7 +129,7 @@ def test_slow_drift_cancels(clock):
 def test_a_large_model_runs_against_itself(clock):
     dense, slim, _ = trio(clock, [4.0], [2.0], [1.0])
     forms = [Ready("dense", "torch", iter([dense]), bytes=2 << 30), Ready("slim", "torch", iter([slim]))]
-    first, _ = time(forms, {(4, 128): [BATCH]}, repeats=5)
+    (first,), _ = time(forms, {(4, 128): [BATCH]}, repeats=5)
     assert (dense.runs, slim.runs) == (20, 10)
     assert first.ratio == 1.0
 
@@ -233,18 +237,18 @@ def test_models_are_loaded_anew_and_each_is_the_first_in_turn(clock, monkeypatch
 
     monkeypatch.setitem(RUNTIMES, "loaded", Loaded)
     both = [Form("dense", "loaded", "dense"), Form("slim", "loaded", "slim")]
-    timed = time(both, {(1, 8): [{}], (2, 8): [{}]}, repeats=30)
+    dense, slim = time(both, {(1, 8): [{}], (2, 8): [{}]}, repeats=30)
     assert loaded == ["dense", "slim", "dense", "slim", "dense", "dense", "dense", "dense", "slim", *loaded[:3]]
-    assert [one.form for one in timed] == [*both, *both]
-    assert [(one.shape, one.loads, one.repeats) for one in timed[::2]] == [((1, 8), 4, 32), ((2, 8), 4, 32)]
+    for times in (dense, slim):
+        assert [(one.batch, one.sequence, one.loads, one.repeats) for one in times] == [(1, 8, 4, 32), (2, 8, 4, 32)]
     # Against the mean of the copies: first dense, then slim, then control, then dense again are the fast ones.
-    assert timed[1].ratio == pytest.approx(np.median([8 / 7.5, 4 / 10, 8 / 7.5, 8 / 7.5]))
-    assert (timed[1].low, timed[0].ratio) == (pytest.approx(0.4), pytest.approx(1.5))
-    first, _ = time(both, {(1, 8): [{}]}, repeats=2)
+    assert slim[0].ratio == pytest.approx(np.median([8 / 7.5, 4 / 10, 8 / 7.5, 8 / 7.5]))
+    assert (slim[0].ratio_low, dense[0].ratio) == (pytest.approx(0.4), pytest.approx(1.5))
+    (first,), _ = time(both, {(1, 8): [{}]}, repeats=2)
     assert (first.loads, first.repeats) == (2, 2)
     loaded.clear()
-    large, _ = time([replace(both[0], bytes=2 << 30), both[1]], {(1, 8): [{}]}, repeats=2)
-    assert (loaded, large.form) == (["dense", "slim", "slim", "dense"], replace(both[0], bytes=2 << 30))
+    time([replace(both[0], bytes=2 << 30), both[1]], {(1, 8): [{}]}, repeats=2)
+    assert loaded == ["dense", "slim", "slim", "dense"]
 
 
 def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
@@ -253,10 +257,10 @@ def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
     for runner, size in ((dense, 900), (slim, 600), (control, 800)):
         runner.peak_memory_bytes, runner.decodes = lambda feed, size=size: size, True
     timed = time_trio(dense, slim, control, decode=True)
-    assert [one.phase for one in timed] == ["prefill", "prefill", "decode", "decode"]
-    found = timed[2:]
+    assert [[one.phase for one in times] for times in timed] == [["prefill", "decode"]] * 2
     assert dense.feed == slim.feed == control.feed == {"step of": BATCH}
-    (row,) = map(asdict, latency_rows(found, {(4, 128): FlopCount(10, 8, (4, 128))}))
+    flops = {(4, 128): FlopCount(10, 8, (4, 128))}
+    _, row = map(asdict, latency_rows("torch", timed, flops))
     assert " ".join(row) == (
         "runtime provider dtype phase batch sequence dense_ms slim_ms ratio ratio_low ratio_high realised flops_ratio "
         "tokens_per_second dense_p90_ms dense_p99_ms slim_p90_ms slim_p99_ms control_ratio control_low control_high "
@@ -268,8 +272,7 @@ def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
     # Dense is the second copy: the first one loaded also paid for the kernels.
     assert row["peak_bytes"] == {"dense": 800, "slim": 600}
     assert (row["realised"], row["flops_ratio"]) == (None, None)
-    once = [replace(one, phase="forward") for one in found]
-    (forward,) = latency_rows(once, {(4, 128): FlopCount(10, 8, (4, 128))})
+    (forward,) = latency_rows("torch", [[replace(decode, phase="forward")] for _, decode in timed], flops)
     assert (forward.flops_ratio, forward.realised) == (0.8, pytest.approx(0.5 / 0.2))
     assert (forward.runtime, forward.phase, forward.tokens_per_second) == ("torch", "forward", None)
 
@@ -288,9 +291,9 @@ def test_realised_share():
 
 
 def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):
-    alike = time_trio(*trio(clock, [10.0], [8.0], [10.1]))
+    alike = time_once(*trio(clock, [10.0], [8.0], [10.1]))
     assert [one.noisy for one in alike] == [False, False]
-    found = time_trio(*trio(clock, [10.0], [8.0], [10.3]))
+    found = time_once(*trio(clock, [10.0], [8.0], [10.3]))
     assert [one.noisy for one in found] == [True, True]
     assert found[0].ratio == pytest.approx(1.03)
     beside = ((0.97, 1.0), (0.9, 0.97), (1.02, 1.1), (1.021, 1.1))
@@ -361,14 +364,14 @@ def test_rows_are_run_through_and_the_first_run_of_a_shape_is_not_timed(
     forms: list[Any] = [Form("", "compiling", source) for source in ((2.0, 0.0), (1.0, 500.0))]  # type: ignore[arg-type]
     timed = time(forms, rows_by_shape(rows))
     mean = round(np.mean(lengths))
-    assert [one.shape for one in timed] == [(1, mean), (1, mean), (8, mean), (8, mean)]
-    for plain, compiling in zip(timed[::2], timed[1::2], strict=True):
+    assert [(one.batch, one.sequence) for one in timed[0]] == [(1, mean), (8, mean)]
+    for plain, compiling in zip(*timed, strict=True):
         assert (plain.phase, plain.ratio, plain.p90_ms) == ("rows", 1, None)
         assert compiling.ratio == pytest.approx(0.5)
         assert compiling.ms == pytest.approx(plain.ms / 2)
         assert compiling.repeats == max(count, LEAST)
-    (row, _) = latency_rows(timed, {})
-    assert (row.phase, row.batch, row.sequence, row.dense_ms) == ("rows", 1, mean, timed[0].ms)
+    (row, _) = latency_rows("compiling", timed, {})
+    assert (row.phase, row.batch, row.sequence, row.dense_ms) == ("rows", 1, mean, timed[0][0].ms)
     assert (row.flops_ratio, row.realised, row.dense_p90_ms, row.tokens_per_second) == (None, None, None, None)
 
 
@@ -380,13 +383,13 @@ def test_forms_on_several_runtimes_are_compared_with_the_first(monkeypatch: pyte
     for name, of in (("one", Told), ("two", Other)):
         monkeypatch.setitem(RUNTIMES, name, of)
     forms = [Form("", name, source) for name, source in (("one", 8.0), ("one", 4.0), ("two", 2.0), ("two", 1.0))]
-    timed = time(forms, {(1, 8): [{}]}, repeats=8)
-    assert [(one.shape, one.phase) for one in timed] == [((1, 8), "forward")] * 4
+    timed = [times for (times,) in time(forms, {(1, 8): [{}]}, repeats=8)]
+    assert [(one.batch, one.sequence, one.phase) for one in timed] == [(1, 8, "forward")] * 4
     assert [one.ratio for one in timed] == [1.0, 0.5, 0.25, 0.125]
     assert [one.ms for one in timed] == [8.0, 4.0, 2.0, 1.0]
     assert {(one.loads, one.repeats) for one in timed} == {(3, 9)}
     # A form alone is timed beside its copy.
-    (alone,) = time(forms[:1], {(1, 8): [{}]})
+    ((alone,),) = time(forms[:1], {(1, 8): [{}]})
     assert (alone.ms, alone.ratio, alone.repeats) == (8.0, 1.0, 10)
 
 
@@ -419,25 +422,35 @@ def test_intervals_hold_the_truth_and_a_model_against_itself_stays_within_its_co
     for draw in range(20):
         monkeypatch.setattr(Recorded, "number", itertools.count(100 * draw), raising=False)
         shapes = rows_by_shape({8: batches}) if what == "rows" else {(8, 40): batches}
-        found.append(time(forms, shapes, repeats=30))
+        found.append([times for (times,) in time(forms, shapes, repeats=30)])
     # By chance, 95 % intervals of five loads miss a truth now and then.
     for index, truth in enumerate((1.0, 0.8, 1.0)):
-        assert sum(one[index].low <= truth <= one[index].high for one in found) >= 15
-    assert sum(max(one.low, again.low) <= min(one.high, again.high) for one, _, again in found) >= 17
+        assert sum(one[index].ratio_low <= truth <= one[index].ratio_high for one in found) >= 15
+    assert (
+        sum(max(one.ratio_low, again.ratio_low) <= min(one.ratio_high, again.ratio_high) for one, _, again in found)
+        >= 17
+    )
 
 
-def times(*rows: list[tuple[float, float, float]], noisy: tuple[bool, ...] = (False, False)) -> list[Timed]:
+def times(*rows: list[tuple[float, float, float]], noisy: tuple[bool, ...] = (False, False)) -> list[tuple[Timed, ...]]:
     """Return the times of forms, given as (ratio, low, high), at each of some shapes."""
-    rest: dict[str, Any] = {
-        **{"form": Form("", "torch", Path()), "phase": "forward", "ms": 1.0, "p90_ms": None, "p99_ms": None},
-        **{"threads": 1, "provider": "", "dtype": "", "cuda_graph": False, "repeats": 1, "loads": 1},
-        "peak_bytes": None,
-    }
-    return [
-        Timed(shape=(1, 8 * step), ratio=ratio, low=low, high=high, noisy=is_noise, **rest)
+    steps = [
+        [
+            Timed(
+                batch=1,
+                sequence=8 * step,
+                phase="forward",
+                ms=1.0,
+                noisy=is_noise,
+                ratio=ratio,
+                ratio_low=low,
+                ratio_high=high,
+            )
+            for ratio, low, high in row
+        ]
         for step, (row, is_noise) in enumerate(zip(rows, noisy, strict=True), start=1)
-        for ratio, low, high in row
     ]
+    return [*zip(*steps, strict=True)]
 
 
 def test_the_first_quiet_shape_decides_or_one_at_which_the_fastest_is_clear() -> None:

@@ -130,8 +130,8 @@ def test_the_size_is_chosen_by_the_time_of_the_cascade(tmp_path: Path, monkeypat
 
     def remembered(*args: Any, **named: Any) -> Any:
         found = time(*args, **named)
-        assert {one.phase for one in found} == {"rows"}
-        timed.extend(one.ratio for one in found)
+        assert {one.phase for (one,) in found} == {"rows"}
+        timed.extend(one.ratio for (one,) in found)
         return found
 
     monkeypatch.setattr(fastest, "time_forms", remembered)
@@ -245,7 +245,7 @@ def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def timed(forms: Any, rows: Any, **_: Any) -> Any:
         """Take the last one for the fastest."""
         assert [size for size, _ in rows] == [2]
-        return [replace(one, ratio=1 - index / 10) for index, one in enumerate(time(forms, rows))]
+        return [[replace(one, ratio=1 - index / 10, ratio_low=0.0)] for index, (one,) in enumerate(time(forms, rows))]
 
     monkeypatch.setattr(fastest, "time_forms", timed)
     prune_section = {"criterion": "fisher", "compensation": None}

@@ -15,7 +15,7 @@ import pytest
 from support.browser import Browser
 from support.reports import make_report, terminal
 
-from hies_export.forms.judged import deciding_step
+from hies_export.forms.time import deciding_step
 from hies_export.report.figures import CAPTIONS, draw_report
 from hies_export.report.frontier import (
     NARROW,
@@ -240,7 +240,7 @@ def test_other_tools_are_drawn_beside_a_run(
 
 def test_a_noisy_shape_decides_nothing() -> None:
     report, noisy = report_of(noisy=(True, False)), report_of(noisy=(True, True))
-    assert deciding_step(report.details.forms) == 1
+    assert deciding_step(report.details.forms[0].times) == 1
     assert frontier_figure(report) is not None
     assert frontier_figure(noisy) is None
     assert "What to deploy" not in render_html(noisy)
