@@ -15,7 +15,7 @@ from hies_export.data.batches import Batch, size_of
 from hies_export.errors import DataError
 from hies_export.kinds import KINDS
 from hies_export.model.linear import by_features, weight_of
-from hies_export.model.modes import frozen, output_alone, requiring_gradients, threads_for
+from hies_export.model.modes import frozen, output_alone, requiring_gradients
 from hies_export.score.criteria import criterion, min_max
 from hies_export.tasks import task_of
 from hies_export.units.units import PrunableModule
@@ -93,7 +93,7 @@ def taylor_of_weights(model: PreTrainedModel, batches: Batches, modules: Modules
     weights: dict[str, Tensor] = {name: layer.weight for name, layer in layers.items()}
     sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()}
     times = task_of(model, batches[0]).repeats
-    with frozen(model), output_alone(model), requiring_gradients(weights.values()), threads_for(model, batches):
+    with frozen(model), output_alone(model), requiring_gradients(weights.values()):
         for index, given in enumerate(batches):
             batch = {key: value.repeat_interleave(times, 0).to(model.device) for key, value in given.items()}
             task = task_of(model, batch)

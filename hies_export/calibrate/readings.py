@@ -17,7 +17,7 @@ from ..data.batches import size_of
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..model.internals import uncompiled
 from ..model.memory import lean_memory
-from ..model.modes import Watched, evaluating, frozen, output_alone, threads_for, watch, wide_products
+from ..model.modes import Watched, evaluating, frozen, output_alone, watch, wide_products
 from ..model.tokens import real_tokens, refuse_tokens_first
 from ..processes import is_own, mapped
 from ..progress import SILENT, Progress
@@ -67,7 +67,7 @@ def read_forward(
         call.output = walk.compute(call)
         return repeat(None)
 
-    with walking(model, batches), closing(walk.forward()) as steps:
+    with walking(model), closing(walk.forward()) as steps:
         for block in progress.track([*blocks], name) if name else blocks:
             _, calls = next(steps)
             with _reading(model, blocks[block], batches, calls, compute) as read:
@@ -97,11 +97,11 @@ def run_forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def walking(model: PreTrainedModel, batches: Batches, *, gradients: bool = False) -> Iterator[None]:
+def walking(model: PreTrainedModel, *, gradients: bool = False) -> Iterator[None]:
     """Prepare a model for a walk inside the block, and restore it afterwards."""
     with ExitStack() as stack:
         stack.enter_context(frozen(model) if gradients else evaluating(model))
-        for context in (output_alone(model), uncompiled(model), threads_for(model, batches), wide_products(model)):
+        for context in (output_alone(model), uncompiled(model), wide_products(model)):
             stack.enter_context(context)
         stack.enter_context(lean_memory())
         yield
@@ -181,7 +181,7 @@ class Gradients:
             progress: Shows it.
         """
         steps = iter(progress.track([*self.blocks] * 2, name) if name else ())
-        with walking(self._model, self.batches, gradients=True), self._within():
+        with walking(self._model, gradients=True), self._within():
             with closing(self._walk.forward(gradients=True)) as forward:
                 for block, calls in forward:
                     next(steps, None)
@@ -202,7 +202,7 @@ class Gradients:
         """Call `work` again with all modules of the block of `modules`, and drop what was kept for that block."""
         block = next(block for block, inside in self.blocks.items() if modules[0] in inside)
         read, at_hand = self._reading(block, self._calls.pop(block), hand_on=False), self._walk.at_hand(block)
-        with walking(self._model, self.batches, gradients=True), self._within(), at_hand, read as reads:
+        with walking(self._model, gradients=True), self._within(), at_hand, read as reads:
             work(self.blocks[block], reads)
 
     def _reading(self, block: str, calls: Sequence[Call], *, hand_on: bool) -> AbstractContextManager[Read]:

@@ -75,7 +75,7 @@ def residual_places(
         for layer in names:
             stack.enter_context(layer.register_forward_pre_hook(before))
             stack.enter_context(layer.register_forward_hook(after))
-        stack.enter_context(walking(model, [batch]))
+        stack.enter_context(walking(model))
         run_forward(model, short_samples(model, batch))
     for module in modules:
         if calls.count(module.name) != 1:

@@ -214,7 +214,7 @@ class _SampleSums:
         self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
         device, task = next(model.parameters()).device, task_of(model, batches[0])
         self._batches, numbers = list[dict[str, Tensor]](), list[int]()
-        with walking(model, batches):
+        with walking(model):
             for number, batch in enumerate(batches):
                 given = {key: value.to(device) for key, value in batch.items()}
                 for part in in_rows(given, task.at_once(given)):

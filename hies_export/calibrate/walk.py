@@ -27,7 +27,7 @@ from ..data.batches import in_rows, inputs_of
 from ..errors import UnsupportedModelError
 from ..model.internals import forwards_set
 from ..model.memory import give_back_memory
-from ..model.modes import HALVES, evaluating, output_alone, threads_for, wide_products
+from ..model.modes import HALVES, evaluating, output_alone, wide_products
 from ..model.tokens import short_samples
 from ..units.units import PrunableModule
 
@@ -282,8 +282,7 @@ def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str,
         for block in blocks:
             layer = model.get_submodule(block)
             stack.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
-        modes = (threads_for(model, [batch]), evaluating(model), output_alone(model), wide_products(model))
-        for context in (*modes, torch.no_grad()):
+        for context in (evaluating(model), output_alone(model), wide_products(model), torch.no_grad()):
             stack.enter_context(context)
         model(**{key: value.to(next(model.parameters()).device) for key, value in inputs_of(batch).items()})
     return called

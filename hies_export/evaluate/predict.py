@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch, in_rows
 from ..errors import DataError, NonFiniteError
-from ..model.modes import evaluating, output_alone, threads_for, wide_products
+from ..model.modes import evaluating, output_alone, wide_products
 from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..tasks import Predictions, Task, task_of
@@ -37,8 +37,8 @@ def predict(
         raise DataError("predict needs at least one batch, got none")
     task = task or task_of(model, batches[0])
     task.check_batches(batches)
-    keep, threads = partial(_kept, partial(task.output, model), task, len(batches)), threads_for(model, batches)
-    with evaluating(model), output_alone(model), torch.inference_mode(), threads, wide_products(model):
+    keep = partial(_kept, partial(task.output, model), task, len(batches))
+    with evaluating(model), output_alone(model), torch.inference_mode(), wide_products(model):
         kept = mapped(batches, keep, "predict", progress)
     return task.join(kept, batches)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..model.modes import threads_of_small_work
 from ..version import __version__
 from .runtimes.llamacpp import installed_version as node_llama_cpp_version
 
@@ -29,7 +28,6 @@ def machine_facts() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "threads_of_small_work": threads_of_small_work(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
         "os": f"{platform.system()} {platform.machine()}",

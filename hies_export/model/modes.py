@@ -1,17 +1,10 @@
-"""Switch modes of a model inside a block: evaluation, outputs, frozen weights, threads, hooks on its layers.
-
-On small tensors threads mostly wait for each other, and even longer if other work takes a core. So small work runs on
-one thread. Whether work is small depends only on the model and its batches: sums over different numbers of threads
-differ in their last bits, and a run repeated on the same machine has to give the same scores.
-"""
+"""Switch modes of a model inside a block: evaluation, outputs, frozen weights, threads, hooks on its layers."""
 
 from __future__ import annotations
 
-import math
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .internals import ask_for_output_alone, attributes_set, configs_of, forwards_set, uncompiled
-from .linear import is_linear
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
@@ -85,17 +77,6 @@ def requiring_gradients(parameters: Iterable[Tensor]) -> AbstractContextManager[
     return attributes_set([(parameter, "requires_grad", True) for parameter in parameters])
 
 
-# A forward pass below this many FLOPs is small: some hundredths of a second on one core. Steps are then so short that
-# one thread costs little even if all cores are free.
-SMALL_FLOPS = 2e9
-
-# Side of a patch in pixels, if the config does not give one number.
-_PATCH = 16
-# Variables by which the number of threads is chosen; torchrun sets the first one.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_THREADS_AT_START = torch.get_num_threads()
-
-
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
     """Set torch's process-wide number of threads inside the block."""
@@ -108,45 +89,6 @@ def torch_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def threads_for(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
-    """Run torch on one thread inside the block if forward passes of the model on the batches are small work.
-
-    The number of threads stays as it is if `chosen_by_hand`, and for a model that is not on the CPU. `batches` are all
-    batches of a loop, also where each of several processes takes a part, so that all processes decide alike.
-    """
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    small = bool(batches) and on_cpu and not chosen_by_hand() and mean_flops(model, batches) < SMALL_FLOPS
-    return torch_threads(1) if small else nullcontext()
-
-
-def chosen_by_hand() -> bool:
-    """Return whether the environment sets the number of threads, or it was set after this module was imported."""
-    return any(os.environ.get(name) for name in _THREAD_VARIABLES) or torch.get_num_threads() != _THREADS_AT_START
-
-
-def threads_of_small_work() -> int:
-    """Return the number of threads on which small work runs."""
-    return torch.get_num_threads() if chosen_by_hand() else 1
-
-
-def mean_flops(model: Any, batches: Sequence[Mapping[str, Any]]) -> float:
-    """Estimate the FLOPs of the forward pass over a batch: two for each weight of a linear layer and each token."""
-    layers: list[Any] = [layer for layer in model.modules() if is_linear(layer)]
-    tokens = sum(_tokens_in(model, batch) for batch in batches)
-    return 2 * sum(layer.weight.numel() for layer in layers) * tokens / len(batches)
-
-
-def _tokens_in(model: Any, batch: Mapping[str, Any]) -> float:
-    """Return about how many tokens or patches a batch has; infinite for inputs that are neither text nor images."""
-    if "input_ids" in batch:
-        return float(batch["input_ids"].numel())
-    if "pixel_values" not in batch:
-        return math.inf
-    patch = getattr(model.config, "patch_size", None)
-    pixels = batch["pixel_values"].numel() / getattr(model.config, "num_channels", 3)
-    return float(pixels / (patch if isinstance(patch, int) else _PATCH) ** 2)
 
 
 @dataclass

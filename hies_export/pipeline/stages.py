@@ -21,7 +21,6 @@ from ..evaluate.predict import Predictor, predict
 from ..evaluate.promise import asked_words, found_words
 from ..model.copies import round_each, same_weights, share_weights
 from ..model.internals import dtypes_in
-from ..model.modes import threads_for
 from ..model.tokens import count_tokens
 from ..recipe.budget import Outcome, TimedSection
 from ..score.compensated import score_compensated
@@ -224,8 +223,7 @@ def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.
 
     def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
         how = replace(_compensation(pruning, token_weights), sequential=False)
-        with threads_for(pruning.model, pruning.rows.refit):
-            fits = refit(slim, selection, pruning.modules, moments, how)
+        fits = refit(slim, selection, pruning.modules, moments, how)
         if pruning.dtype is not None:
             for name in _changed_by(slim, pruning.modules, fits):
                 parameter = slim.get_parameter(name)

@@ -144,7 +144,7 @@ def compare_cut(
         stack.enter_context(exact_products())
         walks = []
         for side, model in enumerate((dense, slim)):
-            stack.enter_context(walking(model, [batch]))
+            stack.enter_context(walking(model))
             walks.append(Walk(model, {side: model}, [*blocks], run))
         masked, cut = (stack.enter_context(closing(walk.forward())) for walk in walks)
         for (block, there), (_, here) in zip(masked, cut, strict=True):

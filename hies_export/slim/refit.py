@@ -247,7 +247,7 @@ def _refit_in_order(
     with ExitStack() as stack:
         walks, steps, residual = [], [], []
         for model in models:
-            stack.enter_context(walking(model, batches))
+            stack.enter_context(walking(model))
             residual.append(stack.enter_context(streams(model, places)))
             walks.append(walk_forward(model, batches, [*blocks]))
             steps.append(stack.enter_context(closing(walks[-1].forward())))

@@ -40,7 +40,7 @@ def mask_gradients(
     statistic "fisher" of `collect_statistics` its diagonal. Without `labels`, the model's predictions replace them.
     """
     given = []
-    with walking(model, batches):
+    with walking(model):
         for batch in batches:
             on_device = {key: value.to(model.device) for key, value in batch.items()}
             given.append(task_of(model, on_device).with_labels(model, on_device))
