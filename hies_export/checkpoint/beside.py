@@ -14,11 +14,11 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData, hf_hub_download, metadata_load, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..errors import RequestError, refusing
-from ..model.internals import commit_of, file_of, layers_unwarned
+from ..model.internals import commit_of, configs_in, file_of
 from ..model.online import hub_or_cache
 from ..model.text_encoder import TextEncoder
 from ..slim.config import is_slim
@@ -90,7 +90,7 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
     """Copy the files that match a pattern and are not in the folder yet, except the card and hidden files.
 
     Links are followed only as the Hub's cache uses them: from a snapshot to the blobs of the same repository. Others
-    are left out with a warning, because they may lead to files that must not be passed on.
+    are left out, because they may lead to files that must not be passed on.
     """
     root = source.resolve()
     for pattern in patterns:
@@ -100,12 +100,9 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
                 continue
             real = path.resolve()
             is_blob = root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs")
-            if real != root / name and not is_blob:
-                message = "%s was not copied, because it is a link to %s; copy it if it is the model's"
-                logger.warning(message, path, real)
-                continue
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(real, folder / name)
+            if real == root / name or is_blob:
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(real, folder / name)
 
 
 def documents_of(model: PreTrainedModel) -> Path | None:
@@ -166,19 +163,24 @@ def under_licence(text: str | None, source: Path | None) -> str | None:
     return f"---\n{metadata}\n---\n\n{text or _TEXT}"
 
 
-def complete_settings(model: PreTrainedModel, folder: Path) -> None:
-    """Complete the config and the tokenizer's settings of a model that was saved in a folder, in place."""
-    file = folder / "config.json"
-    _keep_labels(model.config, file)
+def complete_settings(model: PreTrainedModel, folder: Path, source: Path | None = None) -> None:
+    """Complete the config and the tokenizer's settings of a model that was saved in a folder, in place.
+
+    `source` is the folder of the dense model, if it is known.
+    """
+    file = folder / CONFIG_NAME
     written = completed = json.loads(file.read_text(encoding="utf-8"))
     if completed.get("tie_word_embeddings") and _has_own_head(model):
         # transformers 5 reads the head all the same, but other readers would put the embeddings in its place.
         completed = {**completed, "tie_word_embeddings": False}
-    if not is_slim(model):  # a slim class of ours needs transformers 5
-        older = _with_older_keys(completed)
-        completed = older if _reads_the_same(type(model.config), older, completed) else completed
+    # A slim class of ours needs transformers 5.
+    if source is not None and (source / CONFIG_NAME).is_file() and not is_slim(model):
+        older = _with_rotary_keys(completed, json.loads((source / CONFIG_NAME).read_text(encoding="utf-8")))
+        read = type(model.config).from_dict(copy.deepcopy(older))  # a config adds to the dicts that it is made from
+        if _rotary_in(read) == _rotary_in(model.config):  # else they were changed after loading
+            completed = older
     if completed != written:
-        _write(completed, file)
+        file.write_text(json.dumps(completed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     use_version4_names(folder)
 
 
@@ -194,11 +196,11 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
     of_config = model.auto_model if isinstance(model, TextEncoder) else model
     config.architectures = [type(of_config).__name__]
     config.dtype = model.dtype
+    config.label2id = label_numbers(config)
     if hasattr(config, "auto_map"):
         del config.auto_map
     config.exported_by = "hies-export"
-    config.to_json_file(folder / "config.json")
-    _keep_labels(config, folder / "config.json")
+    config.to_json_file(folder / CONFIG_NAME)
 
 
 def use_version4_names(folder: Path) -> None:
@@ -227,64 +229,27 @@ def write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _keep_labels(config: Any, file: Path) -> None:
-    """Write the labels of a classifier into its saved config if transformers left some out.
+def label_numbers(config: Any) -> dict[str, int] | None:
+    """Return label -> number of a config, by `id2label` if `label2id` was never set.
 
-    It leaves out the default names LABEL_0 and LABEL_1, even if the config's class has another number of labels by
-    default, such as three in `BartConfig`: the head would then be loaded with that number of outputs. It also leaves
-    out a `label2id` that was never set beside an `id2label` that was.
+    transformers would leave out a `label2id` that is missing.
     """
-    with layers_unwarned():
-        read = type(config).from_json_file(file)
-    if config.id2label and (read.num_labels != config.num_labels or not read.label2id):
-        labels = {
-            "id2label": {str(number): label for number, label in config.id2label.items()},
-            "label2id": {str(label): int(number) for number, label in config.id2label.items()},
-        }
-        _write({**json.loads(file.read_text(encoding="utf-8")), **labels}, file)
+    names = config.id2label and {str(label): int(number) for number, label in config.id2label.items()}
+    return config.label2id or names
 
 
-def _write(config: Mapping[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+# Settings of rotary embeddings in a config of transformers 4; version 5 writes `rope_parameters` in their place, which
+# version 4 ignores.
+_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_emb_base", "rotary_pct")
 
 
-def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved config with the settings of rotary embeddings under the keys of transformers 4 too.
-
-    Version 5 writes them into `rope_parameters`, which version 4 ignores: it would compute with the defaults of the
-    class. If kinds of layers differ in their parameters, nothing is added: the keys of version 4 hold for all layers.
-    """
-    parts = {key: _with_older_keys(value) for key, value in config.items() if isinstance(value, dict)}
-    rotary, older = config.get("rope_parameters"), {}
-    if isinstance(rotary, dict) and "rope_theta" in rotary:
-        names = _OLDER_NAMES.get(config.get("model_type", ""), _OLDER)
-        older = {names[key]: rotary[key] for key in names if key in rotary}
-        scaling = {key: value for key, value in rotary.items() if key not in names}
-        if scaling.keys() - {"rope_type"} or scaling.get("rope_type", "default") != "default":
-            older["rope_scaling"] = scaling
-        elif config.get("model_type") in _SCALED_BY_DEFAULT:
-            older["rope_scaling"] = None
-    return {**older, **config, **parts}
+def _with_rotary_keys(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the keys of rotary embeddings that the source's config has, also in its sub-configs."""
+    keys = {key: source[key] for key in _ROTARY if key in source}
+    inner = [key for key, part in config.items() if isinstance(part, dict) and isinstance(source.get(key), dict)]
+    return {**keys, **config, **{key: _with_rotary_keys(config[key], source[key]) for key in inner}}
 
 
-def _reads_the_same(config_class: Any, longer: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Return whether transformers 5 reads a config with more keys with the same values; extra fields do not count."""
-    try:
-        # Of copies, because a config adds to the dicts that it is made from.
-        return _covers(*(config_class.from_dict(copy.deepcopy(keys)).to_dict() for keys in (longer, config)))
-    except Exception:  # whatever a config's own code raises on keys that it does not expect
-        return False
-
-
-def _covers(one: Any, other: Any) -> bool:
-    """Return whether every field of `other` is in `one`, with the same value."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return bool(one == other)
-    return all(key in one and _covers(one[key], value) for key, value in other.items())
-
-
-# Key in `rope_parameters` -> the key of transformers 4 at the top of the config; by model type where that has its own.
-_OLDER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
-# Without `rope_scaling`, transformers 4 scales the embeddings of these types as their first checkpoints do.
-_SCALED_BY_DEFAULT = ("apertus", "gpt_oss")
-_OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+def _rotary_in(config: PreTrainedConfig) -> list[Any]:
+    """Return the parameters of rotary embeddings in a config and its sub-configs."""
+    return [getattr(part, "rope_parameters", None) for part in configs_in(config)]

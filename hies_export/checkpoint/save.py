@@ -22,6 +22,7 @@ from ..errors import PlanError, ReloadMismatchError, refusing
 from ..model.copies import convert, parameter_bytes
 from ..model.internals import (
     attention_undecided,
+    attributes_set,
     auto_classes,
     configs_of,
     dtypes_in,
@@ -49,6 +50,7 @@ from .beside import (
     complete_settings,
     copy_companions,
     documents_of,
+    label_numbers,
     under_licence,
 )
 from .classes import config_of_class, find_model_class
@@ -116,7 +118,8 @@ def save_slim(
         else:
             whole = model if wrap is None else wrap(model, processor)
         without_card: Any = {} if whole is model else {"create_model_card": False}
-        with attention_undecided(configs_of(saved)):
+        both_ways = attributes_set([(saved.config, "label2id", label_numbers(saved.config))])
+        with attention_undecided(configs_of(saved)), both_ways:
             whole.save_pretrained(str(written), **without_card)
         if processor is not None and whole is model:
             processor.save_pretrained(written)
@@ -126,7 +129,7 @@ def save_slim(
             of_processor = () if plan.vocabulary else VOCABULARIES
             of_tokenizer = () if dense is None else of_processor if processor is not None else PROCESSORS
             copy_companions(source, written, (*of_tokenizer, *DOCUMENTS))
-        complete_settings(saved, written)
+        complete_settings(saved, written, source)
         (written / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
         if refitted is not None:
             save_file(dict(refitted), written / REFIT)

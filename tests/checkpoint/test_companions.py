@@ -61,7 +61,7 @@ def test_only_files_of_a_checkpoint_come_along(dense: Path, tmp_path: Path) -> N
     assert (tmp_path / "slim" / TEMPLATES[1]).read_text() == f"dense {TEMPLATES[1]}"
 
 
-def test_links_lead_nowhere(dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_links_lead_nowhere(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("token")
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "secret.jinja").write_text("token")
@@ -75,8 +75,6 @@ def test_links_lead_nowhere(dense: Path, tmp_path: Path, caplog: pytest.LogCaptu
     copy_companions(dense, tmp_path / "slim")
     wanted = {*OURS, TEMPLATES[0]} - {"vocab.txt", "spiece.model"}
     assert files(tmp_path / "slim") == sorted(wanted)
-    assert len(caplog.messages) == 3
-    assert f"vocab.txt was not copied, because it is a link to {tmp_path / 'secret'};" in caplog.text
 
 
 def test_only_files_of_a_checkpoint_are_fetched_and_copied_out_of_the_cache(

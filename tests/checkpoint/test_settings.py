@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import tiny
+from support.checkpoints import saved_by_version4, without_version5
 from support.cuts import random_cut, random_neurons
 from support.families import decoder
-from support.models import bert, causal_lm, generative_tokenizer, llava, shake
+from support.models import bert, causal_lm, generative_tokenizer, llava
 from support.tolerance import assert_near
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from hies_export import PruningPlan, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.beside import complete_settings, use_version4_names, write_config
@@ -27,15 +28,6 @@ LLAMA3 = {
 }
 BASE = {"rope_type": "default", "rope_theta": 500.0}
 BATCH = {"input_ids": torch.arange(6, 30).view(2, 12)}
-
-
-def without_version5(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without `rope_parameters`. transformers 5 then reads the keys of version 4, as version 4 does.
-
-    `scripts/try interop` asks version 4 itself.
-    """
-    rest = {key: value for key, value in config.items() if key != "rope_parameters"}
-    return {key: without_version5(value) if isinstance(value, dict) else value for key, value in rest.items()}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +45,7 @@ def test_rotary_parameters_are_where_transformers_4_looks(
     make: str | Callable[..., PreTrainedModel], rotary: dict[str, Any], tmp_path: Path
 ) -> None:
     dense = decoder(make, rope_parameters=rotary)() if isinstance(make, str) else make(rope_parameters=rotary)
+    dense = saved_by_version4(dense, tmp_path / "dense")
     batch = image_text_batch(dense) if make is llava else BATCH
     modules = [module for module in find_modules(dense, batch, kinds=(MLP,)) if "vision" not in module.name]
     plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
@@ -74,34 +67,16 @@ def test_rotary_parameters_are_where_transformers_4_looks(
     assert difference["by transformers"] > 1e-3
 
 
-@pytest.mark.parametrize("model_type", ["apertus", "gpt_oss"])
-def test_what_transformers_4_scales_by_default_says_that_it_does_not(model_type: str, tmp_path: Path) -> None:
-    dense = shake(tiny(model_type)[0])
-    dense.config.rope_parameters = dict(BASE)
-    slim, _, _ = random_cut(dense, BATCH, uniform=True)
-    # As `save_slim` does, but for the check of the loaded outputs: the embeddings of this model were made before.
-    slim.save_pretrained(tmp_path)
-    complete_settings(slim, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["rope_theta"], config["rope_scaling"]) == (500.0, None)
-    assert load_config(tmp_path).rope_parameters == BASE
-
-
-def test_a_class_that_reads_older_keys_in_another_way_gets_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slim, plan, _ = random_cut(causal_lm(rope_parameters=LLAMA3), BATCH, uniform=True)
-    convert = LlamaConfig.convert_rope_params_to_dict
-
-    def forgets_the_base(self: LlamaConfig, **kwargs: Any) -> Any:
-        kwargs.pop("rope_theta", None)
-        return convert(self, **kwargs)
-
-    monkeypatch.setattr(LlamaConfig, "convert_rope_params_to_dict", forgets_the_base)
+def test_parameters_that_were_changed_after_loading_are_not_contradicted(tmp_path: Path) -> None:
+    saved_by_version4(causal_lm(rope_parameters=BASE | {"rope_type": "linear", "factor": 2.0}), tmp_path / "dense")
+    config = load_config(tmp_path / "dense")
+    config.rope_parameters = dict(LLAMA3)
+    dense = LlamaForCausalLM.from_pretrained(tmp_path / "dense", config=config)
+    slim, plan, _ = random_cut(dense, BATCH, uniform=True)
     save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH)
-    config = json.loads((tmp_path / "slim" / "config.json").read_text())
-    assert config["rope_parameters"]["rope_theta"] == 500.0
-    assert not {"rope_theta", "rope_scaling"} & set(config)
+    written = json.loads((tmp_path / "slim" / "config.json").read_text())
+    assert written["rope_parameters"] == LLAMA3
+    assert not {"rope_theta", "rope_scaling"} & set(written)
 
 
 @pytest.mark.parametrize("content", ["{", "5", "[" * 100_000], ids=["cut off", "number", "deep"])
@@ -111,14 +86,12 @@ def test_a_damaged_tokenizer_stays_as_it_is(content: str, tmp_path: Path) -> Non
     assert (tmp_path / "tokenizer_config.json").read_text() == content
 
 
-@pytest.mark.parametrize("slim_class", [True, False], ids=["code of its own", "kinds of layers that differ"])
-def test_where_transformers_4_could_not_read_them_there_are_no_keys_for_it(slim_class: bool, tmp_path: Path) -> None:
+def test_where_transformers_4_could_not_read_them_there_are_no_keys_for_it(tmp_path: Path) -> None:
     dense = causal_lm(num_attention_heads=8, num_key_value_heads=4, rope_parameters=BASE)
-    slim, plan, _ = random_cut(dense if slim_class else shake(tiny("gemma3_text")[0]), BATCH, uniform=not slim_class)
+    slim, plan, _ = random_cut(saved_by_version4(dense, tmp_path / "dense"), BATCH)
     save_slim(slim, tmp_path / "slim", plan=plan, batch=BATCH)
     config = json.loads((tmp_path / "slim" / "config.json").read_text())
-    assert ("auto_map" in config) is slim_class
-    assert slim_class or set(config["rope_parameters"]) == {"full_attention", "sliding_attention"}
+    assert "auto_map" in config
     assert not {"rope_theta", "rope_scaling"} & set(config)
 
 

@@ -1,13 +1,16 @@
 """Tiny models whose checkpoints differ in how they name, fuse and tie their tensors, and digests of their files."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hies_export import load
 from hies_export.model.tokens import synthetic_batch
 from support.families import architecture, decoder, gpt2
 from support.models import bert, llava, vit
@@ -44,3 +47,35 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 def digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file of a checkpoint but for its plan."""
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "hies_plan.json"}
+
+
+def without_version5(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without `rope_parameters`. transformers 5 then reads the keys of version 4, as version 4 does.
+
+    `scripts/try interop` asks version 4 itself.
+    """
+    rest = {key: value for key, value in config.items() if key != "rope_parameters"}
+    return {key: without_version5(value) if isinstance(value, dict) else value for key, value in rest.items()}
+
+
+def saved_by_version4(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Save a model with a config as transformers 4 writes it for rotary embeddings, and load it again."""
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    for part in (config, config.get("text_config", {})):
+        if "rope_parameters" in part:
+            part |= _of_version4(part["model_type"], part.pop("rope_parameters"))
+    file.write_text(json.dumps(config))
+    return load(folder)
+
+
+def _of_version4(model_type: str, rotary: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of transformers 4 for parameters of rotary embeddings."""
+    base, share = (
+        ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    )
+    keys = {base: rotary.pop("rope_theta")}
+    if "partial_rotary_factor" in rotary:
+        keys[share] = rotary.pop("partial_rotary_factor")
+    return keys | {"rope_scaling": None if rotary.get("rope_type", "default") == "default" else rotary}
