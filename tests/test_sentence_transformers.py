@@ -9,11 +9,22 @@ import numpy as np
 import pytest
 import sentence_transformers as st
 import torch
+from sentence_transformers.sentence_transformer.modules import Normalize
 from support.cuts import random_neurons
 from support.models import WORDS as GOOD
 from support.models import save_text_model, text_batch, word_tokenizer
 from support.runs import hies
-from support.sentences import MEAN, WIDTH, WORDS, bert_encoder, dense, load_embedder, sentence_folder, t5_encoder
+from support.sentences import (
+    MEAN,
+    WIDTH,
+    WORDS,
+    bert_encoder,
+    dense,
+    in_memory,
+    load_embedder,
+    sentence_folder,
+    t5_encoder,
+)
 from torch import Tensor
 
 from hies_export import ReloadMismatchError, RequestError, find_modules, prune, prune_units, save_slim
@@ -171,11 +182,11 @@ def test_prune_gives_back_a_cross_encoder(tmp_path: Path) -> None:
     assert type(again.activation_fn) is torch.nn.Identity
 
 
-def test_an_encoder_becomes_a_sentence_transformer(tmp_path: Path) -> None:
-    encoder, tokenizer = bert_encoder(), word_tokenizer(WORDS)
+def test_one_that_was_made_in_memory_is_pruned(tmp_path: Path) -> None:
+    given = in_memory(bert_encoder(), word_tokenizer(WORDS), Normalize())
     batches = [text_batch(labels=False) for _ in range(8)]
-    how: dict[str, Any] = {"budget": {"heads": 0.5}, "criterion": "his", "processor": tokenizer}
-    result = prune(encoder, batches, embedding={"pooling": "mean", "normalize": True}, **how)
+    how: dict[str, Any] = {"budget": {"heads": 0.5}, "criterion": "his"}
+    result = prune(given, batches, **how)
     assert result.plan.removed == 9
     assert type(result.model) is st.SentenceTransformer
     with torch.no_grad():
@@ -185,17 +196,8 @@ def test_an_encoder_becomes_a_sentence_transformer(tmp_path: Path) -> None:
         result.save_pretrained(tmp_path / "slim")
         saved = load_embedder(tmp_path / "slim")(**batches[0]).sentence_embedding
     torch.testing.assert_close(saved, pooled / pooled.norm(dim=1, keepdim=True), atol=1e-6, rtol=1e-5)
-    assert prune(encoder, MANY, embedding={"pooling": "cls"}, **how).plan.removed == 9
-    for embedding, message in (
-        ({}, "embedding must have pooling .*, got neither"),
-        ({"pooling": "mean", "norm": True}, "may have normalize .*, got norm, pooling"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            prune(encoder, batches, embedding=embedding, **how)
-    with pytest.raises(RequestError, match=r"needs processor=, the encoder's tokenizer"):
-        prune(encoder, batches, budget={"heads": 0.5}, embedding={"pooling": "cls"})
     with pytest.raises(RequestError, match="from 340 held-out queries or more, and there are"):
-        prune(encoder, MANY, embedding={"pooling": "cls"}, **how | {"budget": {"keep": 0.99}})
+        prune(given, MANY, **how | {"budget": {"keep": 0.99}})
 
 
 def test_what_sentence_transformers_has_besides_is_refused(tmp_path: Path) -> None:
@@ -203,5 +205,3 @@ def test_what_sentence_transformers_has_besides_is_refused(tmp_path: Path) -> No
     sparse = st.SparseEncoder(modules=[st.SentenceTransformer(source, device="cpu")[0]], device="cpu")
     with pytest.raises(RequestError, match="is a SparseEncoder, which gives others; give a SentenceTransfo"):
         prune(sparse, TEXTS, budget={"heads": 0.5})
-    with pytest.raises(RequestError, match="embedding= is for an encoder of transformers that has no pooling yet"):
-        prune(st.SentenceTransformer(source), TEXTS, budget={"heads": 0.5}, embedding={"pooling": "mean"})

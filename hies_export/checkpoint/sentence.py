@@ -6,10 +6,9 @@ No code of a folder is executed: this package loads the encoder, and sentence-tr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers
@@ -24,7 +23,7 @@ from ..model.online import hub_or_cache
 from ..model.text_encoder import ENCODERS, TextEncoder, Unwrapped
 from ..model.tokens import longest_sequence, shortest_limit
 from ..slim.config import slim_class
-from .beside import COMPANIONS, fetch, fetch_files, write_json
+from .beside import COMPANIONS, fetch_files, write_json
 from .classes import AGAIN, find_model_class, load_config, read_config
 from .weights import load_weights, weight_files
 
@@ -35,21 +34,20 @@ EMBEDDER, RERANKER = "SentenceTransformer", "CrossEncoder"
 _OTHERS = ("SparseEncoder", "MultiVectorEncoder")
 # The module in a slim folder whose encoder sentence-transformers would load by a stock class; see `modeling_hies`.
 _SLIM_ENCODER = "modeling_hies.Transformer"
-# Pooling of an encoder without modules.json -> its name in sentence-transformers.
-POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken", "max": "max"}
 # The widest embeddings have some thousands of features.
 MOST_FEATURES = 1 << 17
 _AFTER_POOLING = ("Dense", "Normalize", "LayerNorm", "Dropout")
 # Files that are read, beside the weights in the root; weights of modules are in folders such as 2_Dense.
 _FILES = ("*.json", "*.jinja", *COMPANIONS, "[0-9]*_*/*")
 _REMEDY = "correct its files, or save it again"
+# How a folder of sentence-transformers is made from the encoder {path}.
+_MAKE = """\
+  from sentence_transformers import SentenceTransformer
+  from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+  encoder = Transformer("{path}")
+  pooling = Pooling(encoder.get_embedding_dimension(), "mean")
+  SentenceTransformer(modules=[encoder, pooling, Normalize()]).save_pretrained("FOLDER")"""
 _SENTENCE = Rule("a folder of sentence-transformers must hold what that wrote", AGAIN)
-# Settings of a Transformer module for a bare encoder: how texts are read and embedded.
-_TEXT = {
-    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
-    "module_output_name": "token_embeddings",
-}
-
 Load = Callable[[type[PreTrainedModel], Path, Any], PreTrainedModel]
 """Loads a model of a class from a folder with a config."""
 
@@ -98,27 +96,22 @@ def _file(path: str | Path, name: str, **hub: Any) -> Path | None:
 def load_sentence(
     path: str | Path,
     *,
-    pooling: str | None = None,
-    normalize: bool | None = None,
     revision: str | None = None,
     device: str = "cpu",
     load: Load | None = None,
     **kwargs: Any,
 ) -> Unwrapped:
-    """Load a SentenceTransformer or CrossEncoder, slim or not, or a bare encoder as a SentenceTransformer.
+    """Load a SentenceTransformer or CrossEncoder, slim or not.
 
     Args:
         path: Folder or Hub id.
-        pooling: For a bare encoder, how its token embeddings are pooled: mean, cls, last or max.
-        normalize: For a bare encoder, whether embeddings are scaled to length 1; by default not.
         revision: Revision of a Hub id, whose files are fetched.
         device: Where the model is put.
         load: Loads the encoder; by default with `kwargs` for `from_pretrained`, such as `dtype`.
 
     Raises:
         MissingRuntimeError: sentence-transformers is not installed.
-        RequestError: The folder is damaged, or has modules that are not supported; or a bare encoder comes without
-            `pooling`, or a SentenceTransformer with it.
+        RequestError: The folder has no modules.json, is damaged, or has modules that are not supported.
     """
     require()
     import sentence_transformers as there
@@ -126,17 +119,10 @@ def load_sentence(
     load = load or (lambda found, folder, config: load_weights(found, folder, config=config, **kwargs))
     if (kind := kind_in(path, revision=revision)) is None:
         read_config(path, revision=revision)
-        if pooling is None:
-            raise RequestError(
-                f"an encoder without {MODULES_FILE} needs pooling: {', '.join(POOLINGS)}, but {path} came without; "
-                "give the one that it was trained with, and normalize: true if its embeddings have length 1"
-            )
-        folder = fetch(path, revision, _FILES)
-        return replace(_of_bare(folder, pooling, bool(normalize), load, device), folder=folder)
-    if asked := [f"{n}: {v}" for n, v in (("pooling", pooling), ("normalize", normalize)) if v is not None]:
         raise RequestError(
-            f"pooling and normalize are for an encoder without {MODULES_FILE}, but {path} is a {kind} with its own, "
-            f"got {listed(asked)}; leave them out"
+            f"an embedding model must be a folder of sentence-transformers, but {path} has no {MODULES_FILE}; make one "
+            "with the pooling that the encoder was trained with (mean, cls, lasttoken or max), and without Normalize "
+            f"if its embeddings do not have length 1:\n{_MAKE.format(path=path)}"
         )
     folder = fetch_files(path, _FILES, revision)
     weight_files(path, revision=revision)
@@ -185,21 +171,6 @@ def _loading(load: Load) -> Any:
     return type("Transformer", (base,), {"_load_model": load_model, "__module__": base.__module__})
 
 
-def _of_bare(folder: Path, pooling: str, normalize: bool, load: Load, device: str) -> Unwrapped:
-    """Load a bare encoder as a Transformer, a Pooling, and a Normalize if asked for."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
-
-    if pooling not in POOLINGS:
-        raise RequestError(f"pooling must be one of {', '.join(POOLINGS)}, got {quoted(pooling)}")
-    encoder_class(folder)
-    with refusing(f"sentence-transformers must load {folder}, but fails", _REMEDY):
-        first = _loading(load)(str(folder), **_TEXT)
-    first.__class__ = _transformer()
-    modules = [first, Pooling(first.get_embedding_dimension(), POOLINGS[pooling]), *[Normalize()] * normalize]
-    return unwrap(SentenceTransformer(modules=modules, device=device))
-
-
 def encoder_class(path: Path) -> type[PreTrainedModel]:
     """Return the class by which sentence-transformers loads an encoder, or its slim version.
 
@@ -240,24 +211,15 @@ def _refuse_others(modalities: Sequence[str], where: str) -> None:
 # Objects in memory
 
 
-def unwrap(model: Any, embedding: Mapping[str, Any] | None = None, processor: Any = None, where: str = "") -> Unwrapped:
+def unwrap(model: Any, where: str = "") -> Unwrapped:
     """Return the model of transformers in a SentenceTransformer or CrossEncoder, or a model that is one itself.
 
     Args:
         model: The object; it is not changed.
-        embedding: For a bare encoder of transformers, `pooling` and `normalize`, as in `load_sentence`.
-        processor: For a bare encoder, its tokenizer.
         where: What messages call the object.
     """
     names = (c.__name__ for c in type(model).__mro__ if c.__module__.split(".")[0] == "sentence_transformers")
     kind = next((name for name in names if name in (EMBEDDER, RERANKER, *_OTHERS)), None)
-    if embedding is not None:
-        if kind is not None or not isinstance(model, PreTrainedModel):
-            raise RequestError(
-                f"embedding= is for an encoder of transformers that has no pooling yet, but a {type(model).__name__} "
-                "came with it; leave it out"
-            )
-        return _of_encoder(model, embedding, processor)
     if kind is None:
         return Unwrapped(model)
     where = where or f"this {type(model).__name__}"
@@ -295,23 +257,6 @@ def _check_modules(kind: str, types: Sequence[str], where: str) -> None:
             f"sentence-transformers, as code in a checkpoint is never run, but {where} is "
             f"{shortened(listed(types)) or 'empty'}; give a model of these modules"
         )
-
-
-def _of_encoder(encoder: PreTrainedModel, embedding: Mapping[str, Any], processor: Any) -> Unwrapped:
-    """Wrap a bare encoder in memory; refuse `embedding` with other keys, or a missing processor."""
-    if "pooling" not in embedding or set(embedding) - {"pooling", "normalize"}:
-        raise RequestError(
-            "embedding must have pooling (mean, cls, last or max), may have normalize (True or False), and nothing "
-            f"else, got {listed(sorted(embedding)) or 'neither'}"
-        )
-    require()
-    if processor is None:
-        raise RequestError("embedding= makes a SentenceTransformer, which needs processor=, the encoder's tokenizer")
-    with TemporaryDirectory() as folder:
-        encoder.config.save_pretrained(folder)
-        processor.save_pretrained(folder)
-        how = embedding["pooling"], bool(embedding.get("normalize"))
-        return _of_bare(Path(folder), *how, lambda *_: encoder, str(encoder.device))
 
 
 def _of_embedder(given: Any, where: str) -> Unwrapped:

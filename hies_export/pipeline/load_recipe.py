@@ -394,8 +394,7 @@ class _Checkpoint:
             refuse_quantised(config, folder)
             return load_dense(folder, model_class, config=config, dtype=recipe.dtype)
 
-        how = {"pooling": recipe.pooling, "normalize": recipe.normalize, **hub}
-        given = load_sentence(recipe.model, device=device_to_prune_on(), load=load, **how)
+        given = load_sentence(recipe.model, device=device_to_prune_on(), load=load, **hub)
         assert given.folder is not None
         return cls(recipe, given.folder, given.model.config, {}, given=given)
 

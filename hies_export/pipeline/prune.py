@@ -274,7 +274,6 @@ def prune(
     compensation_batches: Any = None,
     processor: Any = None,
     columns: Mapping[str, Any] | None = None,
-    embedding: Mapping[str, Any] | None = None,
     evaluation: ComparisonSection | Mapping[str, Any] | None = None,
     shape: tuple[int, ...] | None = None,
     seed: int = 0,
@@ -297,7 +296,7 @@ def prune(
 
     Args:
         model: A model that classifies or regresses texts or images, or generates text, also from images; a
-            SentenceTransformer or a CrossEncoder; or, with `embedding`, an encoder.
+            SentenceTransformer or a CrossEncoder.
         batches: Batches that units are scored on.
         budget: How much is removed; required without `plan`. Exactly one of `{"heads": share removed}`, `{"flops":
             share left}`, `{"parameters": share left}`, `{"latency": {...}}` and `{"keep": ...}`; see
@@ -326,9 +325,6 @@ def prune(
         processor: The model's tokenizer, image processor, or both in one: reads a data set, saved with the result.
         columns: Columns to read of a data set that has texts or images, by the fields of a recipe's `data`: text,
             image, label, prompt, answer, max_length, packing, bos. By default the only columns that fit.
-        embedding: For an encoder of transformers, how its token embeddings become the embedding of a text: `{"pooling":
-            "mean", "normalize": True}`; pooling is mean, cls, last or max. With its tokenizer as `processor`, it
-            becomes a SentenceTransformer, and so does the model of the result.
         evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, stability_tolerance
             (of a regression) and threshold (of a multi-label classifier).
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
@@ -358,12 +354,12 @@ def prune(
     section = _prune_section(options, plan, vocabulary)
     comparison = _section(ComparisonSection, evaluation or {}, "evaluation.")
     model = without_compiler(model)
-    if embedding is None and isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel):
         given = Unwrapped(model)
     else:
         from ..checkpoint.sentence import unwrap
 
-        given = unwrap(model, embedding, processor)
+        given = unwrap(model)
     priced = Priced(progress)
     rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
     how = {"processor": processor, "vocabulary": vocabulary, "evaluation": comparison, "shape": shape, "seed": seed}

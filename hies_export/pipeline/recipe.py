@@ -238,9 +238,6 @@ class PruningRecipe(Section):
             checkpoint's own, so that the slim one is not larger. Evaluation, export and timing use weights rounded to
             it.
         task: What the model predicts: one of the [tasks](tasks.md), such as text-classification.
-        pooling: For feature-extraction with a bare encoder: what makes one embedding of those of the tokens. A folder
-            of sentence-transformers says so itself.
-        normalize: Likewise, whether embeddings are scaled to length 1; by default they are not.
         data: See `DataSection`.
         calibration: See `CalibrationSection`.
         held_out: See `HeldOutSection`.
@@ -268,8 +265,6 @@ class PruningRecipe(Section):
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     save_dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
     task: Annotated[str, AfterValidator(lambda name: _known(name, TASKS, what="task"))]
-    pooling: Literal["mean", "cls", "last", "max"] | None = None
-    normalize: bool | None = None
     data: DataSection
     calibration: CalibrationSection = CalibrationSection()
     held_out: HeldOutSection | None = None
@@ -330,8 +325,6 @@ class PruningRecipe(Section):
                 f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so evaluation.rows "
                 "must be drawn from the others, got first; leave it out, or hold out another split's"
             )
-        if (self.pooling, self.normalize) != (None, None) and not task.embeds:
-            raise ValueError(f"pooling and normalize are for feature-extraction, got task: {name}; leave them out")
         return self
 
     @field_validator("export")

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from support.sentences import MEAN, WIDTH, WORDS, bert_encoder, dense, load_embe
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
-from hies_export import MissingRuntimeError, RequestError, apply_plan, find_modules, load, prune, prune_units, save_slim
+from hies_export import MissingRuntimeError, RequestError, apply_plan, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.folders import Contents, contents
 from hies_export.checkpoint.sentence import encoder_class, is_sentence_transformer, load_sentence
 from hies_export.model.text_encoder import TextEncoder
@@ -42,18 +43,18 @@ def cut(model: TextEncoder) -> tuple[TextEncoder, PruningPlan]:
     return slim, PruningPlan(kept=kept, criterion="random")
 
 
-def test_a_bare_encoder_needs_a_pooling(tmp_path: Path) -> None:
+def test_the_refusal_of_a_bare_encoder_says_how_to_make_a_folder(tmp_path: Path) -> None:
     bert_encoder().save_pretrained(tmp_path / "bare")
     word_tokenizer(WORDS).save_pretrained(tmp_path / "bare")
-    with pytest.raises(RequestError, match=r"needs pooling: mean, cls, last, max, but .*bare came without"):
+    with pytest.raises(RequestError, match=r"bare has no modules.json; make one with the pooling") as refusal:
         load_sentence(tmp_path / "bare")
-    model = load_sentence(tmp_path / "bare", pooling="last", normalize=True).model
+    _, *lines = str(refusal.value).splitlines()
+    exec(dedent("\n".join(lines)).replace("FOLDER", str(tmp_path / "whole")))
+    model = load_sentence(tmp_path / "whole").model
+    inputs = model.reader.read("text", TEXTS[:1])
     with torch.no_grad():
-        last = model.auto_model(**model.reader.read("text", TEXTS[:1])).last_hidden_state[:, -1]
-    torch.testing.assert_close(embed(model)[:1], last / last.norm(dim=1, keepdim=True), atol=1e-6, rtol=1e-5)
-    folder = sentence_folder(tmp_path / "whole")
-    with pytest.raises(RequestError, match=r"whole is a SentenceTransformer with its own, got pooling: mean; leave"):
-        load_sentence(folder, pooling="mean")
+        mean = model.auto_model(**inputs).last_hidden_state.mean(1)
+    torch.testing.assert_close(embed(model)[:1], mean / mean.norm(dim=1, keepdim=True), atol=1e-6, rtol=1e-5)
 
 
 def test_an_encoder_that_was_saved_with_another_head_and_no_pooler(tmp_path: Path) -> None:
@@ -131,8 +132,6 @@ def test_without_sentence_transformers_it_is_named(tmp_path: Path, monkeypatch: 
     install = r'an embedding model needs sentence-transformers, .*: pip install "hies-export\[sentence-transformers\]"'
     with pytest.raises(MissingRuntimeError, match=install):
         load_sentence(folder)
-    with pytest.raises(MissingRuntimeError, match=install):
-        prune(bert_encoder(), TEXTS, budget={"heads": 0.5}, embedding={"pooling": "cls"})
 
 
 def test_code_of_a_slim_folder_is_not_run_to_load_it(tmp_path: Path) -> None:
@@ -207,4 +206,5 @@ def test_models_on_the_hub_and_then_in_its_cache(hub: Hub, tmp_path: Path, monke
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         torch.testing.assert_close(embed(load_sentence("user/embedder").model), expected)
         assert not is_sentence_transformer("user/bare")
-        assert load_sentence("user/bare", pooling="cls").model.reader.max_length == 64
+        with pytest.raises(RequestError, match="user/bare has no modules.json; make one"):
+            load_sentence("user/bare")

@@ -13,7 +13,7 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 from support.models import bert, word_tokenizer, write_recipe
 from support.runs import deploy_on, without_tracing
-from support.sentences import WORDS, bert_encoder, sentence_folder
+from support.sentences import WORDS, bert_encoder, in_memory, sentence_folder
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import AutoTokenizer, PreTrainedModel
@@ -228,8 +228,8 @@ def test_a_last_quarter_of_searches_has_whole_queries() -> None:
     rows: list[Row] = [{"query": None, "document": words(40 + number)} for number in range(8)]
     # Rows of a query do not follow each other, so that a last quarter by row has one of every query.
     rows += [{"query": words(query, 3), "document": words(4 * query + step)} for step in range(4) for query in range(8)]
-    how = {"processor": word_tokenizer(WORDS, model_max_length=64), "embedding": {"pooling": "mean"}}
-    result = hies_export.prune(bert_encoder(), Dataset.from_list(rows), budget={"heads": 0.25}, **how)
+    given = in_memory(bert_encoder(), word_tokenizer(WORDS, model_max_length=64))
+    result = hies_export.prune(given, Dataset.from_list(rows), budget={"heads": 0.25})
     held_out = result.pruning.rows.held_out
     found = torch.cat([batch["relevant"][batch["query"] >= 0] for batch in held_out])
     assert (found >= 0).sum(1).tolist() == [4, 4]

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedModel
 
@@ -37,11 +40,22 @@ def t5_encoder(kind: str) -> PreTrainedModel:
 
 def embedder(encoder: PreTrainedModel, tokenizer: Any, **options: Any) -> TextEncoder:
     """Return an embedding model in memory with mean pooling; the options are attributes of its SentenceTransformer."""
-    model: TextEncoder = unwrap(encoder, {"pooling": "mean"}, tokenizer).model
+    given = in_memory(encoder, tokenizer)
     for name, value in options.items():
-        owner = model.reader.given[0] if name.endswith("_length") else model.reader.given
-        setattr(owner, name, value)
+        setattr(given[0] if name.endswith("_length") else given, name, value)
+    model: TextEncoder = unwrap(given).model
     return model
+
+
+def in_memory(encoder: PreTrainedModel, tokenizer: Any, *further: nn.Module) -> SentenceTransformer:
+    """Return a SentenceTransformer in memory, with mean pooling and further modules."""
+    with TemporaryDirectory() as folder:
+        encoder.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        first = Transformer(folder)
+    return SentenceTransformer(
+        modules=[first, Pooling(first.get_embedding_dimension(), "mean"), *further], device="cpu"
+    )
 
 
 def load_embedder(folder: Path) -> TextEncoder:
