@@ -40,7 +40,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .calibrate.statistics import Statistics, collect_statistics
     from .checkpoint.apply import apply_plan
-    from .checkpoint.load import HIESModel, load
+    from .checkpoint.load import load
     from .checkpoint.save import save_slim
     from .forms.cascade.cascade import Cascade
     from .forms.gguf.export import export_gguf
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "calibrate.statistics": ("Statistics", "collect_statistics"),
     "checkpoint.apply": ("apply_plan",),
-    "checkpoint.load": ("HIESModel", "load"),
+    "checkpoint.load": ("load",),
     "checkpoint.save": ("save_slim",),
     "forms.cascade.cascade": ("Cascade",),
     "forms.gguf.export": ("export_gguf",),

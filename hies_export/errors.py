@@ -153,14 +153,10 @@ def one_of(what: str, names: Iterable[str], got: str) -> str:
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the end of a message, "; did you mean 'known'?", or "" where no known word is close; case is ignored.
 
-    Known words that begin with `word` come first; otherwise the closest is named if its similarity reaches `cutoff`
-    (see `difflib.get_close_matches`). A second one is named too if it is very close: 'heis' may be 'his' or 'hies'.
+    Up to two words are named whose similarity reaches `cutoff`, the closest first; see `difflib.get_close_matches`.
     """
-    word, written = word.lower(), {name.lower(): name for name in known}
-    begun = [name for name in written if len(word) > 2 and name.startswith(word)]
-    nearest = difflib.get_close_matches(word, begun or list(written), n=1, cutoff=0.0 if begun else cutoff)
-    others = [name for name in written if name not in nearest]
-    nearest += difflib.get_close_matches(word, others, n=1, cutoff=0.75)
+    written = {name.lower(): name for name in known}
+    nearest = difflib.get_close_matches(word.lower(), written, n=2, cutoff=cutoff)
     return f"; did you mean {' or '.join(repr(written[name]) for name in nearest)}?" if nearest else ""
 
 

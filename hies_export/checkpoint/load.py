@@ -110,22 +110,6 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     return load_weights(class_named(config, path), path, **kwargs)
 
 
-class HIESModel:
-    """Load slim checkpoints as an Auto class does: `HIESModel.from_pretrained("user/repo")` is `load("user/repo")`.
-
-    The model is of the class that the checkpoint was saved from, such as `BertForSequenceClassification`.
-    """
-
-    def __init__(self) -> None:
-        raise TypeError("HIESModel makes models of any class; use HIESModel.from_pretrained(folder or Hub id)")
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> PreTrainedModel:
-        """Load a checkpoint, slim or not; see `load`."""
-        return load(path, **kwargs)
-
-
-@never_asking()
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
     """Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot load.
 

@@ -33,24 +33,6 @@ from transformers.utils import cached_file
 from ..errors import ExportError, MissingRuntimeError, RequestError, first_line
 from ..progress import quiet
 
-logger = logging.getLogger(__name__)
-
-# The newest minor release of transformers that scripts/quality/versions was run with.
-NEWEST_TRIED = (5, 24)
-
-
-@functools.cache
-def note_newer_release() -> None:
-    """Log, once in a process, that transformers is newer than the newest release this package was tried with."""
-    release = tuple(int(part) for part in transformers.__version__.split(".")[:2] if part.isdecimal())
-    if release > NEWEST_TRIED:
-        tried = ".".join(map(str, NEWEST_TRIED))
-        logger.warning(
-            "transformers %s is newer than %s, the newest release tried; what fails is worth a report",
-            transformers.__version__,
-            tried,
-        )
-
 
 @contextmanager
 def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
@@ -146,15 +128,12 @@ def layers_unwarned() -> Iterator[None]:
     transformers cannot know that a slim class gives each layer its own size afterwards.
     """
     of_configs = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "per-layer attribute" not in record.getMessage()
-
-    of_configs.addFilter(is_other)
+    level = of_configs.level
+    of_configs.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        of_configs.removeFilter(is_other)
+        of_configs.setLevel(level)
 
 
 # Load and save

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from ..errors import RequestError
 from ..kinds import ATTENTION, MLP
 from ..model.copies import refuse_devices
-from ..model.internals import note_newer_release
 from ..model.tokens import refuse_encoder_decoder, short_samples
 from ..tasks.registry import refuse_adapters
 from .heads import find_attention
@@ -52,7 +51,6 @@ def find_modules(
     for kind in kinds:
         if kind not in FINDERS:
             raise RequestError(f"kinds must be among {', '.join(FINDERS)}, got {kind!r}")
-    note_newer_release()
     refuse_encoder_decoder(model.config, type(model).__name__)
     refuse_adapters(model)
     refuse_devices(model)

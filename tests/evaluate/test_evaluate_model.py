@@ -226,7 +226,7 @@ def test_a_correlation_with_a_constant_is_zero_and_warns(name, constant, caplog)
             ["pearson", "acuracy", "f1"],
             {},
             r"(?s)2 problems.*must be among accuracy, f1, matthews_correlation, got 'pearson', which is for numbers"
-            r".*did you mean 'accuracy'\?",
+            r".*did you mean 'accuracy'",
         ),
     ],
 )

@@ -61,7 +61,6 @@ keep("transformers", transformers.AutoModelForSequenceClassification.from_pretra
 del sys.modules["hies_export"]
 import hies_export
 keep("load", hies_export.load)
-keep("HIESModel", hies_export.HIESModel.from_pretrained)
 """
 
 
@@ -92,7 +91,7 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(
     batch = {"input_ids": torch.tensor([[2, 5, 11, 12, 3], [2, 6, 3, 0, 0]])}
     batch["attention_mask"] = (batch["input_ids"] != 0).long()
     expected = hies_export.load(run / "slim")(**batch).logits
-    for way in ("load", "HIESModel", "transformers"):
+    for way in ("load", "transformers"):
         assert_near(torch.load(tmp_path / f"{way}.pt"), expected)
 
     assert repository.private
@@ -250,11 +249,6 @@ def test_a_card_of_models_and_data_from_the_hub() -> None:
     generative = render_card(replace(report, task="text-generation"), location="me/slim", revision="half")
     assert 'generate_text(snapshot_download("me/slim", revision="half", allow_patterns="onnx/*") + ' in generative
     assert "base_model" not in ModelCard(generative).data.to_dict()
-
-
-def test_the_class_of_no_model_makes_none() -> None:
-    with pytest.raises(TypeError, match="HIESModel.from_pretrained"):
-        hies_export.HIESModel()
 
 
 def test_a_sentence_transformer_is_pushed_as_its_folder_is(hub: Hub, run_folder: Path) -> None:

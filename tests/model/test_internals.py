@@ -1,6 +1,5 @@
 """The package works with what a release of transformers has, and says what is missing."""
 
-import logging
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,20 +19,6 @@ def test_a_model_may_set_flags_of_cudnn_where_products_are_exact() -> None:
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     with torch.backends.cudnn.flags(enabled=False):
         pass
-
-
-@pytest.mark.parametrize(("release", "logged"), [("5.4.0", 0), (transformers.__version__, 0), ("6.0.0.dev0", 1)])
-def test_a_newer_release_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str, logged: int
-) -> None:
-    monkeypatch.setattr(internals, "NEWEST_TRIED", tuple(map(int, transformers.__version__.split(".")[:2])))
-    monkeypatch.setattr(transformers, "__version__", release)
-    internals.note_newer_release.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        internals.note_newer_release()
-        internals.note_newer_release()
-    internals.note_newer_release.cache_clear()
-    assert [release in record.getMessage() for record in caplog.records] == [True] * logged
 
 
 def test_export_is_refused_where_there_is_no_exporter_or_it_asks_for_another_torch(

@@ -23,7 +23,6 @@ from ...model.internals import (
     configs_in,
     exact_products,
     fused_attention_fits,
-    note_newer_release,
     require_onnx_exporter,
 )
 from ...model.memory import give_back_memory
@@ -119,7 +118,6 @@ def export_onnx(
         >>> exported.files, exported.max_abs < 1e-3
         (('model.onnx',), True)
     """
-    note_newer_release()
     target = Path(folder)
     how = check({"provider": provider, "dtype": dtype}, ExportSection, _OPTIONS, where="export")
     refuse_existing(target, overwrite=overwrite)
