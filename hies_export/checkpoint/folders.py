@@ -7,7 +7,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 
@@ -63,11 +63,6 @@ def _put(written: Path, output: Path) -> None:
     for path in written.rglob("*"):
         if path.is_file() and not path.is_symlink():
             path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
-    # Outputs in the system's temporary folder, or in another output that is being written, need no sync to disk.
-    parents = output.absolute().parents
-    lasting = Path(tempfile.gettempdir()) not in parents and not any(WRITING in parent.name for parent in parents)
-    for path in (written, *written.rglob("*")) if lasting else ():
-        _to_disk(path)
     old = written.with_name(".replaced")
     try:
         if written.is_dir() and output.exists():  # a rename replaces files and empty folders only
@@ -77,20 +72,6 @@ def _put(written: Path, output: Path) -> None:
         if os.path.lexists(old) and not output.exists():
             old.rename(output)
         raise
-    if lasting:
-        _to_disk(output.parent)
-
-
-def _to_disk(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk, so that they survive a power loss."""
-    if path.is_symlink():
-        return
-    with suppress(OSError) if path.is_dir() else nullcontext():  # Windows and some file systems cannot sync folders
-        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def refuse_existing(
@@ -115,16 +96,10 @@ def refuse_existing(
         )
     for what, given in (inputs or {}).items():
         path = Path(os.path.expanduser(given)).resolve()
-        overlaps = {
-            "is": output == path,
-            "holds": path.is_relative_to(output),
-            "lies inside": output.is_relative_to(path),
-        }
-        relation = next((words for words, so in overlaps.items() if so), None)
-        if path.exists() and relation is not None:
+        if path.exists() and (path.is_relative_to(output) or output.is_relative_to(path)):
             raise OutputExistsError(
-                f"overwrite=True must not delete what is read, but the output folder {folder} {relation} the {what} "
-                f"{given}; choose another folder"
+                f"overwrite=True must not delete what is read, but the output folder {folder} is, holds or lies inside "
+                f"the {what} {given}; choose another folder"
             )
     if not _is_ours(output):
         raise OutputExistsError(

@@ -1,4 +1,4 @@
-"""Outputs appear whole and on the disk or not at all, and replace nothing that this package did not write."""
+"""Outputs appear whole or not at all, and replace nothing that this package did not write."""
 
 import inspect
 import json
@@ -22,36 +22,6 @@ def write(folder: Path, text: str = "text") -> Path:
         (temporary / "sub").mkdir()
         (temporary / "sub" / "b.json").write_text(text)
     return folder
-
-
-def test_what_appears_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a power loss, a name on the disk without its bytes would be a checkpoint of zeros."""
-    seen: list[str] = []
-    fsync, move = os.fsync, Path.replace
-
-    def synced(descriptor: int) -> None:
-        seen.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
-        fsync(descriptor)
-
-    def moved(self: Path, target: Path) -> Path:
-        seen.append(f"to {target.name}")
-        return move(self, target)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", moved)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
-    write(tmp_path / "out")
-    place = seen.index("to out")
-    assert sorted(seen[:place]) == ["b.json", "hies_plan.json", "out", "sub"]
-    assert seen[place + 1 :] == [tmp_path.name]
-    seen.clear()
-    replace_file(tmp_path / "page.html", "text")
-    assert seen == ["page.html", "to page.html", tmp_path.name]
-    seen.clear()
-    with new_folder(tmp_path / "run") as run:
-        write(run / "slim")
-        assert seen == ["to slim"], "the run's own end is soon enough"
-    assert "b.json" in seen
 
 
 def of(*names: str) -> Callable[[Path], object]:

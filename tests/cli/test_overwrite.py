@@ -30,17 +30,17 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 @pytest.mark.parametrize(
     ("command", "output", "said"),
     [
-        ("run recipe.yaml", ".", "holds the recipe"),
-        ("run recipe.yaml", "recipe.yaml", "is the recipe"),
-        ("prune recipe.yaml", "model", "is the model"),
-        ("prune recipe.yaml", "model/inside", "lies inside the model"),
-        ("score recipe.yaml", "link", "is the model"),
-        ("score recipe.yaml", "train.jsonl", "is the data.files.train"),
-        ("apply plan.json model", "model", "is the model"),
-        ("apply plan.json model", ".", "holds the plan"),
-        ("apply plan.json model", "plan.json", "is the plan"),
-        ("export model", "model/inside", "lies inside the model"),
-        ("upgrade model", ".", "holds the model"),
+        ("run recipe.yaml", ".", "is, holds or lies inside the recipe"),
+        ("run recipe.yaml", "recipe.yaml", "is, holds or lies inside the recipe"),
+        ("prune recipe.yaml", "model", "is, holds or lies inside the model"),
+        ("prune recipe.yaml", "model/inside", "is, holds or lies inside the model"),
+        ("score recipe.yaml", "link", "is, holds or lies inside the model"),
+        ("score recipe.yaml", "train.jsonl", "is, holds or lies inside the data.files.train"),
+        ("apply plan.json model", "model", "is, holds or lies inside the model"),
+        ("apply plan.json model", ".", "is, holds or lies inside the plan"),
+        ("apply plan.json model", "plan.json", "is, holds or lies inside the plan"),
+        ("export model", "model/inside", "is, holds or lies inside the model"),
+        ("upgrade model", ".", "is, holds or lies inside the model"),
         # No command has begun its work by then: the plan is none, and the model has no pruned heads.
         *((command, "mine", "is something else") for command in ("score recipe.yaml", "apply plan.json model")),
         *((command, "mine", "is something else") for command in ("export model", "upgrade model", "quickstart")),
@@ -68,9 +68,9 @@ def test_a_page_is_written_over_pages_only(tmp_path: Path, told: Any) -> None:
 
 def test_python_is_refused_as_well(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = PruningRecipe.from_yaml(project / "recipe.yaml", {"output": project})
-    with pytest.raises(OutputExistsError, match="holds the model"):
+    with pytest.raises(OutputExistsError, match="is, holds or lies inside the model"):
         hies_export.run(recipe, overwrite=True)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "rows").mkdir()
-    with pytest.raises(OutputExistsError, match="rows is the data"):
+    with pytest.raises(OutputExistsError, match="rows is, holds or lies inside the data"):
         refuse_existing(tmp_path / "rows", overwrite=True, inputs={"data": Path("~/rows")})
