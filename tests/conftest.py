@@ -32,7 +32,7 @@ from support.hub import TOKEN, Hub
 from support.lab import LAB
 from support.models import SHARED
 from support.runs import without_tracing
-from support.traced import counted_once, traced_once
+from support.traced import counted_once, operators_read_once, traced_once
 from transformers.utils import logging
 
 from hies_export.model import online
@@ -57,6 +57,12 @@ def _calm() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disturbed.disturb()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _operators_read_once() -> Iterator[None]:
+    with operators_read_once():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -551,7 +551,7 @@ def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shape
     options: dict[str, Any] = {"dynamic": True, "dynamic_shapes": shapes}
     if "ort_fusions" in inspect.signature(OnnxConfig).parameters:
         options["ort_fusions"] = fusions
-    with _matching_last_nodes(), _reading_operators_once():
+    with _matching_last_nodes():
         exported: Any = OnnxExporter().export(module, dict(sample), OnnxConfig(**options))
     return exported.program if hasattr(exported, "program") else exported.model
 
@@ -581,31 +581,6 @@ def _matching_last_nodes() -> Iterator[None]:
     finally:
         for pattern in tried:
             pattern._graph = pattern._current_node = pattern._match = None
-
-
-@contextmanager
-def _reading_operators_once() -> Iterator[None]:
-    """Let torch, inside the block, parse onnxscript's 500 operators once a process, not half a second every export."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    registry: Any = ONNXRegistry
-    kept, read = vars(registry)["from_torchlib"], registry.from_torchlib
-
-    def copied(_: Any, *version: Any, **options: Any) -> Any:
-        known = copy.copy(_operators(read, *version, **options))
-        known.functions = {target: [*found] for target, found in known.functions.items()}  # to which an export adds
-        return known
-
-    registry.from_torchlib = classmethod(copied)
-    try:
-        yield
-    finally:
-        registry.from_torchlib = kept
-
-
-@functools.cache
-def _operators(read: Any, *version: Any, **options: Any) -> Any:
-    return read(*version, **options)
 
 
 def sentence_options(model: Any) -> dict[str, Any]:

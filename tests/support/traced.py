@@ -1,5 +1,7 @@
-"""Do once a process what is the same for models of one config: trace a graph, count FLOPs."""
+"""Do once a process what is the same for several models: read operators, trace a graph of a config, count FLOPs."""
 
+import copy
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hies_export.forms.onnx import trace
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.traces import Traces
 from hies_export.units import counts
@@ -42,6 +45,35 @@ def traced_once() -> Iterator[None]:
         for name in ("add", "resized"):
             patch.setattr(Traces, name, keyed(getattr(Traces, name)))
         patch.setitem(export_onnx.__kwdefaults__, "traces", Traces())
+        yield
+
+
+@functools.cache
+def _operators(read: Callable[..., Any], *version: Any, **options: Any) -> Any:
+    return read(*version, **options)
+
+
+@contextmanager
+def operators_read_once() -> Iterator[None]:
+    """Let torch parse onnxscript's operators once, not half a second in every export."""
+    export = trace.exported_program
+
+    def exported(*arguments: Any) -> Any:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry  # takes seconds
+
+        read = ONNXRegistry.from_torchlib
+
+        def copied(cls: Any, *version: Any, **options: Any) -> Any:
+            registry = copy.copy(_operators(read, *version, **options))
+            registry.functions = {target: [*found] for target, found in registry.functions.items()}  # exports add some
+            return registry
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ONNXRegistry, "from_torchlib", classmethod(copied))
+            return export(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "exported_program", exported)
         yield
 
 
