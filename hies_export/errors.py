@@ -198,9 +198,7 @@ def foreign_failure(error: BaseException) -> str | None:
 
 
 @contextmanager
-def refusing(
-    what: str, remedy: str = "", kind: type[HiesError] = RequestError, *, report: Sequence[str] = ()
-) -> Iterator[None]:
+def refusing(what: str, remedy: str = "", kind: type[HiesError] = RequestError) -> Iterator[None]:
     """Turn any error that another library raises in the block into a `kind`, a sentence with the root cause.
 
     Errors of this package pass, and so does a lack of memory, which no other input would mend.
@@ -209,7 +207,6 @@ def refusing(
         what: Beginning of the sentence: what must hold, and what was given.
         remedy: End of the sentence: what to do.
         kind: Class of the error that is raised.
-        report: What else the library reported; read only when the error occurs.
     """
     try:
         yield
@@ -217,7 +214,7 @@ def refusing(
         foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if not foreign or isinstance(error, HiesError) or memory_failure(error) is not None:
             raise
-        raise kind("; ".join([f"{what}: {' '.join([root_cause(error), *report])}", *filter(None, [remedy])])) from error
+        raise kind("; ".join([f"{what}: {root_cause(error)}", *filter(None, [remedy])])) from error
 
 
 def quoted(value: Any) -> str:

@@ -26,7 +26,6 @@ from ..model.internals import (
     file_of,
     lacks_pooler,
     layers_unwarned,
-    load_report,
     use_torch_attention,
 )
 from ..model.online import hub_or_cache
@@ -121,9 +120,9 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
     config = kwargs.get("config") or config_of_class(model_class, path, **hub)
     kwargs = {**use_torch_attention(config), **kwargs}
     quantised = is_quantised(config)
+    remedy = FLOATING if quantised else AGAIN
     with (
-        load_report() as report,
-        refusing(f"the model at {path} must load, but does not", FLOATING if quantised else AGAIN, report=report),
+        refusing(f"the model at {path} must load, but does not", remedy),
         hub_or_cache(path, "model", local_files_only=offline),
         layers_unwarned(),
     ):
@@ -134,7 +133,14 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             skeleton_of_files(model_class, config, path, shapes)
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # raises on a damaged one, which transformers silently replaces
-        model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
+        options = {**kwargs, "ignore_mismatched_sizes": True}  # their names and shapes are in `info` then
+        model, info = model_class.from_pretrained(path, output_loading_info=True, **options)
+    if info["mismatched_keys"] and not kwargs.get("ignore_mismatched_sizes"):
+        differing = [f"{n} {[*there]}, not {[*here]}" for n, there, here in sorted(info["mismatched_keys"])]
+        raise RequestError(
+            f"weights must have the shapes that the config describes, but {path} holds {listed(differing, most=3)}; "
+            f"{remedy}"
+        )
     if lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
         return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
     if info["missing_keys"]:

@@ -220,30 +220,6 @@ def file_of(path: str | Path, name: str, *, required: bool = False, **hub: Any) 
     return None if found is None else Path(found)
 
 
-@contextmanager
-def load_report() -> Iterator[list[str]]:
-    """Yield a list that receives transformers' report of what does not load, which would otherwise be lost."""
-    of_loading = logging.getLogger("transformers.modeling_utils")
-    found: list[str] = []
-    before, shown = (of_loading.level, of_loading.propagate), of_loading.isEnabledFor(logging.WARNING)
-    handler = logging.Handler(logging.WARNING)
-
-    def emit(record: logging.LogRecord) -> None:
-        without_colours_and_lines = re.sub(r"\x1b\[[0-9;]*m|[-+]{3,}", "", record.getMessage())
-        found.append(" ".join(without_colours_and_lines.split())[:300])
-
-    handler.emit = emit  # type: ignore[method-assign]
-    of_loading.setLevel(logging.WARNING)
-    of_loading.propagate = of_loading.propagate and shown
-    of_loading.addHandler(handler)
-    try:
-        yield found
-    finally:
-        of_loading.removeHandler(handler)
-        of_loading.setLevel(before[0])
-        of_loading.propagate = before[1]
-
-
 # The Hub
 
 

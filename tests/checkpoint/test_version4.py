@@ -119,7 +119,7 @@ def test_fused_projections_too(tmp_path: Path) -> None:
     ("pruned", "match"),
     [
         ({}, r"must have pruned_heads in its config, but .* has none; it loads as it is"),
-        ({"0": [1]}, "must load, but does not"),
+        ({"0": [1]}, "must have the shapes that the config describes"),
         ({"0": [0, 1, 2, 3, 4, 5]}, "kept heads must be at least one of 6, got none"),
     ],
 )
