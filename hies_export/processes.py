@@ -9,7 +9,6 @@ their next exchange; the rest is left to the launcher.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Found = TypeVar("Found")
-
-logger = logging.getLogger(__name__)
 
 # One process may export and measure for hours while the others wait.
 LONGEST_WAIT = timedelta(days=7)
@@ -191,8 +188,6 @@ def together() -> Iterator[None]:
     """Share work with the processes that the environment names while the block runs; a nested block changes nothing."""
     global _group
     if _group is not None or _number("WORLD_SIZE") == 1:
-        if _group is None:
-            _warn_of_one()
         yield
         return
     import torch.distributed as dist
@@ -208,18 +203,6 @@ def together() -> Iterator[None]:
     # notice.
     if not met:
         dist.destroy_process_group()
-
-
-def _warn_of_one() -> None:
-    """Warn if a launcher was asked for several processes, but each would do all of the work."""
-    if _number("SLURM_STEP_NUM_TASKS") > 1:
-        logger.warning("srun started several processes, but without WORLD_SIZE each of them does all of the work")
-    # accelerate sets the port only if several processes are wanted, and the world size only if it starts them.
-    elif {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
-        logger.warning(
-            "accelerate launch was asked for several processes and started one, as it does without several GPUs; start "
-            "them by torchrun, or add --multi_gpu, which starts them on CPUs too"
-        )
 
 
 def _join() -> _Group:

@@ -180,43 +180,21 @@ def test_the_first_process_speaks_first(monkeypatch: pytest.MonkeyPatch, capsys:
         assert waited == expected
 
 
-LAUNCHED = {
-    "srun without WORLD_SIZE": ({"SLURM_STEP_NUM_TASKS": "4"}, "without WORLD_SIZE each of them does all of the work"),
-    "one process of accelerate": ({"ACCELERATE_MIXED_PRECISION": "no"}, ""),
-}
-
-
-@pytest.mark.parametrize("how", LAUNCHED)
-def test_several_that_would_each_do_all_of_the_work_are_warned_of(
-    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    given, warned = LAUNCHED[how]
-    for name in (*VARIABLES, "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with processes.together():
-        assert processes.world() == 1
-    assert bool(caplog.text) is bool(warned)
-    assert warned in caplog.text
-
-
-@pytest.mark.parametrize(("multi_gpu", "worlds", "warned"), [("", 1, True), ("--multi_gpu", 2, False)])
+@pytest.mark.parametrize(("multi_gpu", "worlds"), [("", 1), ("--multi_gpu", 2)])
 @pytest.mark.slow
-def test_what_accelerate_starts_on_cpus(tmp_path: Path, multi_gpu: str, worlds: int, warned: bool) -> None:
+def test_what_accelerate_starts_on_cpus(tmp_path: Path, multi_gpu: str, worlds: int) -> None:
     if torch.cuda.device_count() > 1:
         pytest.skip("with several GPUs accelerate starts what it is told to")
     script = tmp_path / "script.py"
     script.write_text(
-        "import logging, os\nlogging.basicConfig()\nfrom hies_export import processes\n"
+        "import os\nfrom hies_export import processes\n"
         "with processes.together():\n"
         "    rank = os.environ.get('RANK', '0')\n"
         "    open('of-' + rank, 'w').write(str(processes.world()))\n"
     )
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", *multi_gpu.split()]
-    done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path)
+    subprocess.run([*launch, str(script)], capture_output=True, timeout=300, check=True, cwd=tmp_path)
     # A file a process: what two processes print into one pipe can interleave.
     assert {file.name: file.read_text() for file in tmp_path.glob("of-*")} == {
         f"of-{rank}": str(worlds) for rank in range(worlds)
     }
-    assert ("was asked for several processes and started one" in done.stderr) is warned
