@@ -16,8 +16,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("folder", metavar="RUN", type=a_path, help="folder of a run")
     add("repository", metavar="USER/REPO", type=a_text, help="repository; created if missing")
     add("--private", action="store_true", help="make the repository private")
-    add("--revision", metavar="BRANCH", type=a_text, default="main", help="branch to commit to (default: main)")
-    add("--message", metavar="TEXT", type=a_text, help="commit message (default: the report's headline)")
     add("--license", metavar="ID", type=a_text, help="license of the model, if the dense model's card names none")
     add("--base-model", metavar="ID", type=a_text, help="Hub id of the dense model, if it was read from a folder")
     add("--overwrite", action="store_true", help="replace whatever the repository holds")
@@ -34,8 +32,6 @@ def run(options: Options) -> dict[str, Any]:
         private=options.private,
         license=options.license,
         base_model=options.base_model,
-        revision=options.revision,
-        message=options.message,
         overwrite=options.overwrite,
         progress=options.progress,
     )

@@ -106,31 +106,17 @@ class PruneResult:
         """How well each layer was refitted; empty without compensation."""
         return self.slim.fits
 
-    def save_pretrained(
-        self,
-        folder: str | Path,
-        *,
-        processor: Any = None,
-        overwrite: bool = False,
-        push_to_hub: bool = False,
-        repo_id: str | None = None,
-        private: bool = False,
-    ) -> None:
+    def save_pretrained(self, folder: str | Path, *, processor: Any = None, overwrite: bool = False) -> None:
         """Save the slim checkpoint with its plan, load it again in every way that users do, and compare the outputs.
 
         Args:
             folder: Where to write; appears only when everything is written and checked.
             processor: Tokenizer or image processor to save with the model; by default the one given to `prune`.
             overwrite: Replace an existing folder.
-            push_to_hub: Also push the folder to the Hub, in one commit.
-            repo_id: USER/REPO to push to; by default the folder's name, among the user's own.
-            private: Make a new repository private.
 
         Raises:
             OutputExistsError: The folder exists and `overwrite` is off.
             ReloadMismatchError: The loaded model differs from the saved one by 1e-4 or more.
-            RequestError: There is no Hub token, or it may not write to the repository; the folder is written.
-            PushError: The push did not finish; the folder is written.
         """
         if processor is None and self.pruning.processor is None:
             logger.warning(
@@ -141,10 +127,6 @@ class PruneResult:
 
         with without_reports():
             save(self.pruning, self.delivery, self.slim, folder, processor=processor, overwrite=overwrite)
-        if push_to_hub:
-            from .push import push_folder
-
-            push_folder(folder, repo_id or Path(folder).resolve().name, private=private)
 
     def export_onnx(
         self,

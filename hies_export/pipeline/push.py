@@ -22,7 +22,6 @@ from ..report.html import render_html, render_markdown
 from ..report.report import Details, Report
 from ..report.words import model_name, title
 
-MAIN = "main"
 # Folders of the slim model's exports.
 _EXPORTS = ("onnx", "onnx-int8", "onnx-int4", *(f"onnx-{name}" for name in COMPOUNDS), "gguf")
 # Deleted from an earlier push if this one does not write it: these folders, and files at the top with these endings.
@@ -47,8 +46,6 @@ def push_to_hub(
     private: bool = False,
     license: str | None = None,
     base_model: str | None = None,
-    revision: str = MAIN,
-    message: str | None = None,
     overwrite: bool = False,
     progress: Progress = SILENT,
 ) -> Pushed:
@@ -65,8 +62,6 @@ def push_to_hub(
         private: Make the repository private.
         license: Licence of the model, if the dense model's card names none: an id of the Hub, such as "apache-2.0".
         base_model: Hub id of the dense model, if the run read it from a folder.
-        revision: Branch; created from the main branch if it does not exist.
-        message: Commit message; by default the report's headline.
         overwrite: Replace all files of a repository that is not from an earlier push.
         progress: Shows the stages.
 
@@ -87,34 +82,20 @@ def push_to_hub(
     # The report without local paths: with the model's name, and without the command line.
     details = Details(**report.details.model_dump(exclude_unset=True, exclude={"run"}))
     public = replace(report, model=dense or model_name(report), details=details)
-    contents = _contents(Path(folder), public, repository, None if revision == MAIN else revision, origin)
+    contents = _contents(Path(folder), public, repository, origin)
     progress.stage("push")
-    message = message or title(report)
-    made = _commit(repository, contents, message, private=private, revision=revision, overwrite=overwrite)
+    made = _commit(repository, contents, title(report), private=private, overwrite=overwrite)
     size = sum(len(c) if isinstance(c, bytes) else Path(c).stat().st_size for c in contents.values())
     return Pushed(repository, made.commit_url, made.oid, tuple(contents), size)
 
 
-def push_folder(folder: str | Path, repository: str, *, private: bool = False) -> str:
-    """Push the files of a checkpoint's folder in one commit, and return the commit's URL."""
-    message = f"Add {Path(folder).name}, pruned"
-    return str(_commit(repository, _visible(Path(folder)), message, private=private, checked=False).commit_url)
-
-
 def _commit(
-    repository: str,
-    contents: Mapping[str, Any],
-    message: str,
-    *,
-    private: bool,
-    revision: str = MAIN,
-    overwrite: bool = False,
-    checked: bool = True,
+    repository: str, contents: Mapping[str, Any], message: str, *, private: bool, overwrite: bool
 ) -> CommitInfo:
-    """Commit files, name -> path or bytes, creating the repository and the branch if they do not exist.
+    """Commit files, name -> path or bytes, creating the repository if it does not exist.
 
-    If `checked`, a repository that is neither new nor of an earlier push is refused unless `overwrite`, and what is
-    left of an earlier push is deleted.
+    A repository that is neither new nor of an earlier push is refused unless `overwrite`, and what is left of an
+    earlier push is deleted.
     """
     api = HfApi(library_name="hies-export")
     with _explained(repository):
@@ -122,19 +103,16 @@ def _commit(
         if private and not api.model_info(repository).private:
             raise RequestError(f"{repository} must be private, but it exists and is public; make it private there")
         found = set(api.list_repo_files(repository)) - {".gitattributes"}
-        if checked and found and "hies_plan.json" not in found and not overwrite:
+        if found and "hies_plan.json" not in found and not overwrite:
             raise OutputExistsError(
                 f"a repository must be new, empty or of an earlier push, but {repository} has "
                 f"{', '.join(sorted(found)[:3])}; choose another or pass overwrite=True to replace what is there"
             )
-        if revision != MAIN:
-            api.create_branch(repository, branch=revision, exist_ok=True)
-            found = set(api.list_repo_files(repository, revision=revision)) - {".gitattributes"}
-        stale = sorted(name for name in found - set(contents) if overwrite or (checked and _is_replaced(name)))
+        stale = sorted(name for name in found - set(contents) if overwrite or _is_replaced(name))
         operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale]
         operations += [CommitOperationAdd(name, content) for name, content in contents.items()]
         # Not upload_folder, which may make several commits: readers could then see half a checkpoint.
-        return api.create_commit(repository, operations, commit_message=message, revision=revision)
+        return api.create_commit(repository, operations, commit_message=message)
 
 
 def _read_run(folder: Path) -> Report:
@@ -164,9 +142,7 @@ def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[s
     return {"base_model": base, **({key: card[key] for key in LICENSE_KEYS if key in card} or {"license": license})}
 
 
-def _contents(
-    folder: Path, report: Report, repository: str, revision: str | None, origin: Mapping[str, Any]
-) -> dict[str, Any]:
+def _contents(folder: Path, report: Report, repository: str, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Return all files of a push: name in the repository -> local path, or the content as bytes."""
     contents: dict[str, Any] = {}
     # A SentenceTransformer's folder has its graphs already, where the tools of the Hub look for them.
@@ -180,7 +156,7 @@ def _contents(
         "report.md": render_markdown(report),
         "report.html": render_html(report, location=repository),
         **{f"images/{name}": svg for name, svg in figures.items()},
-        "README.md": render_card(report, location=repository, revision=revision, origin=origin, images=images),
+        "README.md": render_card(report, location=repository, origin=origin, images=images),
     }
     return contents | {name: text.encode() for name, text in written.items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +31,6 @@ def render_card(
     report: Report,
     *,
     location: str = "slim",
-    revision: str | None = None,
     origin: Mapping[str, Any] | None = None,
     images: Mapping[str, str] | None = None,
 ) -> str:
@@ -40,11 +38,9 @@ def render_card(
 
     Args:
         location: Where the checkpoint is loaded from: its folder, or a Hub id; the export is beside it or in it.
-        revision: Branch on the Hub, if it is not the main one.
         origin: `base_model` and the licence, as in the metadata of a card; see `checkpoint.beside.read_card`.
         images: File -> its caption.
     """
-    branch = ["--revision", revision] if revision else []
     return render_report(
         "card.md.j2",
         report,
@@ -52,8 +48,7 @@ def render_card(
         images=images or {},
         location=location,
         on_hub="/" in location,
-        revision=f", revision={json.dumps(revision)}" if revision else "",  # a further argument in calls
-        download=shlex.join(["hf", "download", location, *branch, "--include", "gguf/*", "--local-dir", "."]),
+        download=shlex.join(["hf", "download", location, "--include", "gguf/*", "--local-dir", "."]),
         task=TASKS.get(report.task),
     )
 

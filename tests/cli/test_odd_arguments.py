@@ -58,7 +58,7 @@ def test_paths_that_no_file_system_takes(command: str, path: str, said: Any) -> 
         (f"generate model --prompt {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
         ("bench model --shape 8by8", "argument --shape: must be BATCHxSEQUENCE, or BATCH for images, got '8by8'"),
         ("bench model --shape=--", "an option needs a value, got --shape=--"),
-        (f"push run user/name --message {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
+        (f"push run user/name --license {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
         (f"deploy model --data imdb --text {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
     ],
 )

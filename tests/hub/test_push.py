@@ -50,12 +50,12 @@ def run_folder(tmp_path: Path) -> Path:
 # Run in a process of its own, with an empty cache; first without the package as on a machine of transformers alone.
 LOAD = """
 import sys
-repository, revision, folder = sys.argv[1:]
+repository, folder = sys.argv[1:]
 import torch, transformers
-tokenizer = transformers.AutoTokenizer.from_pretrained(repository, revision=revision)
+tokenizer = transformers.AutoTokenizer.from_pretrained(repository)
 batch = tokenizer(["good nice dull", "bad"], padding=True, return_tensors="pt")
 def keep(way, load, **how):
-    torch.save(load(repository, revision=revision, **how)(**batch).logits.detach(), f"{folder}/{way}.pt")
+    torch.save(load(repository, **how)(**batch).logits.detach(), f"{folder}/{way}.pt")
 sys.modules["hies_export"] = None
 keep("transformers", transformers.AutoModelForSequenceClassification.from_pretrained, trust_remote_code=True)
 del sys.modules["hies_export"]
@@ -73,12 +73,11 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(
     (tmp_path / "project" / "model" / "README.md").write_text(card)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     capsys.readouterr()
-    push = ("push", run, "user/slim", "--private", "--revision", "half", "--json")
-    assert hies(*push, "--message", "first try") == 0
+    assert hies("push", run, "user/slim", "--private", "--json") == 0
     shown = capsys.readouterr()
     told = json.loads(shown.out.splitlines()[-1])
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, "user/slim", "half", str(tmp_path)],
+        [sys.executable, "-c", LOAD, "user/slim", str(tmp_path)],
         env=hub.environment(tmp_path / "home", TOKEN),
         capture_output=True,
         text=True,
@@ -87,7 +86,7 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(
     assert done.returncode == 0, done.stderr
     printed = [shown.out, shown.err, done.stdout, done.stderr]
     repository = hub.repositories["user/slim"]
-    files = hub.files("user/slim", "half")
+    files = hub.files("user/slim")
     batch = {"input_ids": torch.tensor([[2, 5, 11, 12, 3], [2, 6, 3, 0, 0]])}
     batch["attention_mask"] = (batch["input_ids"] != 0).long()
     expected = hies_export.load(run / "slim")(**batch).logits
@@ -95,9 +94,8 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(
         assert_near(torch.load(tmp_path / f"{way}.pt"), expected)
 
     assert repository.private
-    assert [c.message for c in repository.branches["half"]] == ["initial commit", "first try"]
-    assert len(repository.branches["main"]) == 1
-    assert told["commit"] == repository.branches["half"][-1].sha
+    first, made = repository.branches["main"]
+    assert (first.message, told["commit"]) == ("initial commit", made.sha)
     assert set(told["files"]) == set(files) - {".gitattributes"}
     for name in ("model.safetensors", "modeling_hies.py", "hies_plan.json", "tokenizer.json"):
         assert files[name] == (run / "slim" / name).read_bytes()
@@ -123,9 +121,9 @@ def test_what_was_pushed_loads_in_a_fresh_process_in_every_way(
     assert result.dataset_split == "validation"
     assert "7 of 18 heads removed" in loaded.text
     for way in (
-        'hies_export.load("user/slim", revision="half")',
-        'AutoModelForSequenceClassification.from_pretrained("user/slim", revision="half", trust_remote_code=True)',
-        'ORTModelForSequenceClassification.from_pretrained("user/slim", revision="half", subfolder="onnx")',
+        'hies_export.load("user/slim")',
+        'AutoModelForSequenceClassification.from_pretrained("user/slim", trust_remote_code=True)',
+        'ORTModelForSequenceClassification.from_pretrained("user/slim", subfolder="onnx")',
     ):
         assert way in loaded.text
 
@@ -246,8 +244,8 @@ def test_a_card_of_models_and_data_from_the_hub() -> None:
         ("nyu-mll/glue", "sst2", "f1", 0.81),
     ]
     assert "trust_remote_code" not in text
-    generative = render_card(replace(report, task="text-generation"), location="me/slim", revision="half")
-    assert 'generate_text(snapshot_download("me/slim", revision="half", allow_patterns="onnx/*") + ' in generative
+    generative = render_card(replace(report, task="text-generation"), location="me/slim")
+    assert 'generate_text(snapshot_download("me/slim", allow_patterns="onnx/*") + ' in generative
     assert "base_model" not in ModelCard(generative).data.to_dict()
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from support.checkpoints import llava_batch
 from support.generative import padded, with_images
-from support.hub import Hub
 from support.loading import load_pruning
 from support.models import (
     WORDS,
@@ -336,15 +335,6 @@ def test_saving_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         assert "model shards" in capfd.readouterr().err
     finally:
         logging.disable_progress_bar()
-
-
-def test_the_folder_is_pushed_when_asked(hub: Hub, tmp_path: Path) -> None:
-    result = prune(bert(), texts(), budget={"heads": 0.5})
-    result.save_pretrained(tmp_path / "slim", push_to_hub=True, repo_id="user/slim", private=True)
-    files = hub.files("user/slim")
-    assert {"config.json", "model.safetensors", "hies_plan.json", "modeling_hies.py"} <= set(files)
-    assert files["hies_plan.json"] == (tmp_path / "slim" / "hies_plan.json").read_bytes()
-    assert hub.repositories["user/slim"].private
 
 
 def configured(make: Callable[..., PreTrainedModel], **fields: Any) -> Callable[[], PreTrainedModel]:

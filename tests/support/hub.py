@@ -268,13 +268,6 @@ class _Handler(BaseHTTPRequestHandler):
             entries.append(entry)
         self._json(entries)
 
-    def branch(self, body: bytes, repository: str, branch: str) -> None:
-        found = self._repository(repository, write=True)
-        if branch in found.branches:
-            raise _Refused(409, message="branch exists")
-        found.branches[branch] = [found.branches["main"][-1]]
-        self._json({})
-
     def preupload(self, body: bytes, repository: str, revision: str) -> None:
         self._repository(repository, write=True)
         files = self._at(repository, revision).files
@@ -347,7 +340,6 @@ _ROUTES: list[tuple[str, str, Any]] = [
     (rf"/api/{_DATA_ID}(/revision/(?P<revision>[^/]+))?", "GET", _Handler.info),
     (rf"/api/{_DATA_ID}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "GET", _Handler.tree),
     (rf"/{_DATA_ID}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "GET HEAD", _Handler.resolve),
-    (rf"/api/models/{_ID}/branch/(?P<branch>[^/]+)", "POST", _Handler.branch),
     (rf"/api/models/{_ID}/preupload/(?P<revision>[^/]+)", "POST", _Handler.preupload),
     (rf"/{_ID}\.git/info/lfs/objects/batch", "POST", _Handler.lfs_batch),
     (r"/blobs/(?P<oid>[0-9a-f]{64})", "PUT", _Handler.put_blob),
