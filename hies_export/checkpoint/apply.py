@@ -27,11 +27,11 @@ from ..units.units import PrunableModule
 from ..vocabulary.embeddings import row_count
 from ..vocabulary.kept import KeptTokens
 from ..vocabulary.trim import apply_kept
-from .beside import fetch
+from .beside import fetch, write_card
 from .classes import load_config, refuse_quantised
-from .folders import refuse_existing
+from .folders import new_folder, refuse_existing
 from .load import load
-from .save import load_refit, read_refit, save_slim, warn_uncompensated
+from .save import load_refit, read_refit, warn_uncompensated, write_slim
 from .sentence import kind_in, load_sentence
 from .weights import load_weights, stored_dtype, weight_bytes, weight_files
 
@@ -96,7 +96,7 @@ def apply_plan(
     refuse_existing(folder, overwrite=overwrite, inputs=given)
     progress.stage("load the model")
     source, found = _load(model)
-    dense, processor, wrap = found.model, None, found.wrap
+    dense, processor, origin = found.model, None, replace(found, model=None, folder=source)
     own_config = dense.config
     progress.stage("cut")
     if plan.vocabulary:
@@ -117,9 +117,10 @@ def apply_plan(
         load_refit(slim, layers)
     written = replace(plan, compensation={}) if layers is None else plan
     progress.stage("save, load again and compare")
-    card = warn_uncompensated(plan) if plan.compensation and layers is None else None
-    how: dict[str, Any] = {"processor": processor, "dense": source, "card": card, "overwrite": overwrite}
-    save_slim(slim, folder, plan=written, batch=sample, wrap=wrap, **how)
+    with new_folder(folder, overwrite=overwrite) as temporary:
+        write_slim(slim, temporary, plan=written, batch=sample, given=origin, processor=processor)
+        if plan.compensation and layers is None:
+            write_card(temporary, warn_uncompensated(plan), source)
     return Applied(
         folder=Path(folder),
         dense_bytes=weight_bytes(source),

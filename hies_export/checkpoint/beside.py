@@ -153,14 +153,14 @@ def read_card(model: str | Path) -> dict[str, Any]:
     return {key: values[key] for key in values if all(isinstance(text, str) for text in texts[key])}
 
 
-def under_licence(text: str | None, source: Path | None) -> str | None:
-    """Return a card of a text, with the licence of the card in the folder `source`; None without text and licence."""
+def write_card(folder: Path, text: str | None, source: Path | None) -> None:
+    """Write a text as the card in a folder, with the licence of the card in `source`; none without text and licence."""
     named = {} if source is None else read_card(source)
     licence = {key: named[key] for key in LICENSE_KEYS if key in named}
     if text is None and not licence:
-        return None
+        return
     metadata = ModelCardData(library_name="transformers", tags=["hies-export", "pruning"], **licence).to_yaml()
-    return f"---\n{metadata}\n---\n\n{text or _TEXT}"
+    (folder / CARD).write_text(f"---\n{metadata}\n---\n\n{text or _TEXT}", encoding="utf-8")
 
 
 def complete_settings(model: PreTrainedModel, folder: Path, source: Path | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,13 @@ from ..model.internals import (
 )
 from ..model.memory import LARGE_BYTES
 from ..model.modes import HALVES, evaluating
-from ..model.text_encoder import TextEncoder
+from ..model.text_encoder import TextEncoder, Unwrapped
 from ..model.tokens import longest_sequence, short_samples
 from ..select.fingerprint import digest_tensors
 from ..select.plan import PruningPlan
 from ..slim.check import first_output
 from ..slim.config import is_slim
 from .beside import (
-    CARD,
     DOCUMENTS,
     PROCESSORS,
     VOCABULARIES,
@@ -50,7 +49,7 @@ from .beside import (
     copy_companions,
     documents_of,
     label_numbers,
-    under_licence,
+    write_card,
 )
 from .classes import config_of_class, find_model_class
 from .folders import new_folder
@@ -66,11 +65,8 @@ def save_slim(
     plan: PruningPlan,
     batch: Mapping[str, Tensor],
     processor: Any = None,
-    dense: Path | None = None,
     dtype: torch.dtype | None = None,
     refitted: Mapping[str, Tensor] | None = None,
-    card: str | None = None,
-    wrap: Callable[[Any, Any], Any] | None = None,
     overwrite: bool = False,
 ) -> float:
     """Save a slim model, load it again through every class that users may load it by, and compare.
@@ -87,14 +83,10 @@ def save_slim(
         plan: Saved as `hies_plan.json`.
         batch: Inputs on which the saved and the loaded models are compared.
         processor: Tokenizer or image processor to save with the model.
-        dense: Folder of the dense model, whose vocabularies are copied, and without a `processor` also its processor's
-            files. Documents such as the licence come from there, or by default from where the model was loaded.
         dtype: Dtype to save in; by default the model's own. The model is not changed. Parameters that transformers
             keeps in float32 stay in float32.
         refitted: Parameters that compensation changed, to write as `refit.safetensors` beside the plan; their digest
             should be the plan's.
-        card: Text to write as README.md, below the dense model's licence as metadata.
-        wrap: Turns the model and a processor into what saves them, see `Unwrapped`.
         overwrite: Replace an existing folder.
 
     Returns:
@@ -110,36 +102,55 @@ def save_slim(
         0.0
     """
     with new_folder(folder, overwrite=overwrite) as written:
-        if dtype is not None and dtype != model.dtype:
-            model = convert(model, dtype=dtypes_in(model, dtype))
-        saved = model.auto_model if isinstance(model, TextEncoder) else model
-        if isinstance(model, TextEncoder):
-            whole: Any = model.wrapped(processor)
-        else:
-            whole = model if wrap is None else wrap(model, processor)
-        without_card: Any = {} if whole is model else {"create_model_card": False}
-        both_ways = attributes_set([(saved.config, "label2id", label_numbers(saved.config))])
-        with attention_undecided(configs_of(saved)), both_ways:
-            whole.save_pretrained(str(written), **without_card)
-        if processor is not None and whole is model:
-            processor.save_pretrained(written)
-        source = dense or documents_of(model)
-        if source is not None:
-            # If tokens were removed, the dense model's vocabularies no longer fit.
-            of_processor = () if plan.vocabulary else VOCABULARIES
-            of_tokenizer = () if dense is None else of_processor if processor is not None else PROCESSORS
-            copy_companions(source, written, (*of_tokenizer, *DOCUMENTS))
-        complete_settings(saved, written, source)
-        (written / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
-        if refitted is not None:
-            save_file(dict(refitted), written / REFIT)
-        card = under_licence(card, source)
-        if card is not None:
-            (written / CARD).write_text(card, encoding="utf-8")
-        worst = check_reload(model, written, batch)
-        if whole is not model:
-            check_in_sentence_transformers(whole, written)
-        return worst
+        return write_slim(model, written, plan=plan, batch=batch, processor=processor, dtype=dtype, refitted=refitted)
+
+
+def write_slim(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    plan: PruningPlan,
+    batch: Mapping[str, Tensor],
+    given: Unwrapped | None = None,
+    processor: Any = None,
+    dtype: torch.dtype | None = None,
+    refitted: Mapping[str, Tensor] | None = None,
+) -> float:
+    """Write the files of `save_slim` into an empty folder, and compare.
+
+    `given` is what the dense model was taken from. It saves the slim model. If it has a folder, the dense model's
+    vocabularies are copied from there, and without a `processor` also its processor's files. Documents such as the
+    licence come from there, or by default from where the model was loaded.
+    """
+    if dtype is not None and dtype != model.dtype:
+        model = convert(model, dtype=dtypes_in(model, dtype))
+    saved = model.auto_model if isinstance(model, TextEncoder) else model
+    if isinstance(model, TextEncoder):
+        whole: Any = model.wrapped(processor)
+    else:
+        whole = model if given is None else given.wrap(model, processor)
+    without_card: Any = {} if whole is model else {"create_model_card": False}
+    both_ways = attributes_set([(saved.config, "label2id", label_numbers(saved.config))])
+    with attention_undecided(configs_of(saved)), both_ways:
+        whole.save_pretrained(str(folder), **without_card)
+    if processor is not None and whole is model:
+        processor.save_pretrained(folder)
+    dense = None if given is None else given.folder
+    source = dense or documents_of(model)
+    if source is not None:
+        # If tokens were removed, the dense model's vocabularies no longer fit.
+        of_processor = () if plan.vocabulary else VOCABULARIES
+        of_tokenizer = () if dense is None else of_processor if processor is not None else PROCESSORS
+        copy_companions(source, folder, (*of_tokenizer, *DOCUMENTS))
+    complete_settings(saved, folder, source)
+    (folder / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
+    if refitted is not None:
+        save_file(dict(refitted), folder / REFIT)
+    write_card(folder, None, source)
+    worst = check_reload(model, folder, batch)
+    if whole is not model:
+        check_in_sentence_transformers(whole, folder)
+    return worst
 
 
 @layers_unwarned()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
 from .. import processes
+from ..checkpoint.folders import new_folder
 from ..checkpoint.load import Source
-from ..checkpoint.save import save_slim
+from ..checkpoint.save import write_slim
 from ..checkpoint.weights import weight_bytes
 from ..data.batches import Batch
 from ..evaluate.predict import Predictor
@@ -155,18 +156,17 @@ def save(
     def write() -> Saved:
         if slim.refitted is not None and refit_file is not None:
             save_file(slim.refitted, refit_file)
-        max_abs = save_slim(
-            slim.model,
-            folder,
-            plan=slim.plan,
-            batch=pruning.sample,
-            processor=processor or pruning.processor,
-            dense=None if source is None else source.folder,
-            dtype=pruning.dtype,
-            refitted=slim.refitted if refit_file is None else None,
-            wrap=delivery.given.wrap,
-            overwrite=overwrite,
-        )
+        with new_folder(folder, overwrite=overwrite) as written:
+            max_abs = write_slim(
+                slim.model,
+                written,
+                plan=slim.plan,
+                batch=pruning.sample,
+                given=replace(delivery.given, folder=None if source is None else source.folder),
+                processor=processor or pruning.processor,
+                dtype=pruning.dtype,
+                refitted=slim.refitted if refit_file is None else None,
+            )
         return Saved(weight_bytes(folder), max_abs)
 
     saved = processes.on_main(write)
