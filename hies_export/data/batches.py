@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import DataError
-from ..model.tokens import is_token, positions_of
+from ..model.tokens import is_token
 
 Batch = dict[str, torch.Tensor]
 """Arguments of a model's forward by name; the first axis of each is the samples."""
@@ -181,8 +181,6 @@ def by_length(batches: Sequence[Batch], *, config: Any, like: Sequence[Batch] | 
     """
     if not batches or not all(map(_is_text, batches)):
         return list(batches)
-    if any("position_ids" in batch for batch in batches):  # readers leave them out of batches without padding
-        batches = [{"position_ids": positions_of(batch["attention_mask"]), **batch} for batch in batches]
     samples = [{key: value[row] for key, value in batch.items()} for batch in batches for row in range(size_of(batch))]
     lengths = [int(length) for batch in like or batches for length in batch["attention_mask"].sum(-1)]
     left = any(bool((batch["attention_mask"][:, 0] == 0).any()) for batch in batches)

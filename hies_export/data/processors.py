@@ -14,9 +14,9 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from ..errors import DataError, refusing
-from ..model.internals import AutoImageProcessor, model_class_of, never_asking
+from ..model.internals import AutoImageProcessor, never_asking
 from ..model.online import hub_or_cache
-from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, positions_of, shortest_limit
+from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, shortest_limit
 from .batches import FILL, image_shape, padded
 from .columns import MODES
 
@@ -169,18 +169,6 @@ def settle_padding(model: PreTrainedModel, tokenizer: Any) -> None:
     logger.warning("the model's config has no pad_token_id: it is set to %d", text.pad_token_id)
 
 
-def pads_left(tokenizer: Any, config: Any) -> bool:
-    """Return whether batches of a classifier or an encoder are padded on the left: if its tokenizer pads there.
-
-    Models with position ids but without rotary embeddings are padded on the right in any case, because they count
-    positions from the left edge of a batch and not from where a text begins.
-    """
-    rotary = getattr(config.get_text_config(), "rope_parameters", None)
-    return tokenizer.padding_side == "left" and bool(
-        rotary or not _takes_positions(config, "AutoModelForSequenceClassification", "AutoModel")
-    )
-
-
 def token_limit(tokenizer: Any, config: Any, max_length: int | None) -> int | None:
     """Return how many tokens a sample may have: `max_length`, else what tokenizer and model take; None for no limit."""
     longest = longest_sequence(config)
@@ -213,17 +201,15 @@ def tokenize(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: int
         )
 
 
-def as_batch(
-    found: Mapping[str, Sequence[Any]], tokenizer: Any, config: Any, *, left: bool | None = None
-) -> dict[str, torch.Tensor]:
-    """Return lists of one number per token as int64 tensors, (batch, longest of the batch), padded.
+def as_batch(found: Mapping[str, Sequence[Any]], tokenizer: Any, config: Any) -> dict[str, torch.Tensor]:
+    """Return lists of one number per token as int64 tensors, (batch, longest of the batch), padded on the right.
 
-    `left` says on which side, by default as `pads_left` does. A DataError says that the model lacks a token.
+    A DataError says that the model lacks a token.
     """
+    # On the right whatever the tokenizer's side, so that models count positions from where a text begins.
     fill = {**FILL, "input_ids": padding_token(tokenizer, config), "token_type_ids": tokenizer.pad_token_type_id}
-    left = pads_left(tokenizer, config) if left is None else left
     batch = {
-        key: padded([torch.tensor(row, dtype=torch.int64) for row in rows], fill.get(key, 0), left=left)
+        key: padded([torch.tensor(row, dtype=torch.int64) for row in rows], fill.get(key, 0), left=False)
         for key, rows in found.items()
     }
     check_vocabulary(batch["input_ids"], config)
@@ -238,22 +224,3 @@ def check_vocabulary(input_ids: torch.Tensor, config: Any) -> None:
             f"the tokenizer must be the model's own, but it gives the token {input_ids.max()} "
             f"and the model knows {known} tokens"
         )
-
-
-def position_ids(attention_mask: torch.Tensor, config: Any) -> torch.Tensor | None:
-    """Return positions counted from each sample's first real token, (batch, tokens); None if none are needed.
-
-    By default models count positions from the left edge of the batch, which with left padding is not where a text
-    begins. Models whose positions have several axes (mrope) derive them from the mask themselves.
-    """
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if attention_mask[:, 0].all() or "mrope_section" in rope:
-        return None
-    takes_positions = _takes_positions(config, "AutoModelForCausalLM", "AutoModelForImageTextToText")
-    return positions_of(attention_mask) if takes_positions else None
-
-
-def _takes_positions(config: Any, *auto_names: str) -> bool:
-    """Return whether the class that the first fitting Auto class makes of a config takes `position_ids`."""
-    model_class = model_class_of(config, *auto_names)
-    return model_class is not None and "position_ids" in inspect.signature(model_class.forward).parameters

@@ -10,7 +10,7 @@ from ..errors import DataError, refusing
 from .late import Batch, Tensor, data, datasets, torch
 from .registry import register_task
 from .task import AT_ONCE, Task, Use, batched
-from .text_generation import TextGeneration, with_positions
+from .text_generation import TextGeneration
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -65,6 +65,7 @@ class ImageTextToText(TextGeneration):
         """Yield batches of images, prompts and answers, of which nothing is cut."""
         tokenizer, limit = self.prepare_tokenizer()
         data.give_padding(tokenizer)
+        tokenizer.padding_side = "right"
         samples, choices = self.with_one_answer(samples, use)
         texts, column = self.texts(samples), str(self.columns.image)
         for part in batched(_decodable(data.as_images(samples, column), column), size):
@@ -82,7 +83,7 @@ class ImageTextToText(TextGeneration):
             # The answers' tokens are the last real ones, no matter how many tokens the image took before them.
             answer_tokens = torch.tensor([sum(judged) for _, _, judged in read])
             is_answer = mask.bool() & (mask.flip(-1).cumsum(-1).flip(-1) <= answer_tokens[:, None])
-            batch = with_positions(batch | {"labels": ids.where(is_answer, data.IGNORED)}, self.config)
+            batch["labels"] = ids.where(is_answer, data.IGNORED)
             yield batch if choices is None else batch | choices.of(rows)
 
     def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
@@ -138,6 +139,8 @@ class ImageTextToText(TextGeneration):
         # Chat templates write the begin-of-text token themselves.
         special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         how: dict[str, Any] = {"padding": True, "add_special_tokens": special, "return_tensors": "pt"}
+        # Many processors pad on the left by default, whatever the tokenizer's side.
+        how["padding_side"] = tokenizer.padding_side
         return dict(self.processor(images=[[image] for image in images], text=list(texts), **how))
 
 

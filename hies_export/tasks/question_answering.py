@@ -49,8 +49,7 @@ class QuestionAnswering(Task):
     of SQuAD. A context that is too long is read in windows that overlap by a third, at most 128 tokens; each window is
     a row of a batch, and a question may have rows in two batches. Windows have `max_length` tokens, by default 384 or
     as many as the model takes. As in transformers' question answering, the context comes before the question if the
-    tokenizer pads on the left. Rows are padded on the right in any case, so that a token's place is the same in every
-    batch.
+    tokenizer pads on the left.
 
     Batches have, beside the inputs,
 
@@ -144,7 +143,7 @@ class QuestionAnswering(Task):
         for part in batched(self._in_windows(samples), size):
             questions = [question for question, _ in part]
             found = {key: [window[key] for _, window in part] for key in part[0][1]}
-            batch = data.as_batch(found, self.processor, self.config, left=False)
+            batch = data.as_batch(found, self.processor, self.config)
             batch["question"] = torch.tensor(questions)
             batch["context"] = data.padded([contexts[question] for question in questions], -1, left=False)
             if answers is not None:

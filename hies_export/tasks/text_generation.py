@@ -44,8 +44,7 @@ class TextGeneration(Task):
     several choices, the right one becomes the answer (`right_choice`), or every choice is read (`of_choices`).
 
     Batches have `labels` (batch, longest), the tokens themselves, not shifted: all of a plain text, only the answer's
-    after a prompt or the assistant's of a conversation, -100 elsewhere; with left padding also `position_ids`, if the
-    model takes them.
+    after a prompt or the assistant's of a conversation, -100 elsewhere.
     """
 
     name = "text-generation"
@@ -264,17 +263,14 @@ class TextGeneration(Task):
         return found
 
     def _padded(self, samples: Sequence[Tokens], tokenizer: Any) -> Batch:
-        """Return samples as a batch, (samples, longest), padded on the tokenizer's side."""
-        left, width = tokenizer.padding_side == "left", max(len(ids) for ids, _ in samples)
+        """Return samples as a batch, (samples, longest), padded."""
         found: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
         for ids, judged in samples:
             found["input_ids"].append(ids)
             found["attention_mask"].append([1] * len(ids))
             labels = [token if is_label else data.IGNORED for token, is_label in zip(ids, judged, strict=True)]
-            if left and len(ids) < width:
-                labels[0] = data.IGNORED  # nothing predicts a text's first token, and padding would
             found["labels"].append(labels)
-        return with_positions(data.as_batch(found, tokenizer, self.config, left=left), self.config)
+        return data.as_batch(found, tokenizer, self.config)
 
     def at_once(self, batch: Batch) -> int:
         """Return how many samples, at least 1, have float32 logits of at most `LOGITS_BYTES`."""
@@ -488,12 +484,6 @@ def cut_on_the_left(ids: list[int], judged: list[bool], limit: int | None, token
     if ids[0] == tokenizer.bos_token_id and first and not judged[first + 1]:
         kept[0] = 0
     return [ids[place] for place in kept], [judged[place] for place in kept]
-
-
-def with_positions(batch: Batch, config: Any) -> Batch:
-    """Return a batch, with `position_ids` if the model needs them."""
-    positions = data.position_ids(batch["attention_mask"], config)
-    return batch if positions is None else {**batch, "position_ids": positions}
 
 
 def pack_text(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..data.batches import FILL, IGNORED, JUDGED_KEY, PIECE_KEY, TOKEN_PLACES, Batch, padded, size_of
-from ..model.tokens import longest_sequence, positions_of
+from ..model.tokens import longest_sequence
 from ..tasks import Predictions, Task
 from ..tasks.text_generation import WHOLE
 from .kept import KeptTokens, backend_of
@@ -80,8 +80,6 @@ class Recut:
 
         dense = joined([one for one, _ in rows], filled[0] if filled else 0)
         slim = joined([other for _, other in rows], self.pad)
-        if "position_ids" in batch:
-            dense, slim = (one | {"position_ids": positions_of(one["attention_mask"])} for one in (dense, slim))
         if self.labels and "labels" in dense and "characters" not in batch:
             texts = [self.text(row[row >= 0].tolist()) for row in dense["labels"][:, self.shift :]]
             dense, slim = (one | {"characters": torch.tensor([*map(len, texts)])} for one in (dense, slim))

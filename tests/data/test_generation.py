@@ -4,6 +4,7 @@ import gzip
 import io
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 import tokenizers
 import torch
 from support.generative import png
-from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor
+from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, llava, llava_processor, shake
 from support.reading import reading
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedModel
 
 from hies_export.data.batches import by_length
 from hies_export.data.processors import load_processor
@@ -121,37 +122,47 @@ def test_blocks_are_the_samples_that_are_counted() -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_sample_per_row_without_packing(side: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches are padded on the right, whatever the tokenizer's side."""
     rows = rows_of(text=["a b c d e", " ", "f g"])
     with caplog.at_level(logging.WARNING, logger="hies_export"):
         (batch,) = batches_of(rows, processor=generative_tokenizer(padding_side=side), packing=False, max_length=5)
     assert "1 of 3 rows are blank" in caplog.text
-    if side == "right":
-        assert [words(r) for r in batch["input_ids"]] == ["<s> a b c d", "<s> f g <pad> <pad>"]
-        assert labelled(batch) == ["<s> a b c d", "<s> f g"]
-        assert "position_ids" not in batch
+    assert [words(r) for r in batch["input_ids"]] == ["<s> a b c d", "<s> f g <pad> <pad>"]
+    assert labelled(batch) == ["<s> a b c d", "<s> f g"]
+
+
+def gpt2() -> PreTrainedModel:
+    """Return a decoder whose positions are absolute."""
+    sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    return shake(GPT2LMHeadModel(GPT2Config(vocab_size=32, bos_token_id=2, eos_token_id=3, **sizes)))
+
+
+@pytest.mark.parametrize("make", [causal_lm, gpt2, llava])
+def test_padding_changes_no_logits(make: Callable[[], PreTrainedModel]) -> None:
+    model, texts = make(), {"question": ["a b c d", "e"], "answer": ["f", "g h"]}
+    if make is llava:
+        processor = llava_processor()
+        processor.tokenizer.padding_side = "left"
+        (batch,) = shown(rows_of(image=[png(0), png(1)], **texts), processor=processor)
     else:
-        assert [words(r) for r in batch["input_ids"]] == ["<s> a b c d", "<pad> <pad> <s> f g"]
-        assert labelled(batch) == ["<s> a b c d", "f g"]  # padding does not foretell a text
-        assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
+        how: dict[str, Any] = {"config": model.config, "processor": generative_tokenizer(padding_side="left")}
+        (batch,) = batches_of(rows_of(**texts), ASKED, **how)
+    del batch["labels"]
+    real = batch.pop("attention_mask").bool()
+    assert real[:, 0].all()
+    assert not real.all()
+    padded = model(attention_mask=real.long(), **batch).logits
+    for row, of_row in enumerate(real):
+        alone = {key: value[row : row + 1] for key, value in batch.items()}
+        alone["input_ids"] = alone["input_ids"][:, of_row]
+        torch.testing.assert_close(padded[row, of_row], model(**alone).logits[0], rtol=1e-4, atol=1e-5)
 
 
-def test_left_padding_changes_no_logits() -> None:
-    model, rows = causal_lm(), rows_of(text=["a b c d e", "f g"])
-    options: dict[str, Any] = {"config": model.config, "packing": False}
-    (right,) = batches_of(rows, **options)
-    (left,) = batches_of(rows, processor=generative_tokenizer(padding_side="left"), **options)
-    one, other = (model(**batch).logits[batch["attention_mask"].bool()] for batch in (right, left))
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_batches_without_padding_are_sorted_with_others_that_are_padded_on_the_left() -> None:
+def test_rows_sorted_by_length_are_padded_no_more_than_needed() -> None:
     rows = rows_of(text=["a b c", "a b d", "a", "a b c d e"])  # the first two need no padding
-    how: dict[str, Any] = {"processor": generative_tokenizer(padding_side="left"), "packing": False}
-    found = by_length(batches_of(rows, batch_size=2, **how), config=CONFIG)
-    texts = ["<pad> <pad> <s> a", "<s> a b c", "<pad> <pad> <s> a b d", "<s> a b c d e"]
+    found = by_length(batches_of(rows, batch_size=2, packing=False), config=CONFIG)
+    texts = ["<s> a <pad> <pad>", "<s> a b c", "<s> a b d <pad> <pad>", "<s> a b c d e"]
     assert [words(row) for batch in found for row in batch["input_ids"]] == texts
-    positions = [row.tolist() for batch in found for row in batch["position_ids"]]
-    assert positions == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]
 
 
 def test_padding_by_the_end_token_is_no_answer() -> None:
@@ -208,16 +219,13 @@ def shown(rows: datasets.Dataset, columns: Columns = SHOWN, *, batch_size: int =
     return read(reading("image-text-to-text", columns=columns, **how), rows, batch_size)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_an_image_takes_its_tokens_and_only_the_answer_is_a_label(side: str) -> None:
+def test_an_image_takes_its_tokens_and_only_the_answer_is_a_label() -> None:
     processor = llava_processor()
-    processor.tokenizer.padding_side = side
     rows = rows_of(image=[png(0), png(1)], question=["a b", "c"], answer=["yes", "no"])
     (batch,) = shown(rows, processor=processor)
     image = " ".join(["<image>"] * 16)
     assert words(batch["input_ids"][0]) == rf"<s> {image} \n Q a b A yes </s>"
     assert labelled(batch) == ["yes </s>", "no </s>"]
-    assert ("position_ids" in batch) == (side == "left")
     pixels = processor.image_processor([PIL.Image.open(io.BytesIO(png(1)))], return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(batch["pixel_values"][1:], pixels)
     assert torch.isfinite(llava()(**batch).loss)

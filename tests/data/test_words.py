@@ -44,7 +44,7 @@ def first_batch(rows: datasets.Dataset, **fields: Any) -> dict[str, torch.Tensor
     return next(iter(read.read(rows, size=8)))
 
 
-def by_hand(words: list[list[str]], tags: list[list[str]], *, limit: int = 64, left: bool = False) -> dict[str, Any]:
+def by_hand(words: list[list[str]], tags: list[list[str]], *, limit: int = 64) -> dict[str, Any]:
     """Return the batch of these words, without a tokenizer."""
     lines = []
     for of_row, tags_of_row in zip(words, tags, strict=True):
@@ -56,8 +56,8 @@ def by_hand(words: list[list[str]], tags: list[list[str]], *, limit: int = 64, l
     mask = [[1] * len(line) for line in lines]
     for line, of_line in zip(lines, mask, strict=True):
         while len(line) < longest:
-            line.insert(0 if left else len(line), (0, -100))
-            of_line.insert(0 if left else len(of_line), 0)
+            line.append((0, -100))
+            of_line.append(0)
     labels = torch.tensor([[label for _, label in line] for line in lines])
     ids = torch.tensor([[piece for piece, _ in line] for line in lines])
     return {"input_ids": ids, "labels": labels, "attention_mask": torch.tensor(mask), "judged": labels != -100}
@@ -68,19 +68,20 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("limit", [None, 7])
-def test_the_first_token_of_a_word_has_its_class(left: bool, limit: int | None) -> None:
+def test_the_first_token_of_a_word_has_its_class(side: str, limit: int | None) -> None:
     rows, given = sentences(11), rows_of(sentences(11))
-    config = LlamaConfig(**named(*TAGS), pad_token_id=0, max_position_embeddings=64) if left else tagger().config
-    read = reader(config=config, processor=tag_tokenizer(padding_side="left" if left else "right"), max_length=limit)
+    decoder = LlamaConfig(**named(*TAGS), pad_token_id=0, max_position_embeddings=64)
+    config = decoder if side == "left" else tagger().config
+    read = reader(config=config, processor=tag_tokenizer(padding_side=side), max_length=limit)
     read.check_rows(given)
     batches = read.read(given, size=4)
     assert len(batches) == 3
     for start, batch in zip((0, 4, 8), batches, strict=True):
         part = rows[start : start + 4]
         words, tags = ([row[name] for row in part] for name in ("tokens", "ner_tags"))
-        assert_same(batch, by_hand(words, tags, limit=limit or 64, left=left))
+        assert_same(batch, by_hand(words, tags, limit=limit or 64))
     for with_labels, without in zip(batches, read.read(given, size=4, use="refit"), strict=True):
         assert with_labels.keys() - without.keys() == {"labels"}
         assert_same(without, {"judged": with_labels["judged"]})
