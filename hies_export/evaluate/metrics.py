@@ -69,23 +69,9 @@ def register_metric(
 ) -> Callable[[Compute], Compute]:
     """Return a decorator that registers a function as a metric, for recipes to name. The options are as in `Metric`.
 
-    The function takes two arrays of one entry per sample and returns a number. It gets
-
-    - of "classes": predictions and references, (samples,) int64, and `num_labels`, how many classes the model knows;
-    - of "labels": predictions and references, (samples, labels) bool, whether a label applies;
-    - of "numbers": predictions and references, (samples,) float64;
-    - of "tokens": predictions with the fields `nll` (sum over the sample's label tokens of their negative
-      log-likelihoods, in nats) and `right` (how many of them are the likeliest token), and how many label tokens the
-      sample has, (samples,) int64. As sums, neither memory nor a bootstrap depends on the number of tokens;
-    - of "words": predictions with the fields `right` (how many entities of the sample are right), `found` (how many are
-      predicted) and `words` (how many words have the right class), and references with `entities` and `words`, how
-      many there are, (samples,) int64; of "own words", references are the dense model's predictions;
-    - of "spans": predictions with the fields `exact` and `f1`, how well the answer agrees with a right one, in [0, 1],
-      and ones, (questions,) float64;
-    - of "choices": predictions with the fields `likeliest` and `per_character`, the choice of the largest
-      log-likelihood, summed over its tokens or divided by its characters, and the right choice, (questions,) int64;
-    - of "ranking" or "own ranking": predictions with the numbers of `Rankings` as fields, (queries,), and the dense
-      model's, the same.
+    The function takes two arrays of one entry per sample, predictions and references, and returns a number. They are
+    what `Task.table` returns, of a task that predicts what the metric is `of`; for rankings, both models'
+    `Rankings.table`. A metric of "classes" also gets `num_labels`, how many classes the model knows.
 
     If a metric is undefined, return NaN: 0.0 is reported, and a warning is logged once.
     """
@@ -97,118 +83,43 @@ def register_metric(
     return register
 
 
-@register_metric("accuracy", of="classes")
-def accuracy(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
-    """Return the share of predictions that equal the reference."""
-    return float(sklearn.metrics.accuracy_score(references, predictions))
-
-
-@register_metric("f1", of="classes", title="F1")
-def f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
+def _f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
     """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro)."""
     classes = num_labels or max(np.max(predictions), np.max(references)) + 1
     average = "binary" if classes <= 2 else "macro"
     return float(sklearn.metrics.f1_score(references, predictions, average=average, zero_division=0.0))
 
 
-@register_metric("matthews_correlation", of="classes", title="Matthews correlation")
-def matthews_correlation(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
-    """Return Matthews' correlation, in [-1, 1]; NaN if all predictions or all references are one class."""
-    if _is_constant(predictions, references):
-        return math.nan
-    return float(sklearn.metrics.matthews_corrcoef(references, predictions))
-
-
-@register_metric("f1_micro", of="labels", title="micro F1")
-def f1_micro(predictions: np.ndarray, references: np.ndarray) -> float:
+def _f1_micro(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the F1 over all labels of all samples together (micro); NaN if no label is predicted or right."""
     named = predictions.sum() + references.sum()
     return float(2 * (predictions & references).sum() / named) if named else math.nan
 
 
-@register_metric("subset_accuracy", of="labels", title="subset accuracy")
-def subset_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the share of samples whose predicted labels are exactly the reference's."""
-    return float((predictions == references).all(-1).mean())
-
-
-@register_metric("pearson", of="numbers", title="Pearson")
-def pearson(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return Pearson's correlation, in [-1, 1]; NaN if one side is constant."""
-    if _is_constant(predictions, references):
-        return math.nan
-    return float(scipy.stats.pearsonr(predictions, references).statistic)
-
-
-@register_metric("spearman", of="numbers", title="Spearman")
-def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return Spearman's rank correlation, in [-1, 1]; NaN if one side is constant."""
-    if _is_constant(predictions, references):
-        return math.nan
-    return float(scipy.stats.spearmanr(predictions, references).statistic)
-
-
-def _is_constant(*sides: np.ndarray) -> bool:
-    return any(np.ptp(side) == 0 for side in sides)
-
-
-@register_metric("perplexity", of="tokens", higher_is_better=False)
-def perplexity(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the exponential of the mean negative log-likelihood of all label tokens."""
-    return float(np.exp(np.float64(math.fsum(predictions["nll"]) / references.sum())))
-
-
-@register_metric("nats_per_character", of="characters", higher_is_better=False, title="nats per character")
-def nats_per_character(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the negative log-likelihood of all labels per character, in nats; comparable between vocabularies."""
-    return math.fsum(predictions["nll"]) / predictions["characters"].sum()
-
-
-@register_metric("token_accuracy", of="tokens", title="token accuracy")
-def token_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the share of label tokens that are the likeliest one at their place."""
-    return float(predictions["right"].sum() / references.sum())
-
-
-def _equal(field: str) -> Compute:
-    """Return a metric that is the share of samples where a field of the predictions equals the reference."""
-    return lambda predictions, references: float((predictions[field] == references).mean())
-
-
-# All label tokens of a sample are predicted, so greedy decoding gives exactly the answer.
-register_metric("exact_match", of="tokens", title="exact matches")(_equal("right"))
-# The right choice has the largest log-likelihood, summed over its tokens or divided by its characters.
-register_metric("choice_accuracy", of="choices", title="accuracy of choices")(_equal("likeliest"))
-register_metric("choice_accuracy_norm", of="choices")(_equal("per_character"))
-
-
-def shared_entities(predictions: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _shared_entities(predictions: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return how many entities of each sample are on both sides, counted twice, and how many there are on either."""
     return 2 * predictions["right"], predictions["found"] + references["entities"]
 
 
-@register_metric("entity_f1", of="words", title="entity F1")
-def entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
+def _entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the F1 of all entities together (micro); one is right if its type and all its words are, as in seqeval."""
-    shared, named = shared_entities(predictions, references)
+    shared, named = _shared_entities(predictions, references)
     return float(shared.sum() / named.sum()) if named.any() else math.nan
 
 
-# With the dense model's entities in place of labels, the same F1 is the share of entities that both models find.
-register_metric("own_entity_f1", of="own words", title="same entities (F1)", terms=shared_entities, counts="entities")(
-    entity_f1
-)
+def _unless_constant(compute: Compute) -> Compute:
+    """Return a metric of both sides that is NaN, as correlations are undefined, if one side is constant."""
 
+    def of_both(predictions: np.ndarray, references: np.ndarray, **_: Any) -> float:
+        constant = any(np.ptp(side) == 0 for side in (predictions, references))
+        return math.nan if constant else compute(predictions, references)
 
-@register_metric("word_accuracy", of="words", title="word accuracy")
-def word_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the share of words whose class is right."""
-    return float(predictions["words"].sum() / references["words"].sum())
+    return of_both
 
 
 def _mean_of(field: str) -> Compute:
     """Return a metric that is the mean of a field of the predictions."""
-    return lambda predictions, references: float(predictions[field].mean())
+    return lambda predictions, references: predictions[field].mean()
 
 
 def _terms_of(field: str) -> Terms:
@@ -216,9 +127,45 @@ def _terms_of(field: str) -> Terms:
     return lambda predictions, references: (predictions[field], references[field])
 
 
-# As SQuAD compares the words of answers: the F1 with the right answer that shares most, and whether all are the same.
-register_metric("answer_f1", of="spans", title="answer F1")(_mean_of("f1"))
-register_metric("answer_exact", of="spans", title="exact answers")(_mean_of("exact"))
+def _equal(field: str) -> Compute:
+    """Return a metric that is the share of samples where a field of the predictions equals the reference."""
+    return lambda predictions, references: (predictions[field] == references).mean()
+
+
+def _nats_per_character(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the negative log-likelihood of all labels per character, in nats; comparable between vocabularies."""
+    return math.fsum(predictions["nll"]) / predictions["characters"].sum()
+
+
+# The name, what it is `of`, the title and the function of a metric; messages list them in this order.
+_ROWS: tuple[tuple[str, str, str | None, Compute], ...] = (
+    ("accuracy", "classes", None, lambda given, wanted, **_: sklearn.metrics.accuracy_score(wanted, given)),
+    ("f1", "classes", "F1", _f1),
+    ("matthews_correlation", "classes", "Matthews correlation", _unless_constant(sklearn.metrics.matthews_corrcoef)),
+    ("f1_micro", "labels", "micro F1", _f1_micro),
+    ("subset_accuracy", "labels", "subset accuracy", lambda given, wanted: (given == wanted).all(-1).mean()),
+    ("pearson", "numbers", "Pearson", _unless_constant(lambda *both: scipy.stats.pearsonr(*both).statistic)),
+    ("spearman", "numbers", "Spearman", _unless_constant(lambda *both: scipy.stats.spearmanr(*both).statistic)),
+    ("perplexity", "tokens", None, lambda given, wanted: np.exp(math.fsum(given["nll"]) / wanted.sum())),
+    ("nats_per_character", "characters", "nats per character", _nats_per_character),
+    ("token_accuracy", "tokens", "token accuracy", lambda given, wanted: given["right"].sum() / wanted.sum()),
+    # All label tokens of a sample are predicted, so greedy decoding gives exactly the answer.
+    ("exact_match", "tokens", "exact matches", _equal("right")),
+    ("choice_accuracy", "choices", "accuracy of choices", _equal("likeliest")),
+    ("choice_accuracy_norm", "choices", None, _equal("per_character")),
+    ("entity_f1", "words", "entity F1", _entity_f1),
+    ("word_accuracy", "words", "word accuracy", lambda given, wanted: given["words"].sum() / wanted["words"].sum()),
+    # As SQuAD compares words: the F1 with the right answer that shares most, and whether all are the same.
+    ("answer_f1", "spans", "answer F1", _mean_of("f1")),
+    ("answer_exact", "spans", "exact answers", _mean_of("exact")),
+)
+for _name, _of, _title, _compute in _ROWS:
+    _higher = _name not in ("perplexity", "nats_per_character")
+    register_metric(_name, of=_of, title=_title, higher_is_better=_higher)(_compute)
+
+# With the dense model's entities in place of labels, the F1 is the share of entities that both models find.
+_SHARED: dict[str, Any] = {"terms": _shared_entities, "counts": "entities"}
+register_metric("own_entity_f1", of="own words", title="same entities (F1)", **_SHARED)(_entity_f1)
 
 # Means over the queries; `Rankings` says what each is.
 for _name, _of, _title, _field in (

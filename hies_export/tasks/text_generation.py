@@ -402,8 +402,10 @@ class TextGeneration(Task):
         """Return what metrics of "tokens" or "choices" take: two arrays, by samples or by questions.
 
         Of tokens, these are a sample's sums of `nll` and of `right` tokens, with the `characters` of its labels, 0 if
-        unknown; and how many label tokens it has. Of choices, these are the `likeliest` one and the likeliest
-        `per_character`, which does not favour short choices; and the right one.
+        unknown; and how many label tokens it has. (With sums, a bootstrap costs the same for any number of tokens.)
+
+        Of choices, these are the `likeliest` one and the likeliest `per_character`, which does not favour short
+        choices; and the right one.
         """
         if predictions.kind == "choices":
             assert predictions.characters is not None
