@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoTokenizer, Trainer, TrainingArguments
 
 from hies_export.data.batches import inputs_of
 from hies_export.data.rows import load_rows
-from hies_export.evaluate.judge import compute_metrics
-from hies_export.evaluate.predict import predict, references
+from hies_export.evaluate.judge import Judge
+from hies_export.evaluate.predict import predict
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TASKS, Task
 
@@ -60,9 +60,9 @@ def main() -> None:
     _train(model, reading, rows, options)
 
     batches = reading.read(held, size=64)
-    names, wanted = reading.usual_metrics(), references(batches, reading)
-    found = compute_metrics(predict(model, batches), wanted, names=names, task=reading)
-    print(options.output, {name: round(value, 4) for name, value in found.items()}, flush=True)
+    found = predict(model, batches)
+    metrics = Judge(batches, found, reading.usual_metrics(), reading).of(found).metrics
+    print(options.output, {name: round(value, 4) for name, value in metrics.items()}, flush=True)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
 

@@ -288,10 +288,15 @@ class Judge:
         return []
 
     def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-        """Return the arguments of a metric: predictions and references of (samples,), and options."""
+        """Return the arguments of a metric: predictions and references of (samples,), and options.
+
+        A RecipeError refuses metrics that do not fit what is predicted.
+        """
         if self._rows is None:
             wanted = self.task.decide(self.dense) if find_metric(name).own else self._references
-            return metric_inputs(predictions, wanted, names=[name], task=self.task)
+            check_metrics([name], predicts=predictions.kind, trimmed=predictions.characters is not None)
+            options = {"num_labels": predictions.values.shape[-1]} if predictions.kind == "classes" else {}
+            return *self.task.table(predictions, wanted), options
         check_metrics([name], rows=self._kind)
         if METRICS[name].of == "numbers":
             return self._of_pairs(predictions)
@@ -324,14 +329,6 @@ def warn_if_no_better_than_commonest(task: Task, dense: Predictions, batches: Se
         )
 
 
-def compute_metrics(
-    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], task: Task
-) -> dict[str, float]:
-    """Return metrics of predictions, by name; an undefined one is 0.0, and a warning is logged."""
-    inputs = metric_inputs(predictions, references, names=names, task=task)
-    return {name: _value(name, *inputs) for name in names}
-
-
 def _value(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[str, Any]) -> float:
     """Return a metric of its inputs; if it is undefined, log a warning and return 0.0."""
     value = value_of(name, given, wanted, options)
@@ -361,18 +358,6 @@ def _ratio(name: str, dense: float, slim: float) -> float:
     If that value is not above 0, the share is 1 where the slim model reaches it, and else 0.
     """
     return max(0.0, slim / dense) if dense > 0 else float(slim >= dense)
-
-
-def metric_inputs(
-    predictions: Predictions, references: torch.Tensor, *, names: Sequence[str], task: Task
-) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Return the arguments of metrics: predictions and references of (samples,), and options.
-
-    A RecipeError refuses metrics that do not fit what is predicted.
-    """
-    check_metrics(names, predicts=predictions.kind, trimmed=predictions.characters is not None)
-    options = {"num_labels": predictions.values.shape[-1]} if predictions.kind == "classes" else {}
-    return *task.table(predictions, references), options
 
 
 def clearly_better(one: torch.Tensor, other: torch.Tensor, samples: torch.Tensor | None = None) -> bool:

@@ -19,8 +19,8 @@ from transformers import (
 
 from hies_export import DataError
 from hies_export.data.batches import Batch, by_length, in_rows, samples_of, size_of
-from hies_export.evaluate.judge import compute_metrics
-from hies_export.evaluate.predict import predict, references
+from hies_export.evaluate.judge import Judge
+from hies_export.evaluate.predict import predict
 from hies_export.model.tokens import count_tokens
 from hies_export.tasks import TASKS, task_of
 from hies_export.tasks.given import batches_of, check_batches
@@ -161,8 +161,8 @@ def test_labels_at_padding_are_those_of_no_token(name: str, side: str) -> None:
     for given in ([padded], alone):
         options = {"task": TASKS[name](model.config), "processor": None, "columns": None}
         batches = batches_of(model, given, what="batches", **options)
-        wanted, names = references(batches, task), task.metrics[:2]
-        found.append(compute_metrics(predict(model, batches), wanted, names=names, task=task))
+        predictions = predict(model, batches)
+        found.append(Judge(batches, predictions, task.metrics[:2], task).of(predictions).metrics)
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 

@@ -12,7 +12,7 @@ from support.reading import share_same
 from torch import Tensor
 
 from hies_export.errors import DataError
-from hies_export.evaluate.judge import compute_metrics
+from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict, references
 from hies_export.tasks import TASKS, Predictions, TextGeneration, text_generation
 
@@ -68,7 +68,7 @@ def test_perplexity_of_blocks_is_the_exponential_of_the_models_own_loss() -> Non
     model, batch = causal_lm(), padded([8, 8, 8], "right")
     found = predict(model, [batch])
     assert (found.kind, found.joint) == ("tokens", False)
-    values = compute_metrics(found, references([batch], TASK), names=["perplexity"], task=TASK)
+    values = Judge([batch], found, ("perplexity",), TASK).of(found).metrics
     assert values["perplexity"] == pytest.approx(math.exp(model(**batch).loss.item()), rel=1e-5)
 
 

@@ -1,7 +1,9 @@
 """Predictions, metrics and comparisons against a hand-written loop, numpy and scikit-learn."""
 
+import copy
 import logging
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +15,7 @@ from support.models import bert
 from support.reading import classifying, given
 
 from hies_export.errors import DataError, NonFiniteError, RecipeError
-from hies_export.evaluate.judge import compute_metrics, metric_inputs, standard_error
+from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.metrics import METRICS, check_metrics
 from hies_export.evaluate.predict import predict, references
 from hies_export.progress import Silent
@@ -96,17 +98,20 @@ def test_references_are_the_labels_in_order():
             references(without, KINDS["classes"])
 
 
+def metrics_of(predictions, labels, *names):
+    """Return the metrics that a judge of the dense model gives it on batches with these labels."""
+    return Judge([{"labels": labels}], predictions, names, KINDS[predictions.kind]).of(predictions).metrics
+
+
 def test_f1_takes_the_number_of_classes_from_the_logits():
     logits, zeros = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]]), torch.tensor([0, 0])
     # Of three, macro over those that occur; of two, class 1 only.
     for classes, wanted in ((3, (2 / 3 + 0) / 2), (2, 0.0)):
-        found = compute_metrics(given(logits[:, :classes]), zeros, names=["f1"], task=KINDS["classes"])
-        assert found == {"f1": pytest.approx(wanted)}
+        assert metrics_of(given(logits[:, :classes]), zeros, "f1") == {"f1": pytest.approx(wanted)}
 
 
 def test_metrics_of_one_sample_are_defined_and_in_the_order_of_their_names():
-    names = ["spearman", "pearson"]
-    found = compute_metrics(given(torch.tensor([[0.5]])), torch.tensor([2.0]), names=names, task=KINDS["numbers"])
+    found = metrics_of(given(torch.tensor([[0.5]])), torch.tensor([2.0]), "spearman", "pearson")
     assert list(found.items()) == [("spearman", 0.0), ("pearson", 0.0)]
 
 
@@ -173,13 +178,14 @@ def test_values_and_standard_errors_are_those_of_other_means(name):
     if isinstance(predictions, torch.Tensor):
         predictions = given(predictions, kind)
     count = len(compared[0])
-    value = compute_metrics(predictions, labels, names=[name], task=KINDS[kind])[name]
-    assert value == pytest.approx(by_other_means(torch.arange(count)), rel=1e-12)
+    task, dense = copy.copy(KINDS[kind]), replace(predictions, values=labels) if METRICS[name].own else predictions
+    task.references = lambda batches: labels
+    found = Judge([{"labels": labels}], dense, (name,), task).judgement(predictions)
+    assert found.quality == pytest.approx(by_other_means(torch.arange(count)), rel=1e-12)
     draws = torch.randint(0, count, (100, count), generator=torch.Generator().manual_seed(0))
     expected = np.std([by_other_means(draw) for draw in draws], ddof=1)
-    found = standard_error(name, *metric_inputs(predictions, labels, names=[name], task=KINDS[kind]))
-    assert found == pytest.approx(expected, rel=1e-10)
-    assert found > 0
+    assert found.standard_error == pytest.approx(expected, rel=1e-10)
+    assert found.standard_error > 0
 
 
 def test_stability_is_the_share_of_equal_classes_or_of_numbers_within_the_tolerance():
@@ -213,7 +219,7 @@ def test_a_correlation_with_a_constant_is_zero_and_warns(name, constant, caplog)
     kind = METRICS[name].of
     logits = predictions[:, None].float() if kind == "numbers" else torch.nn.functional.one_hot(predictions, 3).float()
     with caplog.at_level(logging.WARNING):
-        assert compute_metrics(given(logits), references, names=[name], task=KINDS[kind]) == {name: 0.0}
+        assert metrics_of(given(logits), references, name) == {name: 0.0}
     assert caplog.messages == [f"{name} is undefined because all {constant} are equal: 0.0 is returned"]
 
 
@@ -237,4 +243,4 @@ def test_metrics_that_do_not_fit_are_refused_all_at_once(names, how, message):
 
 def test_predictions_that_do_not_fit_are_refused():
     with pytest.raises(RecipeError, match="got 'pearson', which is for numbers"):
-        compute_metrics(given(torch.zeros(2, 2)), torch.tensor([0, 1]), names=["pearson"], task=KINDS["classes"])
+        metrics_of(given(torch.zeros(2, 2)), torch.tensor([0, 1]), "pearson")

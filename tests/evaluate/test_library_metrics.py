@@ -16,7 +16,7 @@ from support.reading import classifying, given
 
 from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.evaluate import metrics
-from hies_export.evaluate.judge import compute_metrics
+from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.metrics import METRICS, check_metrics, find_metric, higher_is_better
 
 SCRIPT = """
@@ -62,13 +62,19 @@ def script(folder: Path, name: str, result: str, *, dtype: str = "int64", higher
     return str(folder / name)
 
 
+def metrics_of(logits: torch.Tensor, labels: torch.Tensor, *names: str) -> Any:
+    """Return the metrics that a judge of the dense model gives it on batches with these labels."""
+    found = given(logits)
+    return Judge([{"labels": labels}], found, names, classifying(found.kind)).of(found).metrics
+
+
 def test_a_metric_of_classes(tmp_path: Path) -> None:
     name = script(tmp_path, "hits_of_one", '{"hits_of_one": (predictions[references == 1] == 1).mean()}')
     check_metrics(["accuracy", name])
     logits, labels = torch.randn(60, 3), torch.randint(0, 3, (60,))
     classes = logits.argmax(-1).numpy()
     hits = [classes[i] == 1 for i in range(60) if labels[i] == 1]
-    values = compute_metrics(given(logits), labels, names=["accuracy", name], task=classifying())
+    values = metrics_of(logits, labels, "accuracy", name)
     assert values == {"accuracy": (classes == labels.numpy()).mean(), name: pytest.approx(np.mean(hits))}
     assert METRICS[name].higher_is_better
 
@@ -78,7 +84,7 @@ def test_a_metric_of_numbers_of_which_less_is_better(tmp_path: Path) -> None:
     result = '{"distance": np.abs(predictions - references).mean()}'
     name = script(tmp_path, "mean_distance", result, dtype="float64", higher_is_better=False)
     logits, labels = torch.randn(20, 1), torch.rand(20)
-    values = compute_metrics(given(logits), labels, names=[name], task=classifying("numbers"))
+    values = metrics_of(logits, labels, name)
     assert values == {name: pytest.approx((logits[:, 0] - labels).abs().mean().item())}
     assert (find_metric(name).of, higher_is_better(name)) == ("numbers", False)
 
@@ -112,7 +118,7 @@ def test_a_script_that_does_not_load_or_fails_on_the_predictions_is_quoted(tmp_p
     name = script(tmp_path, "binary", '{"binary": float([0.0, 1.0][predictions.max()])}')
     check_metrics([name])
     with pytest.raises(DataError, match="binary' must give one number .*list index out of range"):
-        compute_metrics(given(torch.eye(3)), torch.arange(3), names=[name], task=classifying())
+        metrics_of(torch.eye(3), torch.arange(3), name)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from hies_export import DataError, PruningRecipe, collect_statistics, find_attention, load, prune, score_compensated
-from hies_export.evaluate.judge import compute_metrics
+from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict, references
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TASKS, task_of
@@ -101,7 +101,7 @@ def test_predictions_and_perplexity_are_those_of_all_logits(
     found, task = predict(model, batches), task_of(model)
     assert found.values.tolist() == tokens
     wanted = references(batches, task)
-    metrics = compute_metrics(found, wanted, names=("perplexity", "token_accuracy"), task=task)
+    metrics = Judge(batches, found, ("perplexity", "token_accuracy"), task).of(found).metrics
     assert metrics["perplexity"] == pytest.approx(np.exp(np.mean(nll)), rel=1e-5)
     assert metrics["token_accuracy"] == np.mean([one == two for one, two in zip(tokens, wanted.tolist(), strict=True)])
 

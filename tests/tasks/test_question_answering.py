@@ -23,7 +23,7 @@ from transformers import AutoModelForQuestionAnswering, LlamaConfig, LlamaForQue
 from hies_export import DataError, HiesError, PruneResult, load, masked_units, prune
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import inputs_of, samples_of
-from hies_export.evaluate.judge import compute_metrics
+from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict, predict_by, references
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
@@ -135,8 +135,9 @@ def test_exact_match_and_f1_are_those_of_the_paper() -> None:
     points = [torch.tensor([*map(ord, context)]) for context in contexts]
     context = torch.nn.utils.rnn.pad_sequence(points, batch_first=True, padding_value=-1)
     batch = {"question": torch.arange(len(rows)), "context": context, "answers": torch.tensor(wanted)}
+    batch["labels"] = torch.zeros(len(rows), 2, dtype=torch.int64)
     found = TASK.join([(torch.tensor(spans), torch.zeros(len(rows)))], [batch])
-    values = compute_metrics(found, TASK.references([batch]), names=TASK.metrics, task=TASK)
+    values = Judge([batch], found, TASK.metrics, TASK).of(found).metrics
     naive = np.array([squad(given, right) for given, right in rows])
     assert 0 < naive[:, 0].mean() < naive[:, 1].mean() < 1
     assert values == {"answer_exact": pytest.approx(naive[:, 0].mean()), "answer_f1": pytest.approx(naive[:, 1].mean())}

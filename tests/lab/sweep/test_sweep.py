@@ -18,8 +18,8 @@ from hies_export import Constraints, PruningRecipe, compensate, count_flops, pru
 from hies_export.cli.main import main
 from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RequestError
-from hies_export.evaluate.judge import compute_metrics
-from hies_export.evaluate.predict import predict, references
+from hies_export.evaluate.judge import Judge
+from hies_export.evaluate.predict import predict
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.stages import calibrate, compare
@@ -124,11 +124,10 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
         found["slicegpt"] = predict(model, evaluation)
         with fine_tuned(model, sites, unlabelled, targets):
             found["slicegpt-tuned"] = predict(model, evaluation)
-    task = task_of(model)
-    labels = references(evaluation, task)
+    judge = Judge(evaluation, dense, ("accuracy",), task_of(model))
     for name, logits in found.items():
         row = rows[name, "none"]
-        assert row["quality"] == compute_metrics(logits, labels, names=["accuracy"], task=task)["accuracy"]
+        assert row["quality"] == judge.of(logits).metrics["accuracy"]
         assert row["stability"] == share_same(dense, logits)
         assert (row["flops_ratio"], row["heads_removed"]) == (None, None)
         assert row["calibration_samples"] == (8 if name == "llm-pruner-channel" else 40)
