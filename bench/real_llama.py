@@ -188,7 +188,7 @@ class Bench:
         for folder in options.other_texts:
             rows = reading.load(files={"test": folder / "test.txt.gz"}, split="test", samples=options.judged)
             batches = reading.read(rows, size=options.batch, use="judge")
-            judges[folder.name] = Judge.on(base.model, batches, metrics=("perplexity",))
+            judges[folder.name] = base.judge(batches, metrics=("perplexity",))
         return judges
 
     def _of_tasks(self) -> dict[str, Judge]:
@@ -211,7 +211,7 @@ class Bench:
             if label is None:
                 batches = [{key: x for key, x in batch.items() if key not in CHOICE_KEYS} for batch in batches]
                 metric = "exact_match"
-            judges[task] = Judge.on(base.model, batches, metrics=(metric,))
+            judges[task] = base.judge(batches, metrics=(metric,))
         return judges
 
 

@@ -14,12 +14,11 @@ import torch
 from pydantic import FiniteFloat
 
 from ..data.batches import Batch, is_of_documents, samples_of
-from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, Found
-from ..tasks import Predictions, Task, task_of
+from ..tasks import Predictions, Task
 from .interval import CONFIDENCE, ratio_ends, share_ends, variance_of_mean
 from .metrics import METRICS, check_metrics, find_metric, quality_loss, value_of
-from .predict import predict, references
+from .predict import references
 from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
 
 logger = logging.getLogger(__name__)
@@ -98,32 +97,6 @@ class Judge:
     # on the dense index, but all rows are predicted, so that `ranking` has the numbers of both indices.
     index: Index = "dense"
     ranked: Ranked | None = None  # what the dense model ranks; by default that of `batches` and `dense`
-
-    @classmethod
-    def on(
-        cls,
-        model: Any,
-        batches: Sequence[Batch],
-        *,
-        metrics: tuple[str, ...],
-        task: Task | None = None,
-        confidence: float = CONFIDENCE,
-        as_of: int | None = None,
-        index: Index = "dense",
-        dense: Predictions | None = None,
-        progress: Progress = SILENT,
-    ) -> Judge:
-        """Predict the batches with the dense model, and return the judge of other models on them.
-
-        `dense` are its predictions if they are already known. With the index "dense", the judge leaves out batches of
-        documents.
-        """
-        task = task or task_of(model, batches[0] if batches else None)
-        if dense is None:
-            dense = predict(model, batches, task=task, progress=progress)
-            warn_if_no_better_than_commonest(task, dense, batches)
-        judge = cls(batches, dense, metrics, task, confidence, as_of, index)
-        return judge.on_dense_index() if index == "dense" else judge
 
     def on_dense_index(self) -> Judge:
         """Return the judge of the queries alone, against the dense model's vectors of the documents.

@@ -154,9 +154,13 @@ class Pruning:
         return next((shape for shape in of_batch if shape[1] == (timed.sequence or rows)), of_batch[0])
 
     def judge(self, batches: Sequence[Batch], *, progress: Progress = SILENT, **how: Any) -> Judge:
-        """Return the judge of other models on some rows; see `Judge.on` for other options."""
+        """Return the judge of other models on some rows; `how` are fields of `Judge`.
+
+        With the index "dense", which is the default, the judge leaves out batches of documents.
+        """
         dense = self.dense_predictions(batches, progress)
-        return Judge.on(self.model, batches, **{"metrics": self.metrics, "task": self.task, "dense": dense, **how})
+        judge = Judge(batches, dense, **{"metrics": self.metrics, "task": self.task, **how})
+        return judge.on_dense_index() if judge.index == "dense" else judge
 
     def dense_predictions(self, batches: Sequence[Batch], progress: Progress = SILENT) -> Predictions:
         """Return the dense model's predictions of some batches; those of judged `rows` are predicted once.

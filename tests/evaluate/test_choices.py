@@ -81,7 +81,7 @@ def test_likelihoods_are_those_of_one_choice_at_a_time(size: int) -> None:
     per_character = [np.divide(of, [*map(len, row["choices"])]) for of, row in zip(expected, ROWS, strict=True)]
     chosen = [[np.argmax(of) for of in scores] for scores in (expected, per_character)]
     wanted = [np.mean(np.equal(choices, labels)) for choices in chosen]
-    quality = Judge.on(model, batches, metrics=BOTH).of(found)
+    quality = Judge(batches, found, BOTH, TASK).of(found)
     assert [quality.metrics[name] for name in BOTH] == pytest.approx(wanted)
     assert 0 < wanted[0] != wanted[1] < 1
     assert quality.stability == 1.0

@@ -32,18 +32,6 @@ def embedded(vectors: Tensor) -> Predictions:
     return given(vectors, "embeddings")
 
 
-class Lookup(torch.nn.Module):
-    """A model that predicts what it was given for each row, which `input_ids` number."""
-
-    def __init__(self, of: Tensor):
-        super().__init__()
-        self.of = torch.nn.Parameter(of)
-        self.config = type("Config", (), {"use_cache": False})()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        return type("Output", (), {"sentence_embedding": self.of[input_ids[:, 0]]})()
-
-
 def batch(rows: Tensor, **keys: Tensor) -> dict[str, Tensor]:
     ids = torch.stack([rows, torch.full_like(rows, 7)], 1)
     return {"input_ids": ids, "attention_mask": torch.tensor([[1, 0]]).expand(len(rows), 2), **keys}
@@ -284,10 +272,9 @@ def test_on_the_dense_index_only_queries_are_predicted_again() -> None:
     batches = searches()
     dense, slim = vectors(39)
     names = embedding().usual_metrics(rows="queries")
-    of = {
-        index: Judge.on(Lookup(dense), batches, metrics=names, task=embedding(), index=index)
-        for index in ("dense", "slim", None)
-    }
+    found = embedded(dense)
+    of = {index: Judge(batches, found, names, embedding(), index=index) for index in ("slim", None)}
+    of["dense"] = of[None].on_dense_index()
     assert sum(len(one["query"]) for one in of["dense"].batches) == 9
     assert samples_of(of["dense"].batches) == samples_of(batches) == 9
     assert len(of["slim"].batches) == len(of[None].batches) == len(batches)
@@ -312,7 +299,7 @@ def test_on_the_dense_index_only_queries_are_predicted_again() -> None:
 def test_what_is_kept_and_lost_is_the_first_metric() -> None:
     batches = searches(queries=200, documents=300)
     dense, slim = vectors(500)
-    judge = Judge.on(Lookup(dense), batches, metrics=("mrr@10", "ndcg@10"), task=embedding())
+    judge = Judge(batches, embedded(dense), ("mrr@10", "ndcg@10"), embedding()).on_dense_index()
     found = embedded(slim[:200])
     before, after = (judge.rankings(of).mrr.numpy() for of in (judge.dense, found))  # type: ignore[union-attr]
     kept, low = judge.kept(found)

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from hies_export import PruningRecipe, Report, load
 from hies_export.checkpoint.save import REFIT
-from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline import run as running
 from hies_export.pipeline.pruning import Pruning
@@ -90,7 +89,7 @@ def test_what_is_evaluated_is_what_was_saved(project: Path, evaluated: list[PreT
     saved = load(project / "out" / "slim", dtype=torch.float32)
     assert_near(evaluated[0].state_dict(), saved.state_dict())
     prepared = load_pruning(PruningRecipe.from_yaml(project / "recipe.yaml"))
-    judge = Judge.on(prepared.model, prepared.rows.evaluation, metrics=prepared.metrics)
+    judge = prepared.judge(prepared.rows.evaluation)
     quality = judge.of(predict(saved, prepared.rows.evaluation))
     report = Report.from_file(project / "out")
     assert report.quality.slim == quality.metrics[report.quality.metric]
