@@ -39,6 +39,7 @@ from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection, VocabularySection
 from ..report.provenance import Request
 from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
+from ..tasks.given import unlabelled
 from ..vocabulary.kept import check_request
 from .delivery import Delivery, check_delivery, exporter_of
 from .draw import Drawn, Draws, Promise, Splits, all_looks, draw, evaluated, hold_out
@@ -218,7 +219,7 @@ def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
     return Rows(
         score=reading.read(drawn.scoring, size=size),
         held_out=held_out,
-        refit=reading.read(drawn.compensation, size=size, use="refit"),
+        refit=unlabelled(reading.read(drawn.compensation, size=size), reading.task),
         # The compounds of `deploy` keep the promise that its cuts keep.
         promise=reading.to_judge(drawn.promised, size)[0] if recipe.deploy is None else held_out,
         untrimmed={"held_out": dense},
@@ -294,7 +295,7 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     task = _Checkpoint.of(recipe).reading().task
     draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
     drawn = draw(splits_of(recipe), rows_of(recipe, task), recipe.options, draws)
-    return task.read(drawn.compensation, size=recipe.calibration.batch_size, use="refit")
+    return unlabelled(task.read(drawn.compensation, size=recipe.calibration.batch_size), task)
 
 
 def _in_order(reading: Task | Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:

@@ -24,9 +24,9 @@ Item = TypeVar("Item")
 AT_ONCE = 64
 # The fields of a recipe's `data` that name columns.
 COLUMNS = ("text", "image", "messages", "prompt", "answer", "query", "document", "label", "group")
-# What rows are read for: to score units by their labels, to refit without them, to judge predictions with all that
-# metrics compare, or to time rows in their own order.
-Use = Literal["score", "refit", "judge", "time"]
+# What rows are read for: to score units by their labels, to judge predictions with all that metrics compare, or to time
+# rows in their own order.
+Use = Literal["score", "judge", "time"]
 
 
 @dataclass(frozen=True)
@@ -228,14 +228,8 @@ class Task(ABC):
         return rows
 
     def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
-        """Return samples as batches for `model(**batch)`, in their order; without labels to refit.
-
-        Labels stay if they say where predictions are read.
-        """
-        task = self
-        if use == "refit" and not self.places_by_labels:
-            task = self._changed(columns=self.columns.model_copy(update={"label": None}))
-        return list(task.batches(samples, size, use)) if len(samples) else []
+        """Return samples as batches for `model(**batch)`, in their order."""
+        return list(self.batches(samples, size, use)) if len(samples) else []
 
     def in_full(self: AnyTask) -> AnyTask:
         """Return a task that reads all that rows have; by default, this one."""

@@ -61,8 +61,6 @@ class TextGeneration(Task):
     # Whether every choice becomes a row of a batch to judge, without the end-of-text token. Such batches describe their
     # rows (`CHOICE_KEYS`), and predictions are those of choices.
     every_choice = False
-    # Whether packing drops the incomplete last block.
-    whole_blocks = True
 
     def of_choices(self: AnyTask) -> AnyTask:
         """Return a copy of the task that is judged by the likelihood of every choice."""
@@ -76,8 +74,8 @@ class TextGeneration(Task):
         return columns_of_chats(features) if "messages" in cls.reads else None
 
     def in_full(self: AnyTask) -> AnyTask:
-        """Return a copy of the task that reads every choice, and the incomplete last block."""
-        return self._changed(every_choice=self.columns.label is not None, whole_blocks=False)
+        """Return a copy of the task that reads every choice."""
+        return self._changed(every_choice=self.columns.label is not None)
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
         """Yield the tokens, (tokens,) int64, of each block, or of each row without a limit on its length."""
@@ -121,8 +119,8 @@ class TextGeneration(Task):
         length = data.token_limit(self.processor, self.config, self.columns.max_length) or BLOCK_LENGTH
         if self.columns.max_length is None:
             length = min(length, BLOCK_LENGTH)
-        how: dict[str, Any] = {"length": length - len(self._begin), "whole": self.whole_blocks}
-        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, **how)
+        length -= len(self._begin)
+        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of blocks or of plain texts, or of prompts with answers or conversations, cut on the left."""
@@ -488,14 +486,11 @@ def cut_on_the_left(ids: list[int], judged: list[bool], limit: int | None, token
     return [ids[place] for place in kept], [judged[place] for place in kept]
 
 
-def pack_text(
-    rows: datasets.Dataset, *, column: str, tokenizer: Any, length: int, whole: bool = True
-) -> datasets.Dataset:
+def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: int) -> datasets.Dataset:
     """Tokenise all texts, join them, and cut them into blocks: one row each, of `length` tokens in the column `BLOCK`.
 
     Tokens go to a temporary file, so that memory does not grow with the number of rows, except for a running text,
-    which is tokenised in one piece. If all blocks must be `whole`, an incomplete last one is dropped, unless it is the
-    only one.
+    which is tokenised in one piece. An incomplete last block is dropped, unless it is the only one.
 
     Each row is a separate text, and the tokenizer's end-of-text (or else begin-of-text) token separates them. Rows from
     a txt file, or rows of which some are blank (as in WikiText), are instead the lines of one running text, joined by
@@ -529,8 +524,6 @@ def pack_text(
         tokens = np.memmap(file, dtype=np.int64, mode="r", shape=(count,))
     length = min(length, count)
     starts = np.arange(0, count - count % length + 1, length, dtype=np.int64)
-    if not whole and starts[-1] < count:
-        starts = np.append(starts, count)
     # Blocks are views of the mapped tokens.
     blocks = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(tokens[: starts[-1]]))
     return datasets.Dataset(datasets.table.InMemoryTable(pa.table({BLOCK: blocks})))

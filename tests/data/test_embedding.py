@@ -57,7 +57,7 @@ def encoder(**options: Any) -> TextEncoder:
     return embedder(BertModel(BertConfig(vocab_size=40, **sizes)), tokenizer(), **options)
 
 
-@pytest.mark.parametrize("use", ["score", "refit", "judge", "time"])
+@pytest.mark.parametrize("use", ["score", "judge", "time"])
 def test_texts_alone_are_read_once_and_need_no_description(use: Use, caplog: pytest.LogCaptureFixture) -> None:
     rows = rows_of(text=["a b c", "d", "a b c", "e f", "d", "g h i j", "", " \n"])
     found = read(reader(text=("text",)), rows, size=2, use=use)
@@ -212,9 +212,9 @@ CANDIDATES = {
 def test_candidates_are_numbered_by_their_query_and_have_grades_when_judged() -> None:
     rows = rows_of(**CANDIDATES)
     of = reranker(label="label")
-    for found in (read(of, rows, size=3), read(of, rows, size=3, use="refit")):
-        assert torch.cat([batch["group"] for batch in found]).tolist() == [0, 1, 0, 2, 1]
-        assert all(set(batch) == {"input_ids", "attention_mask", "token_type_ids", "group"} for batch in found)
+    found = read(of, rows, size=3)
+    assert torch.cat([batch["group"] for batch in found]).tolist() == [0, 1, 0, 2, 1]
+    assert all(set(batch) == {"input_ids", "attention_mask", "token_type_ids", "group"} for batch in found)
     found = read(of, rows, size=3, use="judge")
     assert torch.cat([batch["grades"] for batch in found]).tolist() == [1, 0, 2, 1, 3]
     assert found[0]["grades"].dtype == torch.float32

@@ -22,6 +22,7 @@ from hies_export.evaluate.predict import predict, references
 from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TextGeneration
+from hies_export.tasks.given import unlabelled
 
 LETTERS = "abcdefghijkl"
 ROWS = [
@@ -110,7 +111,7 @@ def test_scoring_still_reads_the_right_choice_to_the_end_of_the_text() -> None:
     assert [word(i) for i in right["labels"][0].tolist() if i >= 0] == ["d", "e", "</s>"]
     assert [[word(i) for i in row.tolist() if i >= 0] for row in every["labels"]] == [["c"], ["d", "e"]]
     assert "choice" not in right
-    (refit,) = reader.read(reader.draw(columns_of(rows)), size=8, use="refit")
+    (refit,) = unlabelled([right], reader)
     assert torch.equal(refit["labels"], right["labels"])
 
 
