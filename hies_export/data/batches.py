@@ -32,10 +32,10 @@ GROUP_KEY = "group"
 ROW_KEYS = (*CHOICE_KEYS, *TEXT_KEYS, GROUP_KEY)
 # Key of a batch, (rows, tokens) bool: the tokens at which a prediction is read.
 JUDGED_KEY = "judged"
-# Keys of a batch of texts with questions or entities, (rows, tokens) int64: the characters of the text where each token
-# (of entities, the word that it is the first of) begins and ends, -1 at other tokens.
+# Keys of a batch of questions, (rows, tokens) int64: the characters of the text where each token begins and ends, -1 at
+# tokens that cannot be an answer.
 TOKEN_PLACES = ("begins", "ends")
-# Further keys of a batch of questions, (rows, characters) and (rows, answers, 2): the text, and its right answers.
+# Further keys of it, (rows, characters) and (rows, answers, 2): the text, and its right answers.
 ANSWER_KEYS = ("context", "answers")
 # Key of a batch whose labels are the dense model's own predictions, (rows,) bool.
 OWN_KEY = "own"

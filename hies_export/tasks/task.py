@@ -43,7 +43,6 @@ class Predictions:
         nll: The negative log-likelihood of each label token, (values,) float32, in nats.
         characters: The length of each choice, (questions, choices), or of all labels of a sample, (samples,), float64.
         contexts: The text that each question is about.
-        places: The characters of a text where each word begins and ends, (values, 2) int64; None for lists of words.
     """
 
     kind: str
@@ -53,7 +52,6 @@ class Predictions:
     nll: Tensor | None = None
     characters: Tensor | None = None
     contexts: Sequence[str] | None = None
-    places: Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of samples."""

@@ -17,7 +17,7 @@ from .task import Predictions, Task, Use, batched, check_same_samples, random_pr
 
 logger = logging.getLogger(__name__)
 
-# Its type, its first word and the word after its last one; in a text, the characters where it begins and ends.
+# Its type, and the numbers of its first word and of the word after its last one.
 Entity = tuple[str, int, int]
 # What is no word: a text with spaces, or in a script without any: Thai, Lao, Tibetan, Burmese, Khmer, kana or Han.
 _NO_WORD = re.compile("\\s|[\u0e01-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
@@ -49,8 +49,7 @@ class TokenClassification(Task):
     the model's classes are so named; see `places_in_entities`. All other words have `O`.
 
     Batches have `judged` (batch, tokens) bool, the first token of every word, where its class is read, and `labels`
-    (batch, tokens) int64, -100 at all other tokens; of texts also `begins` and `ends`, the characters of the words.
-    Words beyond the length limit are cut off.
+    (batch, tokens) int64, -100 at all other tokens. Words beyond the length limit are cut off.
     """
 
     name = "token-classification"
@@ -114,9 +113,6 @@ class TokenClassification(Task):
                 elif labels is not None:
                     classes.append(self._of_spans(words[-1], of_row))
             found[data.JUDGED_KEY] = _by_token(found, [dict.fromkeys(first, True) for first in words], False)
-            for side, key in enumerate(() if split else data.TOKEN_PLACES):
-                places = [{token: place[side] for token, place in first.items()} for first in words]
-                found[key] = _by_token(found, places, -1)
             if labels is not None:
                 found["labels"] = _by_token(found, classes, data.IGNORED)
             batch = data.as_batch(found, self.processor, self.config)
@@ -230,15 +226,9 @@ class TokenClassification(Task):
 
     def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
         """Return the classes of all words, of which those of a sample are one prediction."""
-        judged = [_judged(batch) for batch in batches]
-        counts = torch.cat([mask.sum(-1) for mask in judged]).cpu()
-        sample, places = torch.arange(len(counts)).repeat_interleave(counts), None
-        if all(batch.keys() >= set(data.TOKEN_PLACES) for batch in batches):
-            # (batch, tokens, 2) of each batch.
-            spans = (torch.stack([batch[key] for key in data.TOKEN_PLACES], -1) for batch in batches)
-            places = torch.cat([of[mask] for of, mask in zip(spans, judged, strict=True)]).cpu()
-        classes = torch.cat([classes for classes, _ in kept])
-        return Predictions(self.predicts, classes, sample, joint=True, places=places)
+        counts = torch.cat([_judged(batch).sum(-1) for batch in batches]).cpu()
+        sample = torch.arange(len(counts)).repeat_interleave(counts)
+        return Predictions(self.predicts, torch.cat([classes for classes, _ in kept]), sample, joint=True)
 
     def references(self, batches: Sequence[Batch]) -> Tensor:
         """Return the classes of all words, (words,)."""
@@ -271,15 +261,8 @@ class TokenClassification(Task):
 
     def entities(self, predictions: Predictions, classes: Tensor) -> list[set[Entity]]:
         """Return the entities of each sample of the predictions; `classes` (words,) are those of all words in order."""
-        places, counts = places_in_entities(self.names), self._counts(predictions)
-        found = [entities_of([places[number] for number in of.tolist()]) for of in classes.split(counts)]
-        if predictions.places is None:
-            return found
-        texts = [of.tolist() for of in predictions.places.split(counts)]
-        return [
-            {(kind, text[first][0], text[end - 1][1]) for kind, first, end in of}
-            for of, text in zip(found, texts, strict=True)
-        ]
+        places, of_samples = places_in_entities(self.names), classes.split(self._counts(predictions))
+        return [entities_of([places[number] for number in of.tolist()]) for of in of_samples]
 
     @staticmethod
     def _counts(predictions: Predictions) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.batches import FILL, IGNORED, JUDGED_KEY, PIECE_KEY, TOKEN_PLACES, Batch, padded, size_of
+from ..data.batches import FILL, IGNORED, JUDGED_KEY, PIECE_KEY, Batch, padded, size_of
 from ..model.tokens import longest_sequence
 from ..tasks import Predictions, Task
 from ..tasks.text_generation import WHOLE
@@ -103,7 +103,7 @@ class Recut:
         slim["input_ids"] = masks.where((ids != tokens).repeat_interleave(counts), pieces)
         went = torch.tensor([token not in self.kept.numbers for token in tokens.tolist()])
         slim[PIECE_KEY] = torch.cat([torch.arange(1, len(cut) + 1) for cut in cuts]) * went.repeat_interleave(counts)
-        for name in {*row} & {JUDGED_KEY, *TOKEN_PLACES, *([] if self.labels else ["labels"])}:
+        for name in {*row} & {JUDGED_KEY, *([] if self.labels else ["labels"])}:
             slim[name] = slim[name].masked_fill(slim[PIECE_KEY] > 1, FILL.get(name, 0))  # the first piece has it
         if has_labels:
             labelled = slim["labels"] != IGNORED
