@@ -22,34 +22,25 @@ _NO_LABEL = (-1, -100)
 LABELS = ("labels", "label", "label_ids")
 # Those of numbers, such as how alike two texts are.
 _SCORES = (*LABELS, "score", "similarity_score")
-# How names of classes say which word of an entity they are for, and its type: B-PER, b_per, PER-B, or a letter alone.
-# The letters are those of IOB (B for the first word, I for others), IOBES and BILOU (E or L for the last, S or U for an
-# only one), BMES and BMEWO (M for others, W for an only one).
-_PLACED = [
-    re.compile(rf"{before}(?P<place>[BIMELSUW]){after}", re.IGNORECASE)
-    for before, after in (("", "-(?P<type>.+)"), ("", "_(?P<type>.+)"), ("(?P<type>.+)[-_]", ""), ("", "(?P<type>)"))
-]
+# How names of classes say which word of an entity they are for, and its type: B-PER. The letters are those of IOB (B
+# for the first word, I for others), IOBES and BILOU (E or L for the last, S or U for an only one), BMES and BMEWO (M
+# for others, W for an only one).
+_PLACED = re.compile(r"(?P<place>[BIMELSUW])-(?P<type>.+)", re.IGNORECASE)
 
 
 def places_in_entities(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return, for the name of each class of words, the letter of its place in an entity and the type of the entity.
 
     The letter is one of `BIMELSUW`, and S for a name without one, whose words are entities by themselves. For `O`, both
-    are empty. For letters alone, the type is `_`, as in seqeval.
+    are empty.
     """
-    outside = [name.upper() == "O" for name in names]
-    for number, pattern in enumerate(_PLACED):
-        found = [pattern.fullmatch(name) for name in names]
-        # A letter behind a type or alone counts only if all names have one.
-        fits = number < 2 or all(match or out for match, out in zip(found, outside, strict=True))
-        # Without words that begin or go on, a letter is a part of a name.
-        if fits and {match["place"].upper() for match in found if match} & set("BIM"):
-            break
-    else:
+    found = [_PLACED.fullmatch(name) for name in names]
+    # Without words that begin or go on, a letter is a part of a name.
+    if not {match["place"].upper() for match in found if match} & set("BIM"):
         found = [None] * len(names)
     return [
-        ("", "") if out else (match["place"].upper(), match["type"] or "_") if match else ("S", name)
-        for name, match, out in zip(names, found, outside, strict=True)
+        ("", "") if name.upper() == "O" else (match["place"].upper(), match["type"]) if match else ("S", name)
+        for name, match in zip(names, found, strict=True)
     ]
 
 

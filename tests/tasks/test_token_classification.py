@@ -71,33 +71,21 @@ def entities(tags: Sequence[str], names: Sequence[str] = TAGS) -> set[tuple[str,
     return entities_of([places[names.index(tag)] for tag in tags])
 
 
-# How a class is named -> its prefix and type in seqeval's words.
-WRITINGS = {
-    "{0}-{1}": lambda tag: tag,
-    "{0}_{1}": lambda tag: f"{tag[0]}-{tag[2:]}",
-    "{1}-{0}": lambda tag: f"{tag[-1]}-{tag[:-2]}",
-    "{1}_{0}": lambda tag: f"{tag[-1]}-{tag[:-2]}",
-    "{0}": lambda tag: tag,
-}
-
-
-@pytest.mark.parametrize("writing", WRITINGS)
 @pytest.mark.parametrize("lower", [False, True])
 @pytest.mark.parametrize("prefixes", ["BI", "I", "BIES", "BMES"])
-def test_entities_are_those_of_seqeval(prefixes: str, writing: str, lower: bool) -> None:
+def test_entities_are_those_of_seqeval(prefixes: str, lower: bool) -> None:
     """seqeval knows no M: it is I in a scheme that has one only."""
     get_entities = seqeval(".sequence_labeling").get_entities
     given = prefixes.lower() if lower else prefixes
-    names = ["o" if lower else "O", *(writing.format(prefix, kind) for prefix in given for kind in ("x", "y-z"))]
+    names = ["o" if lower else "O", *(f"{prefix}-{kind}" for prefix in given for kind in ("x", "y-z"))]
     for tags in draw(names, 150):
-        known = ["O" if tag in "oO" else WRITINGS[writing](tag) for tag in tags]
-        known = [tag[0].upper().replace("M", "I") + tag[1:] for tag in known]
+        known = [tag[0].upper().replace("M", "I") + tag[1:] for tag in tags]
         wanted = {(kind, start, end + 1) for kind, start, end in get_entities(known)}
         assert entities(tags, names) == wanted, tags
 
 
 @pytest.mark.parametrize(
-    "names", [["O", "S", "VERB"], ["E-mail", "S-Bahn", "O"], ["S", "N", "B"], ["x-S", "I-x_y", "O"]]
+    "names", [["O", "S", "VERB"], ["E-mail", "S-Bahn", "O"], ["S", "N", "B"], ["x-B", "I-x_y", "O"]]
 )
 def test_other_names_are_types_without_a_place(names: list[str]) -> None:
     for tags in draw(names, 50):
