@@ -307,10 +307,7 @@ def _value(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[st
     value = value_of(name, given, wanted, options)
     if not math.isnan(value):
         return value
-    sides = {"predictions": given, "references": wanted}
-    constant = [side for side, array in sides.items() if (array == array[:1]).all()]
-    reason = f" because all {constant[0]} are equal" if constant else ""
-    logger.warning("%s is undefined%s: 0.0 is returned", name, reason)
+    logger.warning("%s is undefined: 0.0 is returned", name)
     return 0.0
 
 

@@ -119,12 +119,6 @@ def class_numbers(
     names = _names_of_values(values, feature, classes)
     found = {value: classes.find(name) for value, name in names.items()}
     if any(numbers and value not in numbers for value, numbers in found.items()):
-        if classes.are_numbers and not isinstance(feature, datasets.ClassLabel):
-            logger.warning(
-                "the labels in %r are whole numbers, and so are the model's class names (%s): they are matched by name",
-                column,
-                classes,
-            )
         return _in_lists(lists, _numbers_of_names({value: names[value] for value in values}, column, classes))
     if isinstance(feature, datasets.ClassLabel) and not all(map(found.get, values)):
         _check_numbering(feature.names, column=column, classes=classes)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
-from ..errors import DataError, listed, quoted
+from ..errors import DataError, quoted
 from .labels import ClassNames, class_numbers, places_in_entities
 from .late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, check_same_samples, random_projection
-
-logger = logging.getLogger(__name__)
 
 # Its type, and the numbers of its first word and of the word after its last one.
 Entity = tuple[str, int, int]
@@ -65,9 +61,7 @@ class TokenClassification(Task):
 
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config, **options)
-        self.names = tuple(ClassNames(config).names)
-        if all(name.casefold().removeprefix("label_").isdecimal() for name in self.names):
-            _warn_of_names(self.names)
+        self.names = ClassNames(config).names
 
     @classmethod
     def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -308,16 +302,6 @@ def _judged(batch: Batch) -> Tensor:
     if "labels" in batch:
         return batch["labels"] != data.IGNORED
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
-
-
-@cache
-def _warn_of_names(names: tuple[str, ...]) -> None:
-    """Warn, once for these names, that they tell no entities."""
-    logger.warning(
-        "the model's classes are named %s, which tells no entities: every word counts as one; name them in id2label of "
-        "its config as they were trained, such as O, B-PER and I-PER",
-        listed(names, most=3),
-    )
 
 
 def _span(span: Any, length: int, names: Sequence[str] | None, classes: ClassNames, where: str) -> _Span:

@@ -118,7 +118,7 @@ def test_an_undefined_metric_is_zero_and_logged_once_however_often_it_is_resampl
     assert caplog.messages == []
     constant = torch.tensor([[1.0, 0.0]]).repeat(4, 1)
     assert judge.judgement(given(constant)) == Judgement(0.0, 0.0, 0.25)
-    assert caplog.messages == ["matthews_correlation is undefined because all predictions are equal: 0.0 is returned"]
+    assert caplog.messages == ["matthews_correlation is undefined: 0.0 is returned"]
 
 
 def texts_of(gained: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,16 +96,6 @@ def test_other_names_are_types_without_a_place(names: list[str]) -> None:
         assert "I-x_y" in names or found == set(wanted)
 
 
-@pytest.mark.parametrize(("name", "told"), [("LABEL_{}", True), ("{}", True), ("B-{}", False), ("NOUN{}", False)])
-def test_classes_without_names_are_told_once(name: str, told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    names = [name.format(number) for number in range(7)]
-    config = tagger(id2label=dict(enumerate(names)), label2id={name: n for n, name in enumerate(names)}).config
-    for _ in range(2):
-        TASK(config)
-    message = f"classes are named {', '.join(names[:3])}"
-    assert [message in record.getMessage() for record in caplog.records] == [True] * told
-
-
 @pytest.mark.parametrize(
     ("tags", "wanted"),
     [
