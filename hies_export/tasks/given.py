@@ -19,7 +19,7 @@ from ..data.rows import fixed_permutation, is_list, own_columns
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, check
 from ..model.text_encoder import TextEncoder
-from ..model.tokens import finds_end_by_padding, is_token, numbers_by_padding
+from ..model.tokens import is_token
 from ..recipe.sections import Columns
 from .classification import CLASSIFIED
 from .labels import LABELS, numbers_column, read_labels
@@ -147,12 +147,7 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, t
             rows = rows.remove_columns(name).add_column(name, numbers)
     must = f"rows of {listed(names)} must form batches, but do not"
     with refusing(must, "pass a processor= that can pad them", DataError):
-        found = list(DataLoader(rows.select_columns(names), batch_size=BATCH_SIZE, collate_fn=collate))
-    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    for batch in found:
-        if is_token(pad, model.config) and {"input_ids", "attention_mask"} <= batch.keys():
-            batch["input_ids"] = batch["input_ids"].where(batch["attention_mask"].bool(), pad)
-    return found
+        return list(DataLoader(rows.select_columns(names), batch_size=BATCH_SIZE, collate_fn=collate))
 
 
 def rows_to_read(
@@ -265,26 +260,11 @@ def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batc
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     if "input_ids" in found and vocabulary is not None:
         check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
-    _check_padding(model, found, place)
+    pad, mask = getattr(model.config.get_text_config(), "pad_token_id", None), found.get("attention_mask")
+    if is_token(pad, model.config) and mask is not None and "input_ids" in found:
+        # Some models tell padding from text by their config's token alone; collators pad with the tokenizer's.
+        found["input_ids"] = found["input_ids"].where(mask.bool(), pad)
     return found
-
-
-def _check_padding(model: PreTrainedModel, batch: Batch, place: str) -> None:
-    """Refuse masked tokens that a model would take for text, because they are not its config's padding token."""
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2 or not is_token(pad, model.config):
-        return
-    real, looked_at = mask.bool(), torch.zeros_like(mask, dtype=torch.bool)
-    if finds_end_by_padding(model):
-        looked_at |= real.flip(-1).cumsum(-1).flip(-1) == 0  # behind the text
-    if numbers_by_padding(model.config):
-        looked_at |= real.cumsum(-1) == 0  # before the text
-    if len(tokens := ids[looked_at & (ids != pad)]):
-        raise DataError(
-            f"texts for {type(model).__name__} must be padded with its config's pad_token_id, {pad}, which tells it "
-            f"padding from text, but {place} has {int(tokens[0])}; pad with {pad}"
-        )
 
 
 def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
