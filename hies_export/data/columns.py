@@ -1,27 +1,21 @@
-"""Read columns: of numbers, and of images, upright and in as many channels of 8 bits as a model takes."""
+"""Read columns: of numbers, and of images, upright and in as many channels as a model takes."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import datasets
 import PIL.Image
-import PIL.ImageOps
+from transformers.image_utils import load_image
 
 from ..errors import DataError, quoted, refusing
 from .rows import column_values, row_name
 
-logger = logging.getLogger(__name__)
-
 # Types of text.
 STRINGS = ("string", "large_string")
-# Channels of a model -> Pillow's mode, where that is not RGB.
-MODES = {1: "L", 4: "RGBA"}
 
 
 def check_each(rows: datasets.Dataset, column: str, fits: Callable[[Any], Any], must: str, remedy: str) -> None:
@@ -79,29 +73,15 @@ def as_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
 
 
 def image_of_row(rows: datasets.Dataset, column: str, row: int, *, channels: int = 3) -> PIL.Image.Image:
-    """Decode the image of one row, upright: grey for one channel, with transparency for four, else as RGB."""
-    refusal = f"every {column!r} must be an image, but {row_name(rows, row)} is not"
-    return _converted(lambda: rows[row][column], refusal, MODES.get(channels, "RGB"))
+    """Decode the image of one row, upright: grey for one channel, else as RGB."""
+    with refusing(f"every {column!r} must be an image, but {row_name(rows, row)} is not", kind=DataError):
+        image = load_image(rows[row][column])
+    return image.convert("L") if channels == 1 else image
 
 
 def image_of_file(file: str | Path) -> PIL.Image.Image:
     """Decode an image file, upright and as RGB."""
-    refusal = f"an image must be a file that Pillow decodes, and {file} is not"
-    return _converted(lambda: PIL.Image.open(file), refusal, "RGB")
-
-
-def _converted(read: Callable[[], PIL.Image.Image], refusal: str, mode: str) -> PIL.Image.Image:
-    """Return an image as `transformers.image_utils.load_image` does: turned as its EXIF data say, and converted.
-
-    Only palettes go through RGBA, to the same colours, as Pillow warns of those with transparency otherwise.
-    """
-    with refusing(refusal, kind=DataError), read() as image:
-        turned = PIL.ImageOps.exif_transpose(image)
-        if turned.mode[0] in "IF":
-            _warn_of_bits(turned.mode)
-        return (turned.convert("RGBA") if turned.mode in ("P", "PA") else turned).convert(mode)
-
-
-@cache
-def _warn_of_bits(mode: str) -> None:
-    logger.warning("images of mode %s have more than 8 bits: values above 255 are cut off, as in pipelines", mode)
+    must = f"an image must be a file that Pillow decodes, and {file} is not"
+    # Opened here, as `load_image` also takes addresses.
+    with refusing(must, kind=DataError), PIL.Image.open(file) as image:
+        return load_image(image)

@@ -18,7 +18,6 @@ from ..model.internals import AutoImageProcessor, never_asking
 from ..model.online import hub_or_cache
 from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, shortest_limit
 from .batches import FILL, image_shape, padded
-from .columns import MODES
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +113,7 @@ def image_shape_of(processor: Any, model: PreTrainedModel) -> tuple[int, ...] | 
     """
     if processor is None or "pixel_values" not in inspect.signature(model.forward).parameters:
         return None
-    mode = MODES.get(getattr(model.config, "num_channels", 3), "RGB")
-    image = PIL.Image.new(mode, (SQUARE, SQUARE))
+    image = PIL.Image.new("L" if getattr(model.config, "num_channels", 3) == 1 else "RGB", (SQUARE, SQUARE))
     return image_shape(getattr(processor, "image_processor", processor)(image, return_tensors="pt"))
 
 

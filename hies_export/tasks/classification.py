@@ -236,4 +236,8 @@ class ImageClassification(Classification):
         images = [data.image_of_row(rows, column, row, channels=channels) for row in part]
         must = f"the image processor must take images of {channels} channels, as the model does, to one size, and fails"
         with refusing(must, "give the one that the model was trained with, or set what it crops to", DataError):
-            return dict(self.processor(images, return_tensors="pt"))
+            found = dict(self.processor(images, return_tensors="pt"))
+            shape = data.image_shape(found)
+            if shape is not None and len(shape) == 3 and shape[0] != channels:
+                raise ValueError(f"it gives {shape[0]} channels")
+        return found

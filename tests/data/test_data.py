@@ -18,7 +18,6 @@ from support.models import save_text_model, word_tokenizer
 from support.reading import reading
 from transformers import BertConfig, DistilBertConfig, LlamaConfig, RobertaConfig, ViTConfig, ViTImageProcessorPil
 
-from hies_export.data import columns as images
 from hies_export.data.batches import batches_fingerprint
 from hies_export.data.columns import as_images, image_of_file, image_of_row
 from hies_export.data.processors import load_processor, settle_padding
@@ -347,14 +346,6 @@ def test_files_and_rows_are_read_as_transformers_reads_files(tmp_path, mode, tur
     np.testing.assert_array_equal(image_of_row(rows, "image", 0), expected)
 
 
-def test_a_palette_with_transparency_does_not_warn():
-    image = PIL.Image.new("P", (4, 4), 1)
-    image.putpalette([10, 20, 30, 40, 50, 60])
-    image.info["transparency"] = b"\x80\xff"
-    (batch,) = image_batches(rows_of({"image": [encoded(image)]}))
-    assert (batch["pixel_values"][0, :, 0, 0] * 127.5 + 127.5).round().tolist() == [40, 50, 60]
-
-
 def test_image_batches_keep_order_and_labels_and_have_one_size():
     images = [encoded(PIL.Image.new("RGB", (4, 4), (0, index, 0))) for index in (0, 1, 2, 0, 1, 2)]
     rows = rows_of({"image": images, "label": [0, 0, 0, 1, 1, 1]})
@@ -367,32 +358,24 @@ def test_image_batches_keep_order_and_labels_and_have_one_size():
     assert image_batches(rows, size=6)[0]["pixel_values"].shape == (2, 3, 6, 6)
 
 
-@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (4, "RGBA")])
-def test_images_have_as_many_channels_as_the_model_takes(channels, mode):
+def pixels_for(channels, means):
+    """Return the pixels of a picture for a model of so many channels, by a processor that scales so many."""
     rows, config = rows_of({"image": [encoded(picture())]}), ViTConfig(num_channels=channels)
-
-    def read(means):
-        scale = {"image_mean": [0.5] * means, "image_std": [0.5] * means}
-        processor = ViTImageProcessorPil(size={"height": 4, "width": 4}, **scale)
-        reader = reading("image-classification", columns=Columns(image="image"), config=config, processor=processor)
-        return reader.read(rows, size=8)[0]["pixel_values"][0]
-
-    expected = torch.tensor(np.asarray(picture().convert(mode))).reshape(4, 4, channels)
-    torch.testing.assert_close(read(channels), expected.permute(2, 0, 1) / 127.5 - 1)
-    with pytest.raises(DataError, match=f"must take images of {channels} channels, .*3; give the one"):
-        read(3)
+    scale = {"image_mean": [0.5] * means, "image_std": [0.5] * means}
+    processor = ViTImageProcessorPil(size={"height": 4, "width": 4}, **scale)
+    reader = reading("image-classification", columns=Columns(image="image"), config=config, processor=processor)
+    return reader.read(rows, size=8)[0]["pixel_values"][0]
 
 
-@pytest.mark.parametrize(("mode", "dtype"), [("I;16", "uint16"), ("F", "float32")])
-def test_an_image_of_more_than_8_bits_is_read_as_by_pipelines_and_warned_of_once(mode, dtype, tmp_path, caplog):
-    values = np.linspace(0, 1000, 16).reshape(4, 4).astype(dtype)
-    PIL.Image.fromarray(values).save(tmp_path / "image.tiff")
-    images._warn_of_bits.cache_clear()
-    for _ in range(2):
-        found = image_of_file(tmp_path / "image.tiff")
-        np.testing.assert_array_equal(found, transformers.image_utils.load_image(str(tmp_path / "image.tiff")))
-    (message,) = caplog.messages
-    assert message.startswith(f"images of mode {mode} have more than 8 bits: values above 255 are cut off")
+def test_images_are_grey_for_a_model_of_one_channel():
+    expected = torch.tensor(np.asarray(picture().convert("L")))[None]
+    torch.testing.assert_close(pixels_for(1, 1), expected / 127.5 - 1)
+
+
+@pytest.mark.parametrize(("channels", "means"), [(1, 3), (4, 3), (4, 4)])
+def test_images_of_other_channels_than_the_models_are_refused(channels, means):
+    with pytest.raises(DataError, match=f"must take images of {channels} channels, .*3.*; give the one"):
+        pixels_for(channels, means)
 
 
 def test_an_image_that_pillow_takes_for_an_attack(monkeypatch):
