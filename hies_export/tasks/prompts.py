@@ -1,8 +1,7 @@
-"""Make prompts and answers out of rows: fill the template, split lists of questions, find the answer's tokens."""
+"""Make prompts and answers out of rows: fill the template, find the answer's tokens."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,40 +30,18 @@ def template_fields(template: str) -> tuple[str, ...]:
 
 
 def check_prompt(rows: datasets.Dataset, *, prompt: str, answer: str) -> None:
-    """Refuse, by a DataError, rows without what the template and the answer need: text, or lists of one length."""
+    """Refuse, by a DataError, rows without what the template and the answer need: a text, or a list of answers."""
     for what, column in [*(("a field of data.prompt", f) for f in template_fields(prompt)), ("data.answer", answer)]:
-        inner = rows.features[column]
-        while data.is_list(inner):
-            inner = inner.feature
-        dtype = str(getattr(inner, "dtype", ""))
+        feature = rows.features[column]
+        if data.is_list(feature) and what != "data.answer":
+            raise DataError(
+                f"a prompt must have one question in a row, but {column!r} holds lists; write a row for each question"
+            )
+        dtype = str(getattr(data.item_feature(feature), "dtype", ""))
         if dtype not in data.STRINGS and not dtype.startswith(("int", "uint", "float", "bool")):
-            raise DataError(f"{what} must hold text or lists of text, but {column!r} holds {data.kind_of(inner)}")
+            raise DataError(f"{what} must hold text or lists of text, but {column!r} holds {data.kind_of(feature)}")
         must = f"every row must have a {column!r}"
         data.check_each(rows, column, lambda value: value is not None and value != [], must, "leave it out")
-    _lengths(rows, _listed_columns(rows, prompt=prompt, answer=answer))
-
-
-def one_row_per_question(rows: datasets.Dataset, *, prompt: str, answer: str) -> datasets.Dataset:
-    """Return one row for each pair of a question and an answer, in order.
-
-    If columns of the template hold lists, these columns, and the answer if it holds lists too, are paired item by item,
-    so a row's lists must be of one length. If only the answer column holds lists, each list holds several answers to
-    one question, and rows stay as they are.
-    """
-    columns = _listed_columns(rows, prompt=prompt, answer=answer)
-    if not columns:
-        return rows
-    import pyarrow
-
-    lengths = _lengths(rows, columns)
-    repeated = [row for row, length in enumerate(lengths) for _ in range(length)]
-    table = rows.with_format("arrow")[repeated] if repeated else rows.with_format("arrow")[:]
-    features = datasets.Features(rows.features)
-    for column in columns:
-        features[column] = rows.features[column].feature
-        values = pyarrow.array(list(itertools.chain(*rows[column][:])), type=features.arrow_schema.field(column).type)
-        table = table.set_column(table.column_names.index(column), column, values)
-    return datasets.Dataset(datasets.table.InMemoryTable(table), info=datasets.DatasetInfo(features=features))
 
 
 def right_choice(rows: datasets.Dataset, *, answer: str, label: str) -> datasets.Dataset:
@@ -105,23 +82,6 @@ def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tu
     found = [(row, number, str(text)) for row, of_row in enumerate(choices) for number, text in enumerate(of_row)]
     numbers = torch.tensor([(row, number, int(labels[row]), len(text)) for row, number, text in found])
     return rows.select([row for row, _, _ in found]), Choices([text for _, _, text in found], numbers)
-
-
-def _listed_columns(rows: datasets.Dataset, *, prompt: str, answer: str) -> list[str]:
-    """Return the columns whose lists are paired item by item; none if no field of the prompt holds lists."""
-    asked = [field for field in template_fields(prompt) if data.is_list(rows.features[field])]
-    answers = [answer] if asked and answer not in asked and data.is_list(rows.features[answer]) else []
-    return asked + answers
-
-
-def _lengths(rows: datasets.Dataset, columns: Sequence[str]) -> list[int]:
-    """Return the length of the lists of each row, which must be the same in all columns."""
-    lengths = [tuple(map(len, items)) for items in zip(*(rows[column][:] for column in columns), strict=True)]
-    for row, found in enumerate(lengths):
-        if len(set(found)) > 1:
-            sizes = ", ".join(f"{column!r} {size}" for column, size in zip(columns, found, strict=True))
-            raise DataError(f"the lists of a row must be of one length, but {data.row_name(rows, row)} has {sizes}")
-    return [found[0] for found in lengths]
 
 
 def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, str]:

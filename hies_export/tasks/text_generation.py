@@ -40,8 +40,8 @@ class TextGeneration(Task):
     """Language models: decoders of text alone.
 
     Every next token is predicted, from logits, (batch, tokens, vocabulary). Rows are plain text, conversations, or
-    prompts with answers. Rows with lists of questions become a sample per question (`one_row_per_question`). With
-    several choices, the right one becomes the answer (`right_choice`), or every choice is read (`of_choices`).
+    prompts with answers. With several choices, the right one becomes the answer (`right_choice`), or every choice is
+    read (`of_choices`).
 
     Batches have `labels` (batch, longest), the tokens themselves, not shifted: all of a plain text, only the answer's
     after a prompt or the assistant's of a conversation, -100 elsewhere.
@@ -103,18 +103,10 @@ class TextGeneration(Task):
         prompts.check_prompt(rows, **self.template)
         if self.columns.label:
             prompts.right_choice(rows, answer=self.template["answer"], label=self.columns.label)
-            for name in template_fields(self.template["prompt"]):
-                if data.is_list(rows.features[name]):
-                    raise DataError(
-                        f"a prompt with choices must have one question in a row, but {name!r} holds lists; write a "
-                        "row for each question, or leave data.label out"
-                    )
 
     def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
-        """Return a row per question, or packed blocks of plain text."""
-        if self.prompted:
-            return rows if self.columns.label else prompts.one_row_per_question(rows, **self.template)
-        if self.columns.messages or not self.columns.packing:
+        """Return packed blocks of plain text; of other rows, each is a sample."""
+        if self.prompted or self.columns.messages or not self.columns.packing:
             return rows
         length = data.token_limit(self.processor, self.config, self.columns.max_length) or BLOCK_LENGTH
         if self.columns.max_length is None:

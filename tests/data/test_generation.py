@@ -202,13 +202,9 @@ def test_what_a_template_lacks_is_said(columns: dict[str, Any], match: str) -> N
         reading("text-generation", columns=Columns(**columns), config=CONFIG).check_rows(rows)
 
 
-def test_lists_of_answers_and_of_questions() -> None:
-    """Of several answers the most frequent is taken; of several questions each becomes a row."""
+def test_of_several_answers_the_most_frequent_is_taken() -> None:
     (batch,) = batches_of(rows_of(question=["a", "b"], answer=[["no", "yes", "yes"], ["c", "d"]]), ASKED)
     assert labelled(batch) == ["yes </s>", "c </s>"]
-    rows = rows_of(question=[["a", "b"], ["c"]], answer=[["yes", "no"], ["d"]], hint=["k", "l"])
-    (batch,) = batches_of(rows, Columns(prompt="{hint} {question}", answer="answer"))
-    assert [words(r[r != 0]) for r in batch["input_ids"]] == ["<s> k a yes </s>", "<s> k b no </s>", "<s> l c d </s>"]
 
 
 SHOWN = Columns(image="image", prompt="Q {question} A", answer="answer")
@@ -274,14 +270,6 @@ def test_a_processor_that_counts_no_tokens_or_does_not_look_for_their_place_is_r
     processor.validate_inputs = lambda **given: None
     with pytest.raises(DataError, match=r"but row 0 \(from 0\) has none; write the model's image token into data"):
         shown(rows, processor=processor)
-
-
-def test_a_picture_with_several_questions() -> None:
-    rows = rows_of(image=[png(0), png(1)], question=[["a", "b"], ["c"]], answer=[["yes", "no"], ["d"]])
-    first, second = shown(rows, batch_size=2)
-    assert labelled(first) == ["yes </s>", "no </s>"]
-    assert torch.equal(first["pixel_values"][0], first["pixel_values"][1])
-    assert not torch.equal(first["pixel_values"][0], second["pixel_values"][0])
 
 
 def test_a_few_images_that_do_not_decode_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from transformers import BertConfig, LlamaConfig, LlavaConfig, PreTrainedTokeniz
 from hies_export.data.rows import number_rows, own_columns, row_name
 from hies_export.errors import DataError
 from hies_export.recipe.sections import Columns
-from hies_export.tasks.prompts import one_row_per_question, right_choice
+from hies_export.tasks.prompts import right_choice
 
 ROWS = 40
 
@@ -32,7 +32,7 @@ def random_order(count: int, chance: random.Random) -> list[int]:
 @pytest.mark.parametrize("seed", range(6))
 def test_names_follow_every_selection(seed: int) -> None:
     chance = random.Random(seed)
-    columns = {"q": [["a"] * (1 + i % 3) for i in range(ROWS)], "a": [["x", "y"]] * ROWS, "label": [1] * ROWS}
+    columns = {"q": ["a"] * ROWS, "a": [["x", "y"]] * ROWS, "label": [1] * ROWS}
     plain = datasets.Dataset.from_dict(columns)
     rows, numbers = number_rows(plain, source="some file.jsonl"), list(range(ROWS))
     assert own_columns(rows) == plain.column_names
@@ -41,9 +41,6 @@ def test_names_follow_every_selection(seed: int) -> None:
         rows, numbers = rows.select(order), [numbers[i] for i in order]
     rows = right_choice(rows, answer="a", label="label")
     assert [row_name(rows, i) for i in range(len(rows))] == [f"row {n} of some file.jsonl (from 0)" for n in numbers]
-    asked = one_row_per_question(rows, prompt="{q}", answer="a")
-    expected = [n for n in numbers for _ in range(1 + n % 3)]
-    assert [row_name(asked, i) for i in range(len(asked))] == [f"row {n} of some file.jsonl (from 0)" for n in expected]
 
 
 def test_rows_without_numbers_are_counted_as_they_are() -> None:
@@ -82,7 +79,6 @@ GOOD: dict[str, tuple[str, Columns, dict[str, Any], dict[str, Any]]] = {
     "image": ("image-classification", PICTURE, VIT, {"image": IMAGE}),
     "plain": ("text-generation", PLAIN, GENERATE, {"text": "a b"}),
     "answer": ("text-generation", ASKED, GENERATE, {"question": "a", "answer": "b"}),
-    "lists": ("text-generation", ASKED, GENERATE, {"question": ["a"], "answer": ["b"]}),
     "choice": ("text-generation", CHOSEN, GENERATE, {"question": "a", "answer": ["b", "c"], "label": 1}),
     "shown": ("image-text-to-text", SHOWN, LLAVA, {"image": IMAGE, "question": "a", "answer": "yes"}),
 }
@@ -95,7 +91,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no image": ("image", {"image": None}, {}, "must have a 'image'"),
     "broken image": ("image", {"image": NO_IMAGE}, {}, "every 'image' must be an image"),
     "no answer": ("answer", {"answer": None}, {}, "must have a 'answer'"),
-    "lists of two lengths": ("lists", {"answer": ["b", "c"]}, {}, "has 'question' 1, 'answer' 2"),
     "no such choice": ("choice", {"label": 2}, {}, "number of one of the 2 choices, from 0, .* write 0 for the first"),
     "hidden choice": ("choice", {"label": -1}, {}, "has -1; use a split with labels"),
     "long answer": ("answer", {"answer": "a b c d e f g"}, {"max_length": 6}, "answers are never cut"),

@@ -115,7 +115,7 @@ def test_scoring_still_reads_the_right_choice_to_the_end_of_the_text() -> None:
     assert torch.equal(refit["labels"], right["labels"])
 
 
-def test_prompts_with_choices_ask_one_question() -> None:
+def test_prompts_ask_one_question() -> None:
     rows = [{"question": ["a", "b"], "choices": ["c", "d"], "label": 0}]
     with pytest.raises(DataError, match="one question in a row, but 'question' holds lists"):
         batches_of(text_reader(), rows, 8)

@@ -107,14 +107,14 @@ def made_up(folder: Path) -> None:
     for i in range(40):
         file = io.BytesIO()
         Image.new("RGB", (16, 16), (i * 6, 255 - i * 6, 128)).save(file, "PNG")
-        question, answer = ["Q " + "abcdefghijkl"[i % 12]], ["yes" if i % 2 else "no"]
-        rows.append({"image": {"bytes": file.getvalue(), "path": None}, "questions": question, "answers": answer})
+        question, answer = "Q " + "abcdefghijkl"[i % 12], "yes" if i % 2 else "no"
+        rows.append({"image": {"bytes": file.getvalue(), "path": None}, "question": question, "answer": answer})
     datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     files = {"train": "rows.parquet", "test": "rows.parquet"}
     write_recipe(
         folder,
         "image-text-to-text",
-        data={"files": files, "image": "image", "prompt": "{questions}\nA", "answer": "answers"},
+        data={"files": files, "image": "image", "prompt": "{question}\nA", "answer": "answer"},
         calibration={"samples": 12, "batch_size": 6},
         evaluation={"split": "test", "samples": 40},
         prune={"alpha": 0.5, "towers": ["language", "vision"], "budget": {"heads": 0.4}},
