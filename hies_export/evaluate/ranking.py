@@ -43,11 +43,6 @@ def kind_of_rows(batches: Sequence[Batch], *, embeds: bool = False) -> RowsKind 
     return "queries" if "query" in keys else "pairs" if "pair" in keys else "texts"
 
 
-def keeps_predictions(kind: RowsKind | None) -> bool:
-    """Return whether what is kept of a model is a share of equal predictions; for rankings, it is one of a metric."""
-    return kind is None
-
-
 @dataclass(frozen=True)
 class Rankings:
     """How rankings compare with what is relevant, and with the dense model's; a number for each query, (queries,).
@@ -212,15 +207,13 @@ class RankedTexts(Ranked):
 
         With an old index, the second text has the dense model's vector.
         """
+        from sentence_transformers import SimilarityFunction
+
         assert self.pairs is not None
         predictions = self._whole(predictions)
         second = self.dense if old_index else predictions
         one, two = predictions[self.pairs[0]].double(), second[self.pairs[1]].double()
-        if self.similarity == "cosine":
-            return cosine_similarity(one, two)
-        if self.similarity == "dot":
-            return (one * two).sum(-1)
-        return -(one - two).norm(p=1 if self.similarity == "manhattan" else 2, dim=-1)
+        return SimilarityFunction.to_similarity_pairwise_fn(self.similarity)(one, two)
 
     def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
         """Return the means on the dense model's index, and on the model's own if all rows are predicted.

@@ -22,7 +22,7 @@ from ..evaluate.judge import Judge, warn_if_no_better_than_commonest
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.promise import loss_words
-from ..evaluate.ranking import RowsKind, keeps_predictions, kind_of_rows
+from ..evaluate.ranking import RowsKind, kind_of_rows
 from ..kinds import ATTENTION, MLP
 from ..model.tokens import first_samples, synthetic_batch
 from ..progress import SILENT, Clock, Progress
@@ -197,7 +197,8 @@ def promised_metric(metrics: Sequence[str], asked: str | None, kind: RowsKind | 
 
     `asked` is the metric that the promise names, if any, and `kind` how the held-out rows belong together.
     """
-    of_first = not keeps_predictions(kind) or METRICS[metrics[0]].terms is not None
+    # What is kept of rankings is a share of a metric.
+    of_first = kind is not None or METRICS[metrics[0]].terms is not None
     return metrics[0] if asked is None and of_first else asked
 
 
@@ -384,7 +385,7 @@ def _check_enough_rows(pruning: Pruning, fewest: Looks) -> None:
     keep, count = pruning.budget.keep, samples_of(pruning.rows.held_out)
     if keep is None:
         return
-    what = "rows" if keeps_predictions(pruning.kind(pruning.rows.held_out)) else "queries"
+    what = "rows" if pruning.kind(pruning.rows.held_out) is None else "queries"
     if keep.predictions is None:
         asked, needed = loss_words(keep), LEAST_FOR_LOSS
     else:

@@ -16,7 +16,6 @@ from ..evaluate.judge import Judge
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.promise import asked_words, found_words, stays_words
-from ..evaluate.ranking import keeps_predictions
 from ..progress import OutOfTime
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..score.criteria import Scores
@@ -86,7 +85,7 @@ def guess(
     pruning.progress.stage("guess how much to remove, on rows that are not held out")
     by_own, keep = pruning.kind(rows) in ("texts", "groups"), promise.budget.keep
     assert keep is not None
-    if keeps_predictions(pruning.kind(rows)):
+    if pruning.kind(rows) is None:
         rows = first_rows(rows, GUESS_ROWS)
     judge = pruning.judge(rows, **judging(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
     if by_own and keep.metric != "own_ndcg@10" and keep.predictions is not None:
@@ -144,7 +143,7 @@ def _rows_to_guess_on(pruning: Pruning, promise: Outcome) -> list[Batch] | None:
     """
     rows, metric = pruning.rows, promise.budget.metric
     unlabelled = rows.refit or rows.score
-    if keeps_predictions(pruning.kind(rows.held_out)):
+    if pruning.kind(rows.held_out) is None:
         if metric is None or METRICS[metric].own:
             return unlabelled
         return None if METRICS[metric].of == "choices" else rows.score
