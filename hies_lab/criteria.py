@@ -92,11 +92,11 @@ def taylor_of_weights(model: PreTrainedModel, batches: Batches, modules: Modules
     layers: dict[str, Any] = {name: model.get_submodule(name) for module in modules for name in module.layers}
     weights: dict[str, Tensor] = {name: layer.weight for name, layer in layers.items()}
     sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()}
-    times = task_of(model, batches[0]).repeats
+    times = task_of(model).repeats
     with frozen(model), output_alone(model), requiring_gradients(weights.values()):
         for index, given in enumerate(batches):
             batch = {key: value.repeat_interleave(times, 0).to(model.device) for key, value in given.items()}
-            task = task_of(model, batch)
+            task = task_of(model)
             batch = task.with_labels(model, batch)
             with torch.enable_grad():
                 total, losses = task.loss(model, batch, index)

@@ -133,7 +133,7 @@ def theory(
         blocks = torch.linalg.matrix_norm(torch.stack(weight.split(module.unit_width, 1)), ord=2)
         norms[module.name] = ModuleNorms(whole, blocks, activation, 1 - statistics["entropy"][module.name])
     dense = predict(model, batches)
-    task = task_of(model, batches[0])
+    task = task_of(model)
     labels = references(batches, task) if "labels" in batches[0] else task.decide(dense)
     before = _mean_loss(dense, labels, loss)
     increases = []

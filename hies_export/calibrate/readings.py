@@ -93,7 +93,7 @@ def run_forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         # That head costs as much as many layers.
         least: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-        task_of(model, batch).output(model, {**batch, **least})
+        task_of(model).output(model, {**batch, **least})
 
 
 @contextmanager
@@ -139,7 +139,7 @@ class Gradients:
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         if target == "effect":
-            task_of(model, batches[0]).check_batches(batches)
+            task_of(model).check_batches(batches)
         self._model, self._target, self._within = model, target, within
         self.batches = batches
         self._numbers = numbers or range(len(batches))
@@ -151,7 +151,7 @@ class Gradients:
     def _run(self, number: int, batch: dict[str, Tensor]) -> None:
         """Run the model on a batch, and run backward from the loss or the effect to the last block's output."""
         with torch.enable_grad():
-            task, named = task_of(self._model, batch), self._numbers[number]
+            task, named = task_of(self._model), self._numbers[number]
             if self._target == "loss":
                 total, self.counts[number] = task.loss(self._model, batch, named)
             else:

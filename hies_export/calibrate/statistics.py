@@ -155,7 +155,7 @@ def collect_statistics(
     brought = {name: OWN[name](model, batches, modules) for name in dict.fromkeys(needs) if name in OWN}
     found = _SampleSums(model, batches, modules, needs)
     found.collect(keep=keep, progress=progress)
-    values = found.values(task_of(model, batches[0]).repeats * calibration.samples) | brought
+    values = found.values(task_of(model).repeats * calibration.samples) | brought
     return Statistics(values, calibration, gradients=found.gradients if keep else None)
 
 
@@ -172,7 +172,7 @@ def _calibration(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -
     """Describe the calibration batches; refuse none at all, and batches without labels that the loss needs."""
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
-    task_of(model, batches[0]).check_batches(batches)
+    task_of(model).check_batches(batches)
     labels = "data" if "labels" in batches[0] and OWN_KEY not in batches[0] else "predictions"
     return Calibration(sum(map(size_of, batches)), labels, batches_fingerprint(batches))
 
@@ -212,7 +212,7 @@ class _SampleSums:
         # "rows" are samples with attention rows that count, "maps" batches with attention maps.
         self._sums = {name: _zeros(modules) for name in ("his", "fisher", "norms", "tokens")}
         self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
-        device, task = next(model.parameters()).device, task_of(model, batches[0])
+        device, task = next(model.parameters()).device, task_of(model)
         self._batches, numbers = list[dict[str, Tensor]](), list[int]()
         with walking(model):
             for number, batch in enumerate(batches):

@@ -35,7 +35,7 @@ def predict(
     """
     if not batches:
         raise DataError("predict needs at least one batch, got none")
-    task = task or task_of(model, batches[0])
+    task = task or task_of(model)
     task.check_batches(batches)
     keep = partial(_kept, partial(task.output, model), task, len(batches))
     with evaluating(model), output_alone(model), torch.inference_mode(), wide_products(model):

@@ -208,6 +208,6 @@ def predictor(exporter: Exporter, runtime: str, bits: str | None) -> Predictor:
     def predict(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:
             form = Forms({"model": model}, exporter, Path(folder)).form("model", runtime, bits)
-            return form.predict(batches, task_of(model, batches[0]))
+            return form.predict(batches, task_of(model))
 
     return lambda model, batches: processes.on_main(lambda: predict(model, batches))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..entry_points import Registry
 from ..errors import RequestError
-from .late import Tensor, data
 from .task import COLUMNS, Task
 
 # The tasks of this package, in the order of help and messages: the file of each, and the class that loads its models.
@@ -51,11 +49,11 @@ def register_task(task: type[Task]) -> type[Task]:
     return task
 
 
-def task_of(model: Any, batch: Mapping[str, Tensor] | None = None, **options: Any) -> Task:
+def task_of(model: Any, **options: Any) -> Task:
     """Return the task of a model by its class, bound to its configuration; `options` are those of the task.
 
-    Where no task's Auto class loads the model, it generates text if the labels of the batch are tokens or, without
-    labels, if its class can, and else it classifies text.
+    Raises:
+        HiesError: No task's Auto class loads the model, see `refuse_unknown`.
     """
     from transformers import PreTrainedModel
 
@@ -63,14 +61,10 @@ def task_of(model: Any, batch: Mapping[str, Tensor] | None = None, **options: An
 
     if isinstance(model, TextEncoder):
         return TASKS["feature-extraction"](model.config, **{"reader": model.reader, **options})
-    of_transformers = isinstance(model, PreTrainedModel)
-    task = task_by_class(type(model).__name__, model.config) if of_transformers else None
+    task = task_by_class(type(model).__name__, model.config) if isinstance(model, PreTrainedModel) else None
     if task is None:
-        if batch is not None and "labels" in batch:
-            tokens = data.are_tokens(batch["labels"])
-        else:
-            tokens = of_transformers and model.can_generate()
-        task = TASKS["text-generation" if tokens else "text-classification"]
+        refuse_unknown(model)
+    assert task is not None
     return task(model.config, **options)
 
 

@@ -43,7 +43,7 @@ def mask_gradients(
     with walking(model):
         for batch in batches:
             on_device = {key: value.to(model.device) for key, value in batch.items()}
-            given.append(task_of(model, on_device).with_labels(model, on_device))
+            given.append(task_of(model).with_labels(model, on_device))
     found: dict[str, list[Tensor]] = {module.name: [] for module in modules}
     gradients = Gradients(model, given, modules, "loss")
 

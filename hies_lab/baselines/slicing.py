@@ -126,7 +126,7 @@ def _distance(model: PreTrainedModel, batch: dict[str, Tensor], target: Tensor |
     if target is None:
         loss: Tensor = model(**batch).loss
         return loss
-    task = task_of(model, batch)
+    task = task_of(model)
     output = task.output(model, batch)
     target = target.to(output.device)
     if target.shape[-1] == 1:

@@ -3,18 +3,17 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from support.generative import padded
-from support.models import bert, causal_lm, image_batch, text_batch, vit, word_tokenizer
+from support.models import bert, causal_lm, vit, word_tokenizer
 from support.reports import make_report
 from support.sentences import bert_encoder, embedder
-from transformers import BertConfig, BertForMultipleChoice, PreTrainedModel
+from transformers import BertConfig, BertForMultipleChoice
 
+from hies_export.errors import RequestError
 from hies_export.evaluate.metrics import METRICS
 from hies_export.recipe.sections import Columns
 from hies_export.report.card import render_card
@@ -67,37 +66,13 @@ def test_every_task_has_what_others_ask_it_for(task: type[Task]) -> None:
     assert str(named) in snippet
 
 
-def test_a_model_has_the_task_of_its_class_or_else_of_its_labels() -> None:
+def test_a_model_has_the_task_of_its_class() -> None:
     encoder = embedder(bert_encoder(), word_tokenizer(["a"]))
     found = [type(task_of(model)) for model in (bert(), vit(), causal_lm(), encoder)]
     assert found == [TextClassification, ImageClassification, TextGeneration, FeatureExtraction]
-    model = BertForMultipleChoice(bert().config)
-    for batch in (None, {}, {"labels": torch.tensor([1])}):
-        assert type(task_of(model, batch)) is TextClassification
-    assert type(task_of(model, {"labels": torch.tensor([[1, 2]])})) is TextGeneration
-
-
-@pytest.mark.parametrize("make", [bert, vit, causal_lm])
-@pytest.mark.parametrize("labelled", [True, False])
-def test_a_class_that_no_task_knows_is_scored_as_one_that_is_known(
-    make: Callable[[], PreTrainedModel], labelled: bool
-) -> None:
-    model = make()
-    batch: dict[str, torch.Tensor] = {bert: text_batch, vit: image_batch}.get(make, lambda: padded([9, 4], "left"))()
-    if not labelled:
-        del batch["labels"]
-    of_task = task_of(model, batch)
-    model.__class__ = type("Unknown", (type(model),), {})
-    unknown = task_of(model, batch)
-    output = of_task.output(model, batch)
-    assert torch.equal(unknown.output(model, batch), output)
-    labels = batch["labels"] if labelled else of_task.own_labels(model, batch, output)
-    for one, other in [
-        (of_task.own_labels(model, batch, output), unknown.own_labels(model, batch, output)),
-        (of_task.losses(labels), unknown.losses(labels)),
-        (of_task.effect(model, batch, output, 0), unknown.effect(model, batch, output, 0)),
-    ]:
-        assert torch.equal(one, other)
+    for unknown in (BertForMultipleChoice(bert().config), torch.nn.Linear(2, 2)):
+        with pytest.raises(RequestError, match=f"the model must be .*, got {type(unknown).__name__}"):
+            task_of(unknown)
 
 
 LABEL_SETS = "multi_label_classification"
