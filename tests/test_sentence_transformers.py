@@ -154,16 +154,6 @@ def test_prune_gives_back_a_sentence_transformer(tmp_path: Path) -> None:
     assert (again.prompts, again.default_prompt_name) == (slim.prompts, slim.default_prompt_name)
 
 
-def test_a_vocabulary_is_trimmed_with_the_tokenizer_of_the_object(tmp_path: Path) -> None:
-    given = st.SentenceTransformer(str(sentence_folder(tmp_path / "dense")), device="cpu")
-    result = prune(given, MANY, vocabulary={})
-    slim = result.model
-    assert len(slim.tokenizer) < len(given.tokenizer)
-    np.testing.assert_allclose(slim.encode(TEXTS), given.encode(TEXTS), atol=1e-6)
-    result.save_pretrained(tmp_path / "slim")
-    np.testing.assert_allclose(theirs(tmp_path / "slim"), theirs(tmp_path / "dense"), atol=1e-6)
-
-
 def test_prune_gives_back_a_cross_encoder(tmp_path: Path) -> None:
     save_text_model(tmp_path / "dense", num_labels=1)
     given = st.CrossEncoder(str(tmp_path / "dense"), device="cpu", activation_fn=torch.nn.Identity())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from ..data.batches import Batch
 from ..data.rows import common_values, fixed_permutation, has_one_value, number_rows, run_end, side_by_side
@@ -29,7 +27,6 @@ from .recipe import PruneSection
 
 if TYPE_CHECKING:
     from .delivery import Delivery
-    from .trimming import Trimming
 
 
 def take(
@@ -41,7 +38,6 @@ def take(
     compensation_batches: Any,
     processor: Any,
     columns: Mapping[str, Any] | None,
-    vocabulary: Mapping[str, Any] | Sequence[str] | None,
     evaluation: ComparisonSection,
     shape: tuple[int, ...] | None,
     seed: int,
@@ -61,28 +57,13 @@ def take(
     check_in_memory(model)
     if processor is not given.processor and isinstance(model, TextEncoder):
         model.read_by(processor)
-    trimming = None
-    if vocabulary is not None:
-        from .trimming import trim_in_memory
-
-        by_use = {"batches": batches, "held_out": held_out, "compensation_batches": compensation_batches}
-        model, processor, trimming = trim_in_memory(model, processor, by_use, columns, vocabulary, task_of(model))
-
-    def read(model: PreTrainedModel, processor: Any) -> tuple[Task, Rows]:
-        """Return the task of a model, and the rows as it reads them."""
-        task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
-        of = partial(batches_of, model, task=task, processor=processor, columns=columns, max_length=given.max_length)
-        fields = columns
-        if columns is None and task.embeds and isinstance(batches, datasets.Dataset):
-            fields = usual_columns(batches, type(task))
-        together = None if fields is None else fields.get("query") or fields.get("group")
-        return task, _rows_in_memory(of, task, options, batches, held_out, compensation_batches, together)
-
-    if trimming is None:
-        task, rows = read(model, processor)
-    else:
-        task, rows = _read_for_both(read, model, processor, trimming)
-        trimming = trimming.on(rows.untrimmed.get("held_out", []), rows.held_out)
+    task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
+    read = partial(batches_of, model, task=task, processor=processor, columns=columns, max_length=given.max_length)
+    fields = columns
+    if columns is None and task.embeds and isinstance(batches, datasets.Dataset):
+        fields = usual_columns(batches, type(task))
+    together = None if fields is None else fields.get("query") or fields.get("group")
+    rows = _rows_in_memory(read, task, options, batches, held_out, compensation_batches, together)
     timed = None if options.budget is None else options.budget.timed
     if timed is not None:
         from ..forms.runtimes.base import check_dtypes, check_one_graph, check_runtime
@@ -91,10 +72,9 @@ def take(
         check_one_graph([timed.runtime], type(task))
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
     kind, labels = kind_of_rows(rows.held_out, embeds=task.embeds), getattr(model.config, "num_labels", None)
-    usual = task.usual_metrics(rows=kind)
-    metrics = evaluation.metrics or (usual if trimming is None else trimming.metrics(usual))
+    metrics = evaluation.metrics or task.usual_metrics(rows=kind)
     named = (*metrics, *([options.budget.metric] if options.budget and options.budget.metric else []))
-    check_metrics(named, predicts=task.predicts, rows=kind, labels=labels, trimmed=trimming is not None)
+    check_metrics(named, predicts=task.predicts, rows=kind, labels=labels)
     # Made when first asked for, as it imports exporters, and only once, as its exporter keeps graphs of other cuts.
     delivery = cache(partial(delivery_of, rows, processor, given))
     pruning = make_pruning(
@@ -107,7 +87,6 @@ def take(
         metrics=tuple(metrics),
         serve=lambda served: delivery().serve(served),
         time_cuts=lambda pruning: delivery().time_cuts(pruning),
-        trimming=trimming,
         seed=seed,
         progress=progress,
     )
@@ -126,27 +105,6 @@ def delivery_of(rows: Rows, processor: Any, given: Unwrapped) -> Delivery:
     from .delivery import Delivery, exporter_of
 
     return Delivery(exporter=exporter_of(ExportSection(), rows, processor), given=given)
-
-
-def _read_for_both(
-    read: Callable[[PreTrainedModel, Any], tuple[Task, Rows]],
-    model: PreTrainedModel,
-    processor: Any,
-    trimming: Trimming,
-) -> tuple[Task, Rows]:
-    """Return the task and the rows of a trimmed model, with the held-out rows as the dense model reads them."""
-    from .trimming import PER_SAMPLE, recut_of
-
-    whole, dense = read(trimming.dense, trimming.processor)
-    # Reading twice gives the same samples in the same order, except that texts to embed are sorted by their number of
-    # tokens, which differs between both vocabularies.
-    if whole.predicts in PER_SAMPLE and not whole.embeds:
-        task, rows = read(model, processor)
-        return task, replace(rows, untrimmed={"held_out": dense.held_out})
-    recut = recut_of(trimming, whole, processor, model.config).batches
-    untrimmed, held_out = recut(dense.held_out)
-    rows = Rows(recut(dense.score)[1], held_out, recut(dense.refit)[1], untrimmed={"held_out": untrimmed})
-    return task_of(model, tolerance=whole.tolerance, threshold=whole.threshold), rows
 
 
 def _rows_in_memory(

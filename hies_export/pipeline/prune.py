@@ -34,7 +34,7 @@ from .choose import choose
 from .in_memory import delivery_of, take
 from .price import Priced, size_of_pruning
 from .pruning import Pruning
-from .recipe import Allocation, PruneSection, losing_nothing, sentences
+from .recipe import Allocation, PruneSection, sentences
 from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, try_metrics
 
 if TYPE_CHECKING:  # what delivers a slim model is imported when it is first asked for
@@ -189,14 +189,9 @@ class PruneResult:
             >>> cascade.promise.bound <= 0.4, cascade.logits(batches[0]).shape
             (True, torch.Size([4, 3]))
         """
-        pruning = self.pruning
-        if pruning.trimming is not None:
-            raise RequestError(
-                "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary= took some "
-                "away; prune without it"
-            )
         from ..forms.cascade.cascade import Cascade
 
+        pruning = self.pruning
         dense, how = pruning.model, {"processor": pruning.processor}
         batches = batches_of(dense, rows, what="rows", task=pruning.task, columns=columns, **how)
         return Cascade.choose(self.slim.model, dense, batches, disagreement=disagreement, **how)
@@ -220,8 +215,6 @@ class PruneResult:
         heads, neurons = plan_counts(self.plan)
         batch, sequence = self.flops.shape
         rows = unit_rows(named_units(heads, neurons))
-        if self.pruning.trimming is not None:
-            rows += unit_rows([("tokens of the vocabulary", self.pruning.trimming.facts)])
         counted = ("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)
         for name, size in with_backbone(counted, generative=self.pruning.task.generative):
             rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
@@ -250,7 +243,6 @@ def prune(
     keep_layers: Sequence[int] = (),
     multiple_of: int | MultipleOf | Mapping[str, int] = 1,
     compensation: CompensationSection | Mapping[str, Any] | Literal["usual"] | None = "usual",
-    vocabulary: Mapping[str, Any] | Sequence[str] | None = None,
     plan: PruningPlan | None = None,
     held_out: Any = None,
     compensation_batches: Any = None,
@@ -295,9 +287,6 @@ def prune(
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer.
         compensation: How layers are refitted, see `CompensationSection`; None for no refit, "usual" as above.
-        vocabulary: Remove the tokens that texts do not use: a list of texts, or arguments of `trim_vocabulary`, whose
-            `texts` are by default those of `batches`, a data set or a list of texts. Both models are compared as each
-            reads the rows, a language model by nats per character. It needs no budget.
         plan: Cut by this plan instead of choosing. Of the options, only `compensation` applies then; "usual" is None.
         held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the
             result is measured on; an empty list for none. By default a quarter of `batches`, not used for scoring:
@@ -333,7 +322,7 @@ def prune(
         (9, 'BertForSequenceClassification')
     """
     options = {name: value for name, value in locals().items() if name in PruneSection.model_fields}
-    section = _prune_section(options, plan, vocabulary)
+    section = _prune_section(options, plan)
     comparison = _section(ComparisonSection, evaluation or {}, "evaluation.")
     model = without_compiler(model)
     if isinstance(model, PreTrainedModel):
@@ -344,7 +333,7 @@ def prune(
         given = unwrap(model)
     priced = Priced(progress)
     rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
-    how = {"processor": processor, "vocabulary": vocabulary, "evaluation": comparison, "shape": shape, "seed": seed}
+    how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed}
     with evaluating(given.model), uncompiled(given.model):
         pruning = take(given, section, batches, **rows, **how, progress=priced)
         try_metrics(pruning)
@@ -359,9 +348,9 @@ def prune(
         return PruneResult(pruning, given, choice.done(slim), slim, parameters, flops, held_out)
 
 
-def _prune_section(options: Mapping[str, Any], plan: PruningPlan | None, vocabulary: Any) -> PruneSection:
+def _prune_section(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection:
     """Return the options as a section, after the checks of a recipe; with a plan, it has no budget."""
-    if plan is not None and (plan.vocabulary or vocabulary is not None):
+    if plan is not None and plan.vocabulary:
         raise RequestError("plan= cuts heads and neurons, and tokens are to go too; use apply_plan, which cuts all")
     changed = {name: value for name, value in options.items() if value != signature(prune).parameters[name].default}
     if plan is not None:
@@ -369,11 +358,9 @@ def _prune_section(options: Mapping[str, Any], plan: PruningPlan | None, vocabul
             raise RequestError(f"with plan=, of the options only compensation applies, got {', '.join(others)}")
         changed["modules"] = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values()))
         changed.setdefault("compensation", None)
-    elif "budget" not in changed and vocabulary is None:
+    elif "budget" not in changed:
         raise RecipeError("budget must be given")
     section = _section(PruneSection, changed)
-    if section.budget is None and plan is None:
-        return losing_nothing(section)
     keep = section.budget and section.budget.keep
     if keep and "samples" in keep.model_fields_set:
         raise RequestError("keep.samples says how many rows a recipe draws; pass that many as held_out= instead")

@@ -16,18 +16,15 @@ from transformers import PreTrainedModel
 from ..data.batches import Batch, by_length
 from ..data.processors import padding_token, tokenizer_of
 from ..data.rows import column_values, load_rows, own_columns
-from ..errors import DataError, RequestError
-from ..files import Rule, check
+from ..errors import DataError
 from ..recipe.sections import VocabularySection
 from ..tasks import Predictions, Task
-from ..tasks.given import holds_inputs, rows_to_read
 from ..tasks.task import Use
-from ..vocabulary.kept import KeptTokens, check_request
+from ..vocabulary.kept import KeptTokens
 from ..vocabulary.recut import Recut, compare_cuts, in_new_numbers
 from ..vocabulary.tokenizer import CutBeside
 from ..vocabulary.trim import VocabularyFacts, trim_vocabulary
 
-_VOCABULARY = Rule("vocabulary= must be arguments of trim_vocabulary", "see there")
 # Predictions of these kinds are one for each sample, whatever its tokens, so that each model reads samples by itself.
 PER_SAMPLE = ("classes", "labels", "numbers", "embeddings", "spans")
 
@@ -127,37 +124,6 @@ def trim(
     return trimmed.model, trimmed.processor, Trimming(model, processor, trimmed.kept, facts)
 
 
-def trim_in_memory(
-    model: PreTrainedModel,
-    processor: Any,
-    rows: Mapping[str, Any],
-    columns: Mapping[str, Any] | None,
-    vocabulary: Mapping[str, Any] | Sequence[str],
-    task: Task,
-) -> tuple[PreTrainedModel, Any, Trimming]:
-    """Trim the vocabulary of a model in memory, see `trim`; `rows`, `columns` and `vocabulary` are as for `prune`."""
-    if processor is None:
-        raise RequestError("vocabulary= needs processor=, the model's tokenizer, got none")
-    for name, given in rows.items():
-        if given is not None and holds_inputs(model, given, columns):
-            raise RequestError(
-                f"with vocabulary=, {name}= must be read anew, as tokens get other numbers, but it has the model's "
-                "inputs already; give a data set of texts, and columns= if it also has inputs, or a list of texts"
-            )
-    options = dict(vocabulary) if isinstance(vocabulary, Mapping) else {"texts": vocabulary}
-    texts, batches = options.pop("texts", None), rows["batches"]
-    asked = check(options, VocabularySection, _VOCABULARY, where="vocabulary")
-    if not (used := _texts_given(batches) if texts is None else texts):
-        raise DataError(
-            "vocabulary= needs texts to see which tokens they use: give batches= as a data set or a list of texts, or "
-            'vocabulary={"texts": [...]}'
-        )
-    check_request(tokenizer_of(processor), used)
-    data, reader = rows_to_read(batches, what="batches", task=task, processor=processor, columns=columns)
-    read = read_tokens(reader, data) if texts is None else tokens_in_place(reader, used)
-    return trim(model, processor, Texts(used, read, "texts given"), asked)
-
-
 def read_tokens(task: Task, rows: datasets.Dataset) -> Counter[int]:
     """Return how often each token id occurs in the rows as a task reads them, without cutting long ones."""
     reader = task.in_full()
@@ -175,13 +141,6 @@ def tokens_in_place(task: Task, texts: Sequence[str]) -> Counter[int]:
     rows = datasets.Dataset.from_dict(dict.fromkeys(task.columns_of_text, texts))
     alone = task.columns.model_copy(update={"label": None, "group": None})
     return read_tokens(task.to_read(alone, task.processor), rows)
-
-
-def _texts_given(rows: Any) -> list[str]:
-    """Return the texts of a data set or of a list of texts; an empty list for anything else."""
-    if isinstance(rows, datasets.Dataset):
-        return texts_of(rows)
-    return [*_texts(rows)] if isinstance(rows, (list, tuple)) and not any(isinstance(r, dict) for r in rows) else []
 
 
 def texts_of(rows: datasets.Dataset, columns: Sequence[str] | None = None) -> list[str]:

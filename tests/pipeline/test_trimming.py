@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from support.loading import load_pruning
-from support.models import text_batch, write_recipe
+from support.models import write_recipe
 from support.runs import without_tracing
 from support.sentences import MEAN, sentence_folder
 from support.vocabularies import byte_level, pages, reader, unigram, wordpiece
@@ -23,6 +22,7 @@ from hies_export.errors import HiesError, PlanError, RecipeError, RequestError
 from hies_export.forms.deployment import DeployWay
 from hies_export.forms.latency import TimedCut, TimedOn
 from hies_export.pipeline import fastest
+from hies_export.pipeline.pruning import Pruning
 from hies_export.recipe.budget import Found
 
 # Every fourth sentence is one to score on, so that the others have tokens that go.
@@ -207,9 +207,10 @@ def test_only_tokens_that_went_change_what_a_language_model_says(tmp_path: Path)
 
 SHORT, ANSWERS = ([text for text in texts if len(text) < 120][:40] for texts in (TRAIN, OTHER))
 WORDS = [text.split() for text in SHORT]
-# Name of a task -> a class, what trains its tokenizer, rows, columns to read, and what is read of them, by hand.
-READ: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any], Any]] = {
+# What is read -> a task, a class, what trains its tokenizer, rows, columns to read, and what is read of them, by hand.
+READ: dict[str, tuple[str, str, Any, dict[str, Any], dict[str, Any], Any]] = {
     "prompts with answers": (
+        "text-generation",
         "LlamaForCausalLM",
         byte_level,
         {"a": SHORT, "b": ANSWERS},
@@ -217,6 +218,7 @@ READ: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any], Any]] = {
         lambda read: [read(f"Page: {a}\nNext? {b}") for a, b in zip(SHORT, ANSWERS, strict=True)],
     ),
     "choices": (
+        "text-generation",
         "LlamaForCausalLM",
         byte_level,
         {"a": SHORT, "b": [[b, b[::-1]] for b in ANSWERS], "right": [0] * 40},
@@ -224,14 +226,23 @@ READ: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any], Any]] = {
         lambda read: [read(f"Page:\n{a}\n{b[::-1]}") for a, b in zip(SHORT, ANSWERS, strict=True)],
     ),
     "blocks of text": (
+        "text-generation",
         "LlamaForCausalLM",
         byte_level,
         {"a": [*SHORT, ""]},
         {"text": "a"},
         lambda read: [read("\n".join([*SHORT, "", ""]))],
     ),
-    "masks": ("XLMRobertaForMaskedLM", unigram, {"a": SHORT}, {"text": "a"}, lambda read: [read(SHORT[7])]),
+    "masks": (
+        "fill-mask",
+        "XLMRobertaForMaskedLM",
+        unigram,
+        {"a": SHORT},
+        {"text": "a"},
+        lambda read: [read(SHORT[7])],
+    ),
     "pairs": (
+        "text-classification",
         "BertForSequenceClassification",
         wordpiece,
         {"a": SHORT, "b": ANSWERS},
@@ -239,6 +250,7 @@ READ: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any], Any]] = {
         lambda read: [read(a, b) for a, b in zip(SHORT, ANSWERS, strict=True)],
     ),
     "words": (
+        "token-classification",
         "XLMRobertaForTokenClassification",
         unigram,
         {"a": WORDS},
@@ -246,6 +258,7 @@ READ: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any], Any]] = {
         lambda read: [read(words, is_split_into_words=True) for words in WORDS],
     ),
     "questions": (
+        "question-answering",
         "BertForQuestionAnswering",
         wordpiece,
         {"a": SHORT, "b": ANSWERS},
@@ -255,30 +268,35 @@ READ: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any], Any]] = {
 }
 
 
+def trimmed(folder: Path, kind: str, rows: dict[str, Any], **vocabulary: Any) -> tuple[Any, Pruning]:
+    """Return the tokenizer of a model that reads rows as in `READ`, and what a recipe makes of both."""
+    task, name, tokenizer, _, columns, _ = READ[kind]
+    reader(name, tokenizer(), max_position_embeddings=400).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    Dataset.from_dict(rows).to_json(folder / "rows.jsonl")
+    files = dict.fromkeys(("train", "validation"), "rows.jsonl")
+    recipe = write_recipe(folder, task, data={"files": files, **columns}, vocabulary=vocabulary, prune={})
+    return tokenizer(), load_pruning(PruningRecipe.from_yaml(recipe))
+
+
 @pytest.mark.parametrize("kind", READ)
-def test_what_a_task_reads_stays(kind: str) -> None:
-    name, tokenizer, rows, columns, by_hand = READ[kind]
-    dense = reader(name, tokenizer(), max_position_embeddings=400)
-    how = {"processor": tokenizer(), "columns": columns, "compensation": None}
-    result = hies_export.prune(dense, Dataset.from_dict(rows), **how, vocabulary={})
-    facts = result.pruning.trimming.facts
+def test_what_a_task_reads_stays(kind: str, tmp_path: Path) -> None:
+    *_, rows, _, by_hand = READ[kind]
+    tokenizer, found = trimmed(tmp_path, kind, rows)
+    facts, numbers = found.trimming.facts, found.trimming.kept.numbers  # type: ignore[union-attr]
     assert facts.kept < facts.total
     assert facts.judged.otherwise == 0
-    numbers = result.pruning.trimming.kept.numbers
-    before, after = ([one["input_ids"] for one in by_hand(of)] for of in (tokenizer(), result.pruning.processor))
+    before, after = ([one["input_ids"] for one in by_hand(of)] for of in (tokenizer, found.processor))
     assert after == [[numbers[token] for token in ids] for ids in before]
 
 
-def test_texts_that_are_given_count_where_a_task_reads_them() -> None:
-    tokenizer = byte_level()
-    rows = Dataset.from_dict({"a": ANSWERS[:8], "b": ANSWERS[8:16]})
-    how = {"processor": tokenizer, "columns": {"prompt": "Page:\n{a}\n", "answer": "b"}, "compensation": None}
-    model = reader("LlamaForCausalLM", tokenizer, max_position_embeddings=400)
-    for given in (list(SHORT), {"texts": list(SHORT)}):
-        smaller = hies_export.prune(model, rows, **how, vocabulary=given).pruning.processor
-        for text in SHORT:
-            read = f"Page:\n{text}\n{text}"
-            assert smaller.tokenize(read) == tokenizer.tokenize(read)
+def test_texts_of_files_count_where_a_task_reads_them(tmp_path: Path) -> None:
+    Dataset.from_dict({"mine": SHORT}).to_json(tmp_path / "mine.jsonl")
+    rows = {"a": ANSWERS[:8], "b": ANSWERS[8:16]}
+    tokenizer, found = trimmed(tmp_path, "prompts with answers", rows, files=["mine.jsonl"])
+    for text in SHORT:
+        read = f"Page: {text}\nNext? {text}"
+        assert found.processor.tokenize(read) == tokenizer.tokenize(read)
 
 
 def test_an_embedding_model_is_ranked_beside_the_vectors_of_all_tokens(tmp_path: Path) -> None:
@@ -320,47 +338,27 @@ def embedded(folder: Path, texts: list[str]) -> torch.Tensor:
     return torch.nn.functional.normalize(found)
 
 
-@pytest.mark.parametrize("budget", [None, {"parameters": 0.6}])
-def test_in_memory(budget: dict[str, float] | None, tmp_path: Path) -> None:
+def test_in_memory_a_trimmed_model_is_pruned(tmp_path: Path) -> None:
     project(tmp_path)
     dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    rows, other = (Dataset.from_dict({"text": list(texts)}) for texts in (TRAIN[:64], OTHER))
-    result = hies_export.prune(
-        dense, rows, processor=tokenizer, held_out=other, budget=budget, vocabulary={"min_count": 2}
-    )
+    trimmed = hies_export.trim_vocabulary(dense, tokenizer, TRAIN)
+    rows = Dataset.from_dict({"text": list(TRAIN[:64])})
+    result = hies_export.prune(trimmed.model, rows, processor=trimmed.processor, budget={"parameters": 0.9})
     result.save_pretrained(tmp_path / "slim")
-    assert not (tmp_path / "slim" / "vocab.txt").exists()
-    small = hies_export.load(tmp_path / "slim")
     smaller = AutoTokenizer.from_pretrained(tmp_path / "slim")
-    same = classes(dense, tokenizer, OTHER) == classes(small, smaller, OTHER)
-    assert result.held_out.stability == pytest.approx(same.double().mean().item())
-    assert (result.parameters.dense, result.parameters.slim) == (count_parameters(dense), count_parameters(small))
-    assert result.plan.removes == (budget is not None)
-    assert f"tokens of the vocabulary   {dense.config.vocab_size:,}" in re.sub("  +", "   ", str(result))
+    assert len(smaller) == len(trimmed.kept.rows) < len(tokenizer)
+    assert torch.equal(
+        classes(hies_export.load(tmp_path / "slim"), smaller, OTHER), classes(result.model, trimmed.processor, OTHER)
+    )
 
 
-def test_what_cannot_be_done_in_memory_is_refused(tmp_path: Path) -> None:
+def test_a_plan_that_removes_tokens_is_refused_in_memory(tmp_path: Path) -> None:
     project(tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    rows = Dataset.from_dict({"text": list(TRAIN)})
-    read = {"processor": tokenizer, "vocabulary": {"texts": list(TRAIN)}}
-    inputs = [text_batch()], Dataset.from_dict({"text": list(TRAIN), "input_ids": tokenizer(list(TRAIN))["input_ids"]})
-    renumbered: list[Any] = [(some, read, "with vocabulary=, batches= must be read anew, as") for some in inputs]
-    for name in ("held_out", "compensation_batches"):
-        renumbered += [(rows, {**read, name: some}, f"{name}= must be read anew, as") for some in inputs]
-    for batches, options, problem in (
-        *renumbered,
-        (rows.select([]), {"processor": tokenizer, "vocabulary": {}}, "vocabulary= needs texts to see which tokens"),
-        (rows, {"vocabulary": {}}, "vocabulary= needs processor=, the model's tokenizer, got none"),
-        (rows, {"processor": tokenizer, "vocabulary": {"words": 3}}, "vocabulary= must be arguments of trim_voc"),
-    ):
-        with pytest.raises(RequestError, match=problem):
-            hies_export.prune(model, batches, **options)  # type: ignore[arg-type]
     plan = PruningPlan(kept={}, criterion="his", vocabulary=(0, 1))
     with pytest.raises(RequestError, match="plan= cuts heads and neurons, and tokens are to go too; use apply_plan"):
-        hies_export.prune(model, rows, plan=plan)
+        hies_export.prune(model, Dataset.from_dict({"text": list(TRAIN)}), plan=plan)
 
 
 @pytest.mark.parametrize(
