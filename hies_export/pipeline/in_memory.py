@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from ..evaluate.ranking import kind_of_rows
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import Progress
 from ..recipe.sections import ComparisonSection, ExportSection
-from ..tasks import Task, task_of
+from ..tasks import Task
 from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled, usual_columns
 from ..tasks.registry import refuse_unknown
 from .accept import check_in_memory
@@ -29,23 +30,10 @@ if TYPE_CHECKING:
     from .delivery import Delivery
 
 
-def take(
-    given: Unwrapped,
-    options: PruneSection,
-    batches: Any,
-    *,
-    held_out: Any,
-    compensation_batches: Any,
-    processor: Any,
-    columns: Mapping[str, Any] | None,
-    evaluation: ComparisonSection,
-    shape: tuple[int, ...] | None,
-    seed: int,
-    progress: Progress,
-) -> Pruning:
-    """Return the pruning of a model in memory, checked before anything is computed; the arguments are those of `prune`.
+def accept(given: Unwrapped, processor: Any) -> Unwrapped:
+    """Refuse a model that cannot be pruned in memory, and return it with the processor that reads its inputs.
 
-    Options without a budget are those of a model that a plan cuts.
+    If `processor` is None, this is the processor that came with the model.
     """
     model, processor = given.model, processor or given.processor
     if torch.is_inference_mode_enabled():
@@ -57,13 +45,26 @@ def take(
     check_in_memory(model)
     if processor is not given.processor and isinstance(model, TextEncoder):
         model.read_by(processor)
-    task = task_of(model, tolerance=evaluation.stability_tolerance, threshold=evaluation.threshold)
-    read = partial(batches_of, model, task=task, processor=processor, columns=columns, max_length=given.max_length)
-    fields = columns
-    if columns is None and task.embeds and isinstance(batches, datasets.Dataset):
-        fields = usual_columns(batches, type(task))
-    together = None if fields is None else fields.get("query") or fields.get("group")
-    rows = _rows_in_memory(read, task, options, batches, held_out, compensation_batches, together)
+    return replace(given, processor=processor)
+
+
+def take(
+    given: Unwrapped,
+    options: PruneSection,
+    rows: Rows,
+    *,
+    task: Task,
+    evaluation: ComparisonSection,
+    shape: tuple[int, ...] | None,
+    seed: int,
+    progress: Progress,
+) -> Pruning:
+    """Return the pruning of a model in memory, checked before anything is computed.
+
+    Other arguments than `rows`, see `read_rows`, are as for `prune`. Options without a budget are those of a model that
+    a plan cuts.
+    """
+    model = given.model
     timed = None if options.budget is None else options.budget.timed
     if timed is not None:
         from ..forms.runtimes.base import check_dtypes, check_one_graph, check_runtime
@@ -76,14 +77,14 @@ def take(
     named = (*metrics, *([options.budget.metric] if options.budget and options.budget.metric else []))
     check_metrics(named, predicts=task.predicts, rows=kind, labels=labels)
     # Made when first asked for, as it imports exporters, and only once, as its exporter keeps graphs of other cuts.
-    delivery = cache(partial(delivery_of, rows, processor, given))
+    delivery = cache(partial(delivery_of, rows, given))
     pruning = make_pruning(
         model,
         rows,
         options,
         task=task,
         shapes=() if shape is None else (shape,),
-        processor=processor,
+        processor=given.processor,
         metrics=tuple(metrics),
         serve=lambda served: delivery().serve(served),
         time_cuts=lambda pruning: delivery().time_cuts(pruning),
@@ -100,26 +101,34 @@ def take(
     return pruning
 
 
-def delivery_of(rows: Rows, processor: Any, given: Unwrapped) -> Delivery:
+def delivery_of(rows: Rows, given: Unwrapped) -> Delivery:
     """Return how a model in memory is delivered; exporters and runtimes are imported only here."""
     from .delivery import Delivery, exporter_of
 
-    return Delivery(exporter=exporter_of(ExportSection(), rows, processor), given=given)
+    return Delivery(exporter=exporter_of(ExportSection(), rows, given.processor), given=given)
 
 
-def _rows_in_memory(
-    read: Callable[..., list[Batch]],
-    task: Task,
+def read_rows(
+    given: Unwrapped,
     options: PruneSection,
     batches: Any,
+    *,
+    task: Task,
     held_out: Any,
     compensation_batches: Any,
-    together: str | None,
+    columns: Mapping[str, Any] | None,
 ) -> Rows:
-    """Return the rows by use; if `held_out` is None, a quarter of `batches` is held out.
+    """Return the rows by use, as the task reads them; the other arguments are as for `prune`.
 
-    A data set is divided before it is read if its rows can be, in whole values of the column `together`.
+    If `held_out` is None, a quarter of `batches` is held out. A data set is divided before it is read if its rows can
+    be, and rows of one query or group stay together.
     """
+    model, processor, max_length = given.model, given.processor, given.max_length
+    read = partial(batches_of, model, task=task, processor=processor, columns=columns, max_length=max_length)
+    fields = columns
+    if columns is None and task.embeds and isinstance(batches, datasets.Dataset):
+        fields = usual_columns(batches, type(task))
+    together = None if fields is None else fields.get("query") or fields.get("group")
     divided = held_out is None and isinstance(batches, datasets.Dataset) and len(batches) > 1
     if divided and (task.a_row_is_a_sample or task.rows_together or together is not None):
         batches, held_out = _divided(number_rows(batches, source="batches"), together)
@@ -133,8 +142,8 @@ def _rows_in_memory(
         raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
     refit: list[Batch] = []
     if options.compensation is not None:
-        given = compensation_batches
-        refit = score if given is None else read(given, what="compensation_batches")
+        more = compensation_batches
+        refit = score if more is None else read(more, what="compensation_batches")
         refit = first_rows(unlabelled(refit, task), options.compensation.samples)
     return Rows(score, apart, refit)
 

@@ -40,6 +40,7 @@ class Measured:
     """Both models in all forms: counted, judged, timed; and which to deploy.
 
     Attributes:
+        saved: The slim checkpoint.
         sizes: What was counted, and the times on every runtime that the recipe names.
         exported: The slim model's export.
         file: The file of that export, with its quality on the evaluation rows.
@@ -49,6 +50,7 @@ class Measured:
         outcome: The budget, with what was counted or timed of it.
     """
 
+    saved: Saved
     sizes: Measurements
     exported: Export
     file: ExportedFile
@@ -109,6 +111,7 @@ class _Measuring:
         if isinstance(slim.model, TextEncoder):
             self._serve(slim.model, exports, judged, deployment)
         return Measured(
+            saved=saved,
             sizes=sizes,
             exported=exports[delivery.export.unquantized],
             file=file,

@@ -28,10 +28,11 @@ from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
 from ..score.criteria import Scores
 from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit
+from ..tasks import task_of
 from ..tasks.given import batches_of
 from ..units.counts import Counted, FlopCount, count_both_flops, count_both_parameters, si
 from .choose import choose
-from .in_memory import delivery_of, take
+from .in_memory import accept, delivery_of, read_rows, take
 from .price import Priced, size_of_pruning
 from .pruning import Pruning
 from .recipe import Allocation, PruneSection, sentences
@@ -84,7 +85,7 @@ class PruneResult:
     @cached_property
     def delivery(self) -> Delivery:
         """How the slim model is saved and exported."""
-        return delivery_of(self.pruning.rows, self.pruning.processor, self.given)
+        return delivery_of(self.pruning.rows, self.given)
 
     @property
     def plan(self) -> PruningPlan:
@@ -332,10 +333,12 @@ def prune(
 
         given = unwrap(model)
     priced = Priced(progress)
-    rows = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
-    how = {"processor": processor, "evaluation": comparison, "shape": shape, "seed": seed}
     with evaluating(given.model), uncompiled(given.model):
-        pruning = take(given, section, batches, **rows, **how, progress=priced)
+        given = accept(given, processor)
+        task = task_of(given.model, tolerance=comparison.stability_tolerance, threshold=comparison.threshold)
+        more = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
+        rows = read_rows(given, section, batches, task=task, **more)
+        pruning = take(given, section, rows, task=task, evaluation=comparison, shape=shape, seed=seed, progress=priced)
         try_metrics(pruning)
         if plan is None:
             priced.expect(size_of_pruning(pruning))

@@ -20,7 +20,7 @@ from ..report.report import Details, FirstMetric, Report, head_map, neuron_count
 from ..report.words import FIRST_HIT
 from ..select.plan import dump_json
 from ..slim.config import families, is_slim
-from .delivery import Delivery, Saved
+from .delivery import Delivery
 from .measure import Measured
 from .pruning import Pruning
 from .stages import Choice, Evaluation, Slim
@@ -31,7 +31,6 @@ def build_report(
     delivery: Delivery,
     choice: Choice,
     slim: Slim,
-    saved: Saved,
     evaluation: Evaluation,
     measured: Measured,
     command: str | None,
@@ -58,7 +57,7 @@ def build_report(
         quality=FirstMetric(metric=metric, **asdict(evaluation.metrics[metric])),
         stability=evaluation.stability,
         cut_max_abs=slim.cut_max_abs,
-        reload_max_abs=saved.reload_max_abs,
+        reload_max_abs=measured.saved.reload_max_abs,
         **{f"{name}_max_abs": value for name, value in differences.items() if name in ("onnx", "gguf")},
         seconds=pruning.clock.seconds,
         latency=sizes.latency,

@@ -95,7 +95,7 @@ def run(
                 choice = decision.choice
                 write_choice(choice, folder)
                 measured = measure(pruning, delivery, forms, decision, slim, saved, folder)
-                report = build_report(pruning, delivery, choice, slim, saved, evaluation, measured, command, count)
+                report = build_report(pruning, delivery, choice, slim, evaluation, measured, command, count)
                 write_report(folder, report)
                 return report
 
