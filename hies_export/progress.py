@@ -34,37 +34,6 @@ class Silent(Progress):
 SILENT: Progress = Silent()
 
 
-class OutOfTime(Exception):
-    """The deadline of a search has passed; the code that set the deadline catches this."""
-
-
-class Until:
-    """Progress that raises OutOfTime where a stage or an item of a loop would begin after a deadline.
-
-    Args:
-        shown: The progress that shows the stages and loops.
-        deadline: By `time.monotonic`.
-    """
-
-    def __init__(self, shown: Progress, deadline: float):
-        self._shown, self._deadline = shown, deadline
-
-    def stage(self, name: str) -> None:
-        """Report that a stage begins, or raise OutOfTime."""
-        self._check(name)
-        self._shown.stage(name)
-
-    def track(self, items: Sequence[T], name: str) -> Iterator[T]:
-        """Yield the items of a loop in order, and report each, or raise OutOfTime."""
-        for item in self._shown.track(items, name):
-            self._check(name)
-            yield item
-
-    def _check(self, name: str) -> None:
-        if time.monotonic() > self._deadline:
-            raise OutOfTime(f"the time is over before: {name}")
-
-
 class Clock:
     """Stopwatch by kind of work. Time in a nested block counts for the nested block only."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,12 +70,6 @@ class Delivery:
     in_order: Callable[[int], list[Batch]] | None = None
     evaluation_of: int = 0
     began: float = 0.0
-
-    @property
-    def deadline(self) -> float:
-        """When `deploy` should end, by `time.monotonic`."""
-        minutes = None if self.deploy is None else self.deploy.minutes
-        return math.inf if minutes is None else self.began + 60 * minutes
 
     @property
     def export(self) -> ExportSection:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,12 +18,11 @@ from ..errors import HiesError, PlanError
 from ..evaluate.interval import Looks
 from ..evaluate.judge import Judge
 from ..evaluate.promise import asked_words
-from ..forms.deployment import DeployWay, Joined, SizeTried, Way, find_ways, join_sizes, try_dense
+from ..forms.deployment import DeployWay, Joined, SizeTried, find_ways, join_sizes, try_dense
 from ..forms.form import COMPOUNDS, Compound, Form, Forms
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
 from ..forms.time import time as time_forms
-from ..progress import OutOfTime, Until
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..score.criteria import Scores
 from ..select.constraints import bundle_count
@@ -86,62 +84,41 @@ class Decision:
         choice: What stays.
         compound, sizes: How it is joined with the dense model, and the sizes of compounds that were tried.
         ways: The forms that `deploy` tried, and the results.
-        dense_seconds: How long it took to try the dense model in them; the slim one takes about as long.
     """
 
     choice: Choice
     compound: Compound | None = None
     sizes: tuple[SizeTried, ...] = ()
     ways: tuple[DeployWay, ...] = ()
-    dense_seconds: float = 0.0
 
 
 def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, forms: Forms) -> Decision:
     """Return the cut that keeps the promise in the least time; one that removes nothing if a dense form is fastest.
 
     The dense model is judged and timed in all forms. The largest cut is searched for in the fastest of those that keep
-    the promise; of a classifier, compounds of deeper cuts are tried too. When the time of `deploy` is over, the search
-    ends with what it has found. Raises PlanError if the dense model keeps the promise in no form.
+    the promise; of a classifier, compounds of deeper cuts are tried too. Raises PlanError if the dense model keeps the
+    promise in no form.
     """
     assert delivery.deploy is not None
-    looks, began = looks_of(pruning, delivery), time.monotonic()
+    looks = looks_of(pruning, delivery)
     promise = promise_of(pruning, looks.confidence)
     pruning.progress.stage("evaluate the dense model on the held-out rows")
     judge = pruning.judge(pruning.rows.held_out, **judging(promise), progress=pruning.progress)
-    ways = _in_time(delivery, find_ways(type(pruning.task), delivery.deploy.runtimes))
+    ways = find_ways(type(pruning.task), delivery.deploy.runtimes)
     tried = try_dense(forms, judge, ways, partial(quick_times, pruning, delivery))
     able = _that_keep(promise, delivery.deploy.keep, tried, trimmed=pruning.trimming is not None)
-    # Exporting, judging and timing the answer takes about as long as trying the dense model did, which is left for it.
-    spent = time.monotonic() - began
-    hurried = replace(pruning, progress=Until(pruning.progress, delivery.deadline - spent))
-    search = _Search(pruning, hurried, delivery, statistics, forms, promise, judge, tried)
-    try:
-        search.run(able[: looks.forms], compounds=bool(looks.compounds))
-    except OutOfTime as error:
-        pruning.progress.stage(str(error))
-        for way in able[: looks.forms]:
-            if way in tried:  # a way that was searched has been replaced
-                tried[tried.index(way)] = replace(way, search=str(error))
+    scored = score(pruning, statistics)
+    search = _Search(pruning, delivery, statistics, forms, promise, judge, scored, tried)
+    search.run(able[: looks.forms], compounds=bool(looks.compounds))
     if search.found:
         decision = min(search.found, key=lambda one: one.takes).decision
     else:
         pruning.progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
         fastest = able[0]
         assert fastest.kept is not None
-        # Without scores there was no time to rank units.
-        scores = search.scored[0] if search.scored else Scores(pruning.options.criterion, {}, {})
         outcome = replace(promise, found=Found(fastest.kept, fastest.at_least))
-        decision = Decision(replace(nothing(pruning, statistics, scores, outcome), served=_served(pruning, fastest)))
-    return replace(decision, ways=tuple(tried), dense_seconds=spent)
-
-
-def _in_time(delivery: Delivery, ways: Sequence[Way]) -> Iterator[Way]:
-    """Yield the first way, and the next ones until a third of the time to the deadline is over."""
-    began = time.monotonic()
-    for number, way in enumerate(ways):
-        if number and time.monotonic() > began + (delivery.deadline - began) / 3:
-            return
-        yield way
+        decision = Decision(replace(nothing(pruning, statistics, scored[0], outcome), served=_served(pruning, fastest)))
+    return replace(decision, ways=tuple(tried))
 
 
 def _that_keep(promise: Outcome, share: float, tried: Sequence[DeployWay], *, trimmed: bool) -> list[DeployWay]:
@@ -173,43 +150,40 @@ class _Search:
     """A search for the fastest form: what it works with, and what it has found so far.
 
     Attributes:
-        pruning, hurried: The pruning, and the same with a progress that raises OutOfTime when time is over.
         promise, judge: The promise on the held-out rows, and its judge.
+        scored: Scores to cut by.
         tried: The ways of the dense model; each is replaced in place when cuts were searched for in it.
-        scored: Scores to cut by, once units are ranked.
         found: The cuts and compounds that keep the promise.
     """
 
     pruning: Pruning
-    hurried: Pruning
     delivery: Delivery
     statistics: Statistics
     forms: Forms
     promise: Outcome
     judge: Judge
+    scored: Sequence[Scores]
     tried: list[DeployWay]
-    scored: list[Scores] = field(default_factory=list)
     found: list[_Found] = field(default_factory=list)
 
     def run(self, ways: Sequence[DeployWay], *, compounds: bool) -> None:
         """Search for cuts in some ways, and for compounds if asked; of several that are found, keep the fastest."""
         self._trace_a_cut()
-        self.scored.extend(score(self.hurried, self.statistics))
         self._search_in(ways)
         if compounds:
             like = self.found[0].decision.choice if self.found else None
             for kind in COMPOUNDS.values():
                 self._join(kind, like)
         if len(self.found) > 1:
-            self.hurried.progress.stage("time the cuts that were found")
+            self.pruning.progress.stage("time the cuts that were found")
             joined = any(one.decision.compound for one in self.found)
-            timed = quick_times(self.hurried, self.delivery, [one.form for one in self.found], compounds=joined)
+            timed = quick_times(self.pruning, self.delivery, [one.form for one in self.found], compounds=joined)
             times = ratios(timed)
             self.found[:] = [self.found[times.index(min(times))]]
 
     def _trace_a_cut(self) -> None:
         """Export a cut that takes a bundle from every module, so that no further cut has to be traced; see `Traces`."""
-        pruning, unit = self.hurried, self.pruning.options.unit
+        pruning, unit = self.pruning, self.pruning.options.unit
         pruning.progress.stage("trace a cut")
         lost = {module.name: 1 for module in pruning.scored if bundle_count(module, unit) > 1}
         self.forms.add("one cut", cut_bundles(pruning.model, pruning.scored, lost, unit=unit))
@@ -218,7 +192,7 @@ class _Search:
 
     def _search_in(self, ways: Sequence[DeployWay]) -> None:
         """Search for the largest cut that keeps the promise in each way; note in `tried` what was judged."""
-        pruning, guessed, best = self.hurried, None, math.inf
+        pruning, guessed, best = self.pruning, None, math.inf
         asked, sizes = (pruning, self.statistics, self.promise), sizes_of(pruning, None)
         known: dict[
             str, dict[Key, TriedCut]
@@ -278,7 +252,7 @@ class _Search:
             bits=way.bits,
         )
         try:
-            joined = _in_sizes(self.hurried, asked, self.statistics, self.scored, self.forms, like)
+            joined = _in_sizes(self.pruning, asked, self.statistics, self.scored, self.forms, like)
         except HiesError as error:
             logger.warning("no %s is deployed on %s in %s: %s", asked.name, way.runtime, way.bits, error)
             return

@@ -148,18 +148,15 @@ class _Measuring:
     def _forms(self, joined: Export | None, *, same: bool) -> list[Form]:
         """Return all forms of a run, the dense float32 graph first; none of a model that is exported as several graphs.
 
-        If both models are the `same`, these are those of the dense one alone. When the time of `deploy` is nearly over,
-        they are the form to deploy, the first dense one, and those of the same runtimes and bits.
+        If both models are the `same`, these are those of the dense one alone.
         """
         if self.pruning.task.in_parts:
             return []
-        compound, served = self.decision.compound, self.decision.choice.served
+        compound = self.decision.compound
         if self.deploy is None:
             ways = self.delivery.measure.ways_to_judge(self.delivery.export, compound)
         else:
             ways = [(way.runtime, way.bits) for way in self.ways]
-            if self._hurried and served is not None:
-                ways = [way for way in ways if way in (ways[0], (served.runtime, served.dtype))]
         # A form with a calibration of its own is made of the slim model only if the dense one keeps the promise in it.
         broken = {
             (way.runtime, way.bits)
@@ -195,11 +192,6 @@ class _Measuring:
         """Return whether the dense model breaks the promise of a deployment in a way."""
         return self.deploy is not None and (way.at_least or 0.0) < self.deploy.keep
 
-    @property
-    def _hurried(self) -> bool:
-        """Whether less time is left than trying the slim model in all forms, and timing them, would take."""
-        return self.delivery.deadline - time.monotonic() < 2 * self.decision.dense_seconds
-
     def _time(
         self, running: Sequence[Form], judged: Sequence[Judged], *, joined: bool
     ) -> tuple[list[Judged], int | None, int]:
@@ -222,8 +214,6 @@ class _Measuring:
         briefly = quick_times(pruning, delivery, running, compounds=joined)
         found = with_times(judged, briefly)
         able = [n for n, form in enumerate(judged) if form.at_least is not None and form.at_least >= self.deploy.keep]
-        if self._hurried:
-            return found, *fastest(briefly, able)
         times = ratios(briefly)
         best_of_all = frontier(times, [form.stability for form in judged])
         chosen = sorted({0, *best_of_all, *sorted(able, key=times.__getitem__)[:CANDIDATES]})

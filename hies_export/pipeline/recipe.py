@@ -366,13 +366,11 @@ class PruningRecipe(Section):
         """Return the recipe with other values of some fields: dotted field -> value, as for `from_yaml`."""
         return type(self)(**overridden(self.model_dump(exclude_unset=True), overrides))
 
-    def to_deploy(
-        self, *, keep: float | None = None, runtimes: Sequence[str] | None = None, minutes: float | None = None
-    ) -> PruningRecipe:
+    def to_deploy(self, *, keep: float | None = None, runtimes: Sequence[str] | None = None) -> PruningRecipe:
         """Return the recipe with a section `deploy`, some of its fields given, in place of the budget."""
         fields = self.model_dump(exclude_unset=True)
         fields["prune"] = {name: value for name, value in fields.get("prune", {}).items() if name != "budget"}
-        given = {"keep": keep, "runtimes": runtimes, "minutes": minutes}
+        given = {"keep": keep, "runtimes": runtimes}
         asked = {name: value for name, value in given.items() if value is not None}
         return type(self)(**{**fields, "deploy": {**(fields.get("deploy") or {}), **asked}})
 

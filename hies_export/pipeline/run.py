@@ -107,7 +107,6 @@ def deploy(
     *,
     keep: float | None = None,
     runtimes: Sequence[str] | None = None,
-    minutes: float | None = None,
     overwrite: bool = False,
     command: str | None = None,
     progress: Progress = SILENT,
@@ -127,8 +126,6 @@ def deploy(
         keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1); by default that of the
             recipe's section `deploy`, or 0.99.
         runtimes: Runtimes that may be deployed on; by default the section's, or all that are installed.
-        minutes: Answer within this many minutes, by default the section's, or no limit: the search ends early enough to
-            time and write what it found.
         overwrite: Replace an existing output folder.
         command: The command line, which the report records.
         progress: Shows stages and loops.
@@ -141,7 +138,7 @@ def deploy(
         PlanError: Not even the dense model keeps the promise, in any form.
         StepError: A stage failed; no output folder is left behind.
     """
-    recipe = recipe.to_deploy(keep=keep, runtimes=runtimes, minutes=minutes)
+    recipe = recipe.to_deploy(keep=keep, runtimes=runtimes)
     return run(recipe, overwrite=overwrite, command=command, progress=progress)
 
 

@@ -16,7 +16,6 @@ from ..evaluate.judge import Judge
 from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.promise import asked_words, found_words, stays_words
-from ..progress import OutOfTime
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..score.criteria import Scores
 from ..select.cost import CostTable, Goal
@@ -208,17 +207,11 @@ class Cuts:
     def near(self, guessed: Guess, at_least: int = 0) -> Choice:
         """Return the largest cut that keeps the promise and is larger than a size, searching near a guess.
 
-        At most `FAILURES` cuts fail. When the time is over, it is the largest that was found until then. Raises
-        PlanError if there is no such cut.
+        At most `FAILURES` cuts fail. Raises PlanError if there is no such cut.
         """
         pruning, scores, weights = self.pruning, guessed.scores, guessed.token_weights
         holds = partial(self._holds, scores, weights)
-        try:
-            size = largest(len(self.sizes), holds, near=guessed.size, at_least=at_least, failures=FAILURES)
-        except OutOfTime:
-            size = max((cut.size for cut in self.known.values() if cut.met), default=at_least)
-            if size <= at_least:
-                raise
+        size = largest(len(self.sizes), holds, near=guessed.size, at_least=at_least, failures=FAILURES)
         if size == at_least:
             slower = "no cut that keeps the promise here is faster than what was found in another form"
             raise PlanError(slower if at_least else self._none_keeps())

@@ -390,9 +390,7 @@ class DeploySection(Section):
     Attributes:
         keep: Share of the dense model's predictions on held-out rows that must stay, in (0, 1).
         runtimes: Runtimes that may be deployed on; by default all that are installed.
-        minutes: Answer within this many minutes: the search ends early enough to time and write what it found.
     """
 
     keep: float = Field(0.99, gt=0, lt=1)
     runtimes: tuple[str, ...] = ()
-    minutes: float | None = Field(None, ge=0)
