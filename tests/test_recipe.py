@@ -155,38 +155,13 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
             PruningRecipe.from_yaml(write(tmp_path, text))
 
 
-def test_rows_of_one_class_and_units_that_are_the_same_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_one_class_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_project(tmp_path, train=20, validation=4, calibration={"samples": 6}, prune={"budget": {"heads": 0.5}})
     load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
     assert "calibration rows" not in caplog.text
-    assert "unit: query" not in caplog.text
     write_rows(tmp_path / "train.jsonl", 20, label=lambda i: 1)
-    load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", {"prune.unit": "query"}))
+    load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
     assert "all 6 calibration rows are of class 1, so heads are scored by that class alone" in caplog.text
     write_rows(tmp_path / "validation.jsonl", 4, label=lambda i: 0)
     load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
     assert "all 4 evaluated rows are of class 0, so both models are judged by that class alone; give" in caplog.text
-    assert "query is the same as unit: group here, because every head of this model has its own keys and" in caplog.text
-
-
-def test_fewer_rows_than_asked_for_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    prune = {"budget": {"heads": 0.5}, "alpha": "auto", "compensation": {}}
-    asked = {"calibration": {"samples": 1000}, "evaluation": {"samples": 2000, "split": "validation[:50%]"}}
-    held_out = {"split": "validation[50%:]", "samples": 3}
-    save_project(tmp_path, train=20, validation=8, prune=prune, held_out=held_out, **asked)
-    prepared = load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml"))
-    assert sum(len(batch["labels"]) for batch in prepared.rows.score) == 20
-    said = [
-        "calibration.samples is 1,000, but the split 'train' has only 20: all are used",
-        "evaluation.samples is 2,000, but the split 'validation[:50%]' has only 4: all are used",
-    ]
-    # The default of the compensation is as many as there are, up to 512.
-    assert caplog.messages == said
-    more = {"prune.compensation.samples": 21, "held_out.samples": 30}
-    load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml", more))
-    assert sorted(set(caplog.messages) - set(said)) == [
-        "held_out.samples is 30, but the split 'validation[50%:]' has only 4: all are used",
-        "prune.compensation.samples is 21, but the split 'train' has only 20: all are used",
-    ]

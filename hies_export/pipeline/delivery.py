@@ -139,7 +139,7 @@ def save(
     """Save a slim model, load it again and compare, in the first of several processes.
 
     The licence of the dense model's folder is copied. The refitted layers of a compensated model are written to
-    `refit_file`, by default into `folder`. A warning says if the checkpoint is larger than the dense one.
+    `refit_file`, by default into `folder`.
     """
     pruning.progress.stage("save, load again and compare")
     source = delivery.source
@@ -162,11 +162,4 @@ def save(
             )
         return Saved(weight_bytes(folder), max_abs)
 
-    saved = processes.on_main(write)
-    if source is not None and saved.bytes > source.bytes:
-        logger.warning(
-            "the slim checkpoint has %.1f MB, more than the %.1f MB of its source, because it is saved in %s; set "
-            "save_dtype to the dtype of the source",
-            *(saved.bytes / 1e6, source.bytes / 1e6, str(source.dtype).removeprefix("torch.")),
-        )
-    return saved
+    return processes.on_main(write)

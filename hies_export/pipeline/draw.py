@@ -131,12 +131,6 @@ def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSe
     available = splits.counted(drawn)
     if needed and available <= splits.until(drawn, draws.scoring):
         raise RequestError(_too_few(options, draws, split, available))
-    _warn_of_fewer("calibration.samples", draws.scoring, len(drawn), split)
-    # By default layers are refitted on as many rows as there are, up to a number.
-    if options.compensation is not None and "samples" in options.compensation.model_fields_set:
-        _warn_of_fewer("prune.compensation.samples", draws.compensation, len(drawn), split)
-    if separate is not None and splits.held_out is not None and splits.held_out.samples is not None:
-        _warn_of_fewer("held_out.samples", splits.held_out.samples, len(separate), splits.held_out.split)
 
     def part(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
         return rows.select(list(range(splits.until(rows, start), splits.until(rows, start + count))))
@@ -182,14 +176,10 @@ def evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets
     """Return the samples to evaluate on."""
     wanted = splits.evaluation
     if splits.divided and splits.held_out is not None:
-        held_out, rows = _divided(splits, splits.held_out, load)
-        rows = rows.select(range(splits.until(rows, wanted.samples or len(rows))))
-        _warn_of_fewer("evaluation.samples", wanted.samples or 0, len(rows), wanted.split, len(held_out))
-        return rows
+        _, rows = _divided(splits, splits.held_out, load)
+        return rows.select(range(splits.until(rows, wanted.samples or len(rows))))
     seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
-    rows = load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True)
-    _warn_of_fewer("evaluation.samples", wanted.samples or 0, taken_from(rows), wanted.split)
-    return rows
+    return load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True)
 
 
 def _divided(
@@ -207,13 +197,6 @@ def _divided(
             f"out, got held_out.samples: {wanted:,}; hold out fewer"
         )
     return rows.select(range(count)), rows.select(range(count, len(rows)))
-
-
-def _warn_of_fewer(field: str, asked: int, there: int, split: str, held_out: int = 0) -> None:
-    """Warn if a split has fewer samples, beside those that are held out, than a field of the recipe asks for."""
-    if there < asked:
-        only = f"{there:,} beside the {held_out:,} held out" if held_out else f"{there:,}"
-        logger.warning("%s is %s, but the split %r has only %s: all are used", field, f"{asked:,}", split, only)
 
 
 def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: bool) -> tuple[Looks, ...]:
@@ -235,14 +218,12 @@ class Promise:
         words: What is promised.
         sizes: Numbers of rows that are enough, the largest first, which allows most looks.
         most: Largest number of rows to hold out.
-        limited: Whether the recipe gives `most`.
         blocks: Whether rows are blocks of text: each has many predictions, so exactly one of `sizes` is held out.
     """
 
     words: str
     sizes: tuple[int, ...]
     most: int
-    limited: bool = False
     blocks: bool = False
 
     @classmethod
@@ -260,7 +241,7 @@ class Promise:
             else:
                 looks = all_looks(task, recipe.deploy, classifies=classifies and metric is None)
                 words, sizes = f"{100 * keep.predictions:g} %", [one.rows(keep.predictions, metric) for one in looks]
-            kept = cls(words, tuple(sizes), keep.samples, "samples" in keep.model_fields_set)
+            kept = cls(words, tuple(sizes), keep.samples)
         if compound is None:
             return kept
         needed = rate_rows_needed(compound.disagreement, confidence_of_each(len(recipe.shares)))
@@ -322,11 +303,6 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
             f"others, which takes {math.ceil(4 * promise.sizes[-1] / 3):,}"
         )
         return _without_promise(splits, promise, why, "evaluate on more rows, ask for less")
-    if promise.limited and count < promise.most:
-        logger.warning(
-            "%s samples for the promise are asked for, but the split %r has %s: %s are held out, and the others judge",
-            *(f"{promise.most:,}", split, f"{rows:,}", f"{count:,}"),
-        )
     if everything and evaluation.samples is not None:
         evaluation = evaluation.model_copy(update={"samples": evaluation.samples - count})
     return replace(splits, evaluation=evaluation, held_out=HeldOutSection(split=split, samples=count))

@@ -5,8 +5,6 @@ Cheap checks come first, so that an impossible request fails early. No stage aft
 
 from __future__ import annotations
 
-import filecmp
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from ..checkpoint.load import device_to_prune_on, load_dense, source_of, task_cl
 from ..checkpoint.sentence import EMBEDDER, RERANKER, kind_in, load_sentence
 from ..data.batches import Batch, check_one_size, is_of_documents
 from ..data.processors import load_processor, settle_padding, tokenizer_of
-from ..data.rows import load_rows, may_overlap, taken_from, whole_split
+from ..data.rows import load_rows, taken_from
 from ..errors import RequestError
 from ..evaluate.interval import confidence_of_each
 from ..evaluate.metrics import METRICS, check_metrics
@@ -47,8 +45,6 @@ from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning, pr
 from .recipe import PruningRecipe
 from .trimming import Reading, Texts, Trimming, read_tokens, texts_in, texts_of, trim
 
-logger = logging.getLogger(__name__)
-
 
 def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[Pruning, Delivery]:
     """Load model and rows, and check that the recipe can be run; raise a RequestError if not."""
@@ -66,7 +62,7 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     progress.stage("find the units that may go")
     delivery = replace(_delivery(checkpoint, model, ways, rows, reading, splits, judged), began=began)
     pruning = _pruning(recipe, model, rows, metrics, delivery, progress)
-    _check(recipe, pruning, delivery)
+    _check(pruning, delivery)
     return pruning, delivery
 
 
@@ -167,17 +163,15 @@ def _pruning(
     return _aligned(pruning, recipe.export)
 
 
-def _check(recipe: PruningRecipe, pruning: Pruning, delivery: Delivery) -> None:
-    """Check that the loaded model and rows allow what the recipe asks for, and warn of rows that serve two uses."""
+def _check(pruning: Pruning, delivery: Delivery) -> None:
+    """Check that the loaded model and rows allow what the recipe asks for."""
     task, rows = pruning.task, pruning.rows
     fewest = all_looks(type(task), delivery.deploy, classifies=False)[-1]  # what a deployment must look at, at least
     check_pruning(pruning, fewest)
     check_delivery(pruning, delivery)
     if task.images and not task.text:
         check_one_size([*rows.score, *rows.held_out, *rows.refit, *rows.evaluation])
-    warned = check_apart(pruning)
-    if not warned and delivery.splits is not None:
-        _warn_of_overlap(recipe, delivery.splits)
+    check_apart(pruning)
 
 
 def _texts(recipe: PruningRecipe, asked: VocabularySection, task: Task) -> Texts:
@@ -224,27 +218,6 @@ def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
         promise=reading.to_judge(drawn.promised, size)[0] if recipe.deploy is None else held_out,
         untrimmed={"held_out": dense},
     )
-
-
-def _warn_of_overlap(recipe: PruningRecipe, splits: Splits) -> None:
-    """Warn if the splits that are scored and evaluated overlap, even if no row was drawn for both this time."""
-    scored, evaluated = splits.calibration.split, splits.evaluation.split
-    one, other, files = whole_split(scored), whole_split(evaluated), recipe.data.files
-    if one != other and files is not None and _same_file(files[one], files[other]):
-        evaluated = one + evaluated.removeprefix(other)  # two names of one file
-    if may_overlap(scored, evaluated):
-        logger.warning(
-            "calibration.split %r and evaluation.split %r overlap, so that a model may be judged on rows that it was "
-            "fitted on; give other files, or slices such as train[:80%%] and train[80%%:]",
-            scored,
-            splits.evaluation.split,
-        )
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    """Return whether two paths name one file, or files of the same bytes."""
-    one, other = one.expanduser(), other.expanduser()
-    return one == other or (one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False))
 
 
 def splits_of(recipe: PruningRecipe) -> Splits:

@@ -397,11 +397,11 @@ def _check_enough_rows(pruning: Pruning, fewest: Looks) -> None:
         )
 
 
-def check_apart(pruning: Pruning) -> bool:
+def check_apart(pruning: Pruning) -> None:
     """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
 
     Rows are identified by what the model reads, whichever files they come from. Rows that recur within one use, as
-    short texts do, are not counted, because new rows may equal them too. Returns whether a warning was logged.
+    short texts do, are not counted, because new rows may equal them too.
     """
     rows = pruning.rows
     uses = [sample_contents(use) for use in (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)]
@@ -422,8 +422,7 @@ def check_apart(pruning: Pruning) -> bool:
         if pruning.promises or pruning.budget.searched:
             raise RequestError(f"a promise must be judged on rows of its own, but {what}; {how}")
         logger.warning("%s, and new rows may keep less; %s", what, how)
-        return True
-    return False
+        return
 
 
 def _warn_of_repeats(judged: Iterable[tuple[str, Sequence[tuple[bytes, ...]]]]) -> None:
@@ -439,13 +438,8 @@ def _warn_of_repeats(judged: Iterable[tuple[str, Sequence[tuple[bytes, ...]]]]) 
 
 
 def check_criteria(pruning: Pruning, *criteria: str) -> None:
-    """Refuse criteria that score no units of the kinds to prune, and warn of `unit: query` where it changes nothing."""
+    """Refuse criteria that score no units of the kinds to prune."""
     options = pruning.options
-    if options.unit == "query" and not any(module.group_size > 1 for module in pruning.scored):
-        logger.warning(
-            "unit: query is the same as unit: group here, because every head of this model has its own keys and "
-            "values: a removed head takes its part of the cache along"
-        )
     for name in criteria:
         if name in CRITERIA and not set(CRITERIA[name].kinds) & set(options.modules):
             able = [known.name for known in CRITERIA.values() if set(known.kinds) & set(options.modules)]

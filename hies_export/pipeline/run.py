@@ -70,8 +70,6 @@ def run(
         progress = priced = Priced(progress)
         pruning, delivery = load_recipe(recipe, progress=progress)
         _check_exports(pruning, delivery, formats)
-        if note := note_on_device(recipe, pruning.model.device.type):
-            progress.stage(note)
         with ExitStack() as stack:
             kept = stack.enter_context(_journal(pruning, delivery, recipe.output))
             pruning = replace(pruning, chains=kept.chains, fits=kept.fits)
@@ -149,15 +147,6 @@ def _formats(recipe: PruningRecipe) -> list[str]:
     timed = recipe.goal.timed
     dtypes = (*recipe.measure.dtypes, None if timed is None else timed.dtype)
     return export_formats(recipe.export, runtimes_of(recipe), dtypes)
-
-
-def note_on_device(recipe: PruningRecipe, device: str) -> str:
-    """Return a note for users of a GPU that the ONNX export is for the CPU; empty if the recipe says what it is for."""
-    export = recipe.export
-    chosen = recipe.deploy or export.format != "onnx" or {"provider", "quantize"} & export.model_fields_set
-    if device != "cuda" or chosen:
-        return ""
-    return "the export is for a CPU in float32; for this GPU, set export.provider: cuda and export.dtype: float16"
 
 
 def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import reduce
@@ -15,8 +14,6 @@ from ..evaluate.metrics import higher_is_better
 from ..progress import SILENT, Progress
 from ..tasks import Predictions
 from .stages import Trial
-
-logger = logging.getLogger(__name__)
 
 # What a cut model follows from: how its refit weighs tokens, and the kept units of every module.
 Key = tuple[float, tuple[tuple[int, ...], ...]]
@@ -64,13 +61,7 @@ def choose_alpha(candidates: Iterable[Trial], trials: Trials) -> tuple[Trial, tu
     judged = [(trial.scores.parameters["alpha"], trial, trials.judgement(trial)) for trial in candidates]
     best = max((found for *_, found in judged), key=quality)
     good = [one for one in judged if quality(one[2]) >= quality(best) - best.standard_error]
-    alpha, trial, _ = max(good, key=lambda one: (one[2].stability, quality(one[2]), one[0]))
-    if len(judged) > 1 and len({(found.quality, found.stability) for *_, found in judged}) == 1:
-        logger.warning(
-            "all %d alphas give the same %s and stability on the held-out rows, which cannot tell them apart: the "
-            "largest, %g, was taken",
-            *(len(judged), trials.judge.metrics[0], alpha),
-        )
+    _, trial, _ = max(good, key=lambda one: (one[2].stability, quality(one[2]), one[0]))
     return trial, tuple({"alpha": alpha, **asdict(found)} for alpha, _, found in judged)
 
 

@@ -70,17 +70,6 @@ def test_what_decides(name: str) -> None:
     assert chosen(judgements, metric=metric) == alpha
 
 
-def test_only_when_all_alphas_tie_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    tie = Judgement(0.0, 0.0, 0.5)
-    for others in ({0.5: Judgement(0.0, 0.0, 0.6)}, {0.5: Judgement(0.1, 0.2, 0.5)}, {}):
-        chosen({0.1: tie} | others)
-    assert not caplog.messages
-    assert chosen(dict.fromkeys((0.1, 0.5, 0.9), tie)) == 0.9
-    (message,) = caplog.messages
-    assert "all 3 alphas give the same accuracy and stability" in message
-    assert "the largest, 0.9, was taken" in message
-
-
 def test_what_clearly_agrees_more_is_chosen_and_else_the_first() -> None:
     given = [Trial(Scores(f"c{n}", {}, {}), selection_of(scores_for(n, 0.0))) for n in range(1, 5)]
 

@@ -11,7 +11,6 @@ from support.models import bert, text_batch
 
 from hies_export import PruningRecipe, RecipeError, UnsupportedModelError, prune
 from hies_export.pipeline.recipe import PruneSection
-from hies_export.pipeline.run import note_on_device
 
 PAPER = (("attention",), "hies", None)
 SMALLER = (("attention", "mlp"), "compensated", "least_squares")
@@ -76,21 +75,3 @@ def test_neurons_that_cannot_go_are_left_alone(caplog: pytest.LogCaptureFixture)
 def test_a_checkpoint_without_a_tokenizer_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prune(bert(), [text_batch(4, 10)], budget={"heads": 0.5}).save_pretrained(tmp_path / "slim")
     assert "pass processor= to save_pretrained" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("export", "device", "said"),
-    [
-        ({}, "cuda", "set export.provider: cuda and export.dtype: float16"),
-        ({}, "cpu", ""),
-        ({"provider": "cpu"}, "cuda", ""),
-        ({"quantize": "int8"}, "cuda", ""),
-    ],
-)
-def test_a_run_on_a_gpu_says_that_its_export_is_for_a_cpu(export: dict[str, Any], device: str, said: str) -> None:
-    data = {"files": {"train": "a.csv"}, "text": "text"}
-    prune = {"budget": {"heads": 0.3}}
-    note = note_on_device(
-        PruningRecipe(model="m", task="text-classification", data=data, prune=prune, export=export), device
-    )
-    assert (said in note, bool(note)) == (True, bool(said))

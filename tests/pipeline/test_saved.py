@@ -136,15 +136,12 @@ def test_prune_writes_the_refitted_layers_with_its_plan(project: Path, pruned: P
         (["dtype=float32", "save_dtype=auto"], torch.float16),
     ],
 )
-def test_a_recipe_says_otherwise(
-    fields: list[str], dtype: torch.dtype, project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_says_otherwise(fields: list[str], dtype: torch.dtype, project: Path, tmp_path: Path) -> None:
     settings = [part for field in fields for part in ("--set", field)]
     assert hies("prune", project / "recipe.yaml", "-o", tmp_path / "slim", *settings) == 0
     assert load(tmp_path / "slim").dtype == dtype
     larger = weights(tmp_path / "slim").stat().st_size > weights(project / "model").stat().st_size
     assert larger is (dtype == torch.float32)
-    assert ("more than the" in " ".join(capsys.readouterr().err.split())) is larger
 
 
 def test_a_refit_that_the_dtype_cannot_hold_is_refused(
