@@ -69,48 +69,8 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """Numbers of samples to draw from the calibration split, in the order of a seed.
-
-    Attributes:
-        scoring: From the start.
-        held_out: After those to score on, or from the split that the recipe holds out.
-        compensation: From the start again.
-        apart: Whether held-out samples are kept out of the refit too, if there are enough.
-        promised: How many of the held-out samples the promise of a compound is made on: the last ones.
-        compound: Name of the compound; empty without one.
-    """
-
-    seed: int
-    scoring: int
-    held_out: int
-    compensation: int
-    apart: bool = False
-    promised: int = 0
-    compound: str = ""
-
-    @classmethod
-    def of(
-        cls, options: PruneSection, calibration: CalibrationSection, compound: CompoundSection | None = None
-    ) -> Draws:
-        """Return the draws of a run, by its options and the compound that it asks for."""
-        keep, promised = options.goal.keep, 0 if compound is None else compound.samples
-        by_choice = {"criterion: auto": AUTO_SAMPLES, "alpha: auto": HELD_OUT_SAMPLES, None: 0}
-        chosen_on = by_choice[options.judged_on_held_out] if keep is None else keep.samples
-        return cls(
-            seed=calibration.seed,
-            scoring=calibration.samples,
-            held_out=chosen_on + promised,
-            compensation=0 if options.compensation is None else options.compensation.samples,
-            apart=options.criterion == AUTO or keep is not None or promised > 0,
-            promised=promised,
-            compound="" if compound is None else compound.name,
-        )
-
-
-@dataclass(frozen=True)
 class Drawn:
-    """Samples by use, by the names of the counts in `Draws`; `held_out` are without those `promised`."""
+    """Samples by use: to score on, to choose on, to refit on, and to make the promise of a compound on."""
 
     scoring: datasets.Dataset
     held_out: datasets.Dataset
@@ -118,58 +78,73 @@ class Drawn:
     promised: datasets.Dataset
 
 
-def draw(splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSection, draws: Draws) -> Drawn:
-    """Draw the samples to score on, to choose on, to refit on, and to make the promise of a compound on.
+def chosen_on(options: PruneSection) -> int:
+    """Return the number of held-out samples that an alpha, a criterion or the size of the cut is chosen on."""
+    if options.goal.keep is not None:
+        return options.goal.keep.samples
+    return {"criterion: auto": AUTO_SAMPLES, "alpha: auto": HELD_OUT_SAMPLES, None: 0}[options.judged_on_held_out]
+
+
+def draw(
+    splits: Splits,
+    load: Callable[..., datasets.Dataset],
+    options: PruneSection,
+    compound: CompoundSection | None = None,
+) -> Drawn:
+    """Draw samples by use from the calibration split, in the order of its seed.
+
+    Those to score on and those to refit on are both from the start. Those to hold out come after the scored ones, or
+    from the split that the recipe holds out; the last of them are for the promise of the compound. Where criteria are
+    compared or something is promised, they are kept out of the refit too, if there are enough.
 
     Raises RequestError if the calibration split has none left to hold out.
     """
-    split, separate = splits.calibration.split, _separate_held_out(splits, load, draws)
-    needed = draws.held_out if separate is None else 0  # from the calibration split
-    count = max(draws.scoring + needed, draws.compensation + (needed if draws.apart else 0))
-    drawn = load(split, samples=count, shuffle_seed=draws.seed)
+    calibration, keep = splits.calibration, options.goal.keep
+    scoring, split = calibration.samples, calibration.split
+    compensation = 0 if options.compensation is None else options.compensation.samples
+    promised = 0 if compound is None else compound.samples
+    wanted = chosen_on(options) + promised
+    apart = options.criterion == AUTO or keep is not None or promised > 0
+    separate = _separate_held_out(splits, load, wanted)
+    needed = wanted if separate is None else 0  # from the calibration split
+    count = max(scoring + needed, compensation + (needed if apart else 0))
+    drawn = load(split, samples=count, shuffle_seed=calibration.seed)
     # Rows with a query come first, and the others, which only add documents, cannot be judged.
     available = splits.counted(drawn)
-    if needed and available <= splits.until(drawn, draws.scoring):
-        raise RequestError(_too_few(options, draws, split, available))
+    if needed and available <= splits.until(drawn, scoring):
+        what = options.judged_on_held_out or (compound and compound.name)
+        raise RequestError(
+            f"{what} needs samples beyond the {scoring} to score on, but the split {split!r} has {available}; lower "
+            "calibration.samples, name other rows as held_out, or leave it out"
+        )
 
     def part(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
         return rows.select(list(range(splits.until(rows, start), splits.until(rows, start + count))))
 
     # A promise is not made on rows that layers are refitted on. If there are too few rows for both, a third is left for
     # the refit.
-    promises = needed > 0 and (draws.promised > 0 or options.goal.keep is not None)
+    promises = needed > 0 and (promised > 0 or keep is not None)
     for_refit = max(available - needed, available // 3 if promises else 0)
-    start = max(draws.scoring, min(draws.compensation, for_refit) if draws.apart else 0)
+    start = max(scoring, min(compensation, for_refit) if apart else 0)
     held_out = part(drawn, start, needed) if separate is None else separate
-    chosen_on = min(draws.held_out - draws.promised, len(held_out) // 2) if draws.promised else len(held_out)
+    chosen = min(wanted - promised, len(held_out) // 2) if promised else len(held_out)
     return Drawn(
-        scoring=part(drawn, 0, draws.scoring),
-        held_out=part(held_out, 0, chosen_on),
-        compensation=part(drawn, 0, min(draws.compensation, start) if promises else draws.compensation),
-        promised=part(held_out, chosen_on, len(held_out)),
+        scoring=part(drawn, 0, scoring),
+        held_out=part(held_out, 0, chosen),
+        compensation=part(drawn, 0, min(compensation, start) if promises else compensation),
+        promised=part(held_out, chosen, len(held_out)),
     )
 
 
-def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], draws: Draws) -> datasets.Dataset | None:
+def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], wanted: int) -> datasets.Dataset | None:
     """Return rows of the split that the recipe holds out; None if it names none, or nothing is chosen on such rows."""
-    if not draws.held_out or splits.held_out is None:
+    if not wanted or splits.held_out is None:
         return None
-    count = splits.held_out.samples or draws.held_out
+    count = splits.held_out.samples or wanted
     if not splits.divided:
-        return load(splits.held_out.split, samples=count, shuffle_seed=draws.seed)
+        return load(splits.held_out.split, samples=count, shuffle_seed=splits.calibration.seed)
     rows, _ = _divided(splits, splits.held_out, load)
     return rows.select(range(splits.until(rows, count)))
-
-
-def _too_few(options: PruneSection, draws: Draws, split: str, available: int) -> str:
-    """Return the error if none of the available rows of a split is left to hold out."""
-    what = options.judged_on_held_out or draws.compound or "alpha: auto"
-    remedies = {"criterion: auto": "choose a criterion", "alpha: auto": "set alpha", draws.compound: "leave it out"}
-    remedy = remedies.get(what, "choose another budget")
-    return (
-        f"{what} needs samples beyond the {draws.scoring} to score on, but the split {split!r} has {available}; "
-        f"lower calibration.samples, name other rows as held_out, or {remedy}"
-    )
 
 
 def evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets.Dataset:
@@ -226,35 +201,6 @@ class Promise:
     most: int
     blocks: bool = False
 
-    @classmethod
-    def of(
-        cls, recipe: PruningRecipe, task: type[Task], draws: Draws, *, metric: str | None, classifies: bool
-    ) -> Promise | None:
-        """Return the promise of a recipe; None if it makes none.
-
-        `metric` is that of which a share is promised, see `pruning.promised_metric`; None for one of the predictions.
-        """
-        keep, compound, kept = recipe.goal.keep, recipe.compound, None
-        if keep is not None:
-            if keep.predictions is None:
-                words, sizes = loss_words(keep), [LEAST_FOR_LOSS]
-            else:
-                looks = all_looks(task, recipe.deploy, classifies=classifies and metric is None)
-                words, sizes = f"{100 * keep.predictions:g} %", [one.rows(keep.predictions, metric) for one in looks]
-            kept = cls(words, tuple(sizes), keep.samples)
-        if compound is None:
-            return kept
-        needed = rate_rows_needed(compound.disagreement, confidence_of_each(len(recipe.shares)))
-        choices = draws.held_out - draws.promised
-        # Held-out rows are divided between what else is chosen on them and the compound, see `draw`.
-        least = max(needed + min(choices, needed), 0 if kept is None else 2 * kept.sizes[-1])
-        return cls(compound.promise, (least,), draws.held_out)
-
-    def of_queries(self, rows: int) -> Promise:
-        """Return the same promise of queries, of which each has up to so many rows, in numbers of rows."""
-        sizes = tuple(rows * size for size in self.sizes)
-        return replace(self, sizes=sizes, most=max(self.most, sizes[-1]))
-
     def count(self, rows: int, *, evaluated: int | None = None) -> int:
         """Return how many of `rows` rows the promise is made on, so that the others judge it; 0 if there are too few.
 
@@ -269,6 +215,32 @@ class Promise:
         if self.blocks or not enough:
             return enough
         return max(enough, min(room, 2 * rows // 3))
+
+
+def promise_in(recipe: PruningRecipe, task: Task, metric: str | None) -> Promise | None:
+    """Return the promise of a recipe; None if it makes none.
+
+    `metric` is that of which a share is promised, see `pruning.promised_metric`; None for one of the predictions.
+    """
+    keep, compound = recipe.goal.keep, recipe.compound
+    words, sizes, most = "", [0], 0
+    if keep is not None:
+        most = keep.samples
+        if keep.predictions is None:
+            words, sizes = loss_words(keep), [LEAST_FOR_LOSS]
+        else:
+            classifies = task.classifies and task.predicts == "classes" and metric is None
+            looks = all_looks(type(task), recipe.deploy, classifies=classifies)
+            words, sizes = f"{100 * keep.predictions:g} %", [one.rows(keep.predictions, metric) for one in looks]
+    if compound is not None:
+        needed = rate_rows_needed(compound.disagreement, confidence_of_each(len(recipe.shares)))
+        choices = chosen_on(recipe.options)
+        # Held-out rows are divided between what else is chosen on them and the compound, see `draw`.
+        sizes = [max(needed + min(choices, needed), 2 * sizes[-1])]
+        words, most = compound.promise, choices + compound.samples
+    if not words:
+        return None
+    return Promise(words, tuple(sizes), most, blocks=task.generative and recipe.data.prompt is None)
 
 
 def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datasets.Dataset]) -> Splits:
@@ -293,7 +265,9 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
         # Only queries are judged, not what they may find.
         of_queries = [value for value in common_values(loaded, together) if value is not None]
         rows = len(of_queries)
-        promise = promise.of_queries(math.ceil(rows / max(1, len(set(of_queries)))))
+        of_each = math.ceil(rows / max(1, len(set(of_queries))))
+        sizes = tuple(of_each * size for size in promise.sizes)
+        promise = replace(promise, sizes=sizes, most=max(promise.most, sizes[-1]))
     # Who asks for all rows then evaluates all that are left.
     everything = evaluation.samples in (None, rows, total)
     count = promise.count(rows, evaluated=None if everything else evaluation.samples)

@@ -40,7 +40,7 @@ from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
 from ..tasks.given import unlabelled
 from ..vocabulary.kept import check_request
 from .delivery import Delivery, check_delivery, exporter_of
-from .draw import Drawn, Draws, Promise, Splits, all_looks, draw, evaluated, hold_out
+from .draw import Drawn, Splits, all_looks, draw, evaluated, hold_out, promise_in
 from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning, promised_metric
 from .recipe import PruningRecipe
 from .trimming import Reading, Texts, Trimming, read_tokens, texts_in, texts_of, trim
@@ -83,10 +83,10 @@ def _trimmed(
 def _draw(recipe: PruningRecipe, reading: Reading, metrics: Sequence[str]) -> tuple[Splits, Drawn, datasets.Dataset]:
     """Return the splits, with what is held out of them, the samples that decide what stays, and those that judge."""
     # By the untrimmed task, so that trimming changes nothing about where blocks of text are cut.
-    load = rows_of(recipe, reading.dense)
-    draws = Draws.of(recipe.options, recipe.calibration, recipe.compound)
-    splits = hold_out(splits_of(recipe), _promise(recipe, draws, reading.task, metrics), load)
-    return splits, draw(splits, load, recipe.options, draws), evaluated(splits, load)
+    load, keep = rows_of(recipe, reading.dense), recipe.goal.keep
+    metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
+    splits = hold_out(splits_of(recipe), promise_in(recipe, reading.task, metric), load)
+    return splits, draw(splits, load, recipe.options, recipe.compound), evaluated(splits, load)
 
 
 def _load(checkpoint: _Checkpoint, reading: Reading, progress: Progress) -> PreTrainedModel:
@@ -225,14 +225,6 @@ def splits_of(recipe: PruningRecipe) -> Splits:
     return Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
 
 
-def _promise(recipe: PruningRecipe, draws: Draws, task: Task, metrics: Sequence[str]) -> Promise | None:
-    """Return what a recipe promises about held-out rows, and how many it takes; None if it promises nothing."""
-    keep, classifies = recipe.goal.keep, task.classifies and task.predicts == "classes"
-    metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
-    promise = Promise.of(recipe, type(task), draws, metric=metric, classifies=classifies)
-    return promise and replace(promise, blocks=task.generative and recipe.data.prompt is None)
-
-
 def _requested(recipe: PruningRecipe, splits: Splits) -> Request:
     """Return what a recipe asks for, for the report, with the held-out and evaluated rows that `hold_out` chose."""
     fields = recipe.model_dump(mode="json", exclude_unset=True, exclude={"output"})
@@ -266,9 +258,11 @@ def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
     task = _Checkpoint.of(recipe).reading().task
-    draws = replace(Draws.of(recipe.options, recipe.calibration), held_out=0, apart=False)
-    drawn = draw(splits_of(recipe), rows_of(recipe, task), recipe.options, draws)
-    return unlabelled(task.read(drawn.compensation, size=recipe.calibration.batch_size), task)
+    calibration, compensation = recipe.calibration, recipe.options.compensation
+    assert compensation is not None
+    load = rows_of(recipe, task)
+    rows = load(calibration.split, samples=compensation.samples, shuffle_seed=calibration.seed)
+    return unlabelled(task.read(rows, size=calibration.batch_size), task)
 
 
 def _in_order(reading: Task | Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:

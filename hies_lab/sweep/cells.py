@@ -26,7 +26,7 @@ from hies_export.kinds import KINDS
 from hies_export.model.copies import share_weights
 from hies_export.pipeline import stages
 from hies_export.pipeline.delivery import Delivery
-from hies_export.pipeline.draw import Draws, draw
+from hies_export.pipeline.draw import draw
 from hies_export.pipeline.load_recipe import load_recipe, read_drawn, rows_of, splits_of
 from hies_export.pipeline.pruning import Pruning, check_criteria
 from hies_export.pipeline.recipe import PruningRecipe
@@ -205,9 +205,9 @@ def _recipe_of(recipe: PruningRecipe, grid: SweepGrid, seed: int, samples: int) 
 def redrawn(pruning: Pruning, delivery: Delivery, recipe: PruningRecipe) -> Pruning:
     """Return a pruning with the same model and evaluation rows, and other rows drawn as a recipe says."""
     with pruning.clock("load"):
-        draws, reading = Draws.of(recipe.options, recipe.calibration), delivery.reading
+        reading = delivery.reading
         assert reading is not None
-        drawn = draw(splits_of(recipe), rows_of(recipe, reading.dense), recipe.options, draws)
+        drawn = draw(splits_of(recipe), rows_of(recipe, reading.dense), recipe.options)
         found = read_drawn(recipe, reading, drawn)
     untrimmed = {**pruning.rows.untrimmed, **found.untrimmed}
     rows = replace(pruning.rows, score=found.score, held_out=found.held_out, refit=found.refit, untrimmed=untrimmed)

@@ -193,11 +193,8 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     rows = done.pruning.rows
     assert [samples_of(batches) for batches in (rows.score, rows.refit, rows.held_out)] == [20, 60, 90]
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
-    options = done.recipe.prune
-    draws = draws_module.Draws.of(options, done.recipe.calibration)
-    assert (draws.scoring, draws.held_out, draws.compensation, draws.apart) == (20, 90, 60, True)
     load = partial(done.pruning.task.load, files=done.recipe.data.files)
-    found = draws_module.draw(splits_of(done.recipe), load, options, draws)
+    found = draws_module.draw(splits_of(done.recipe), load, done.recipe.prune)
     drawn = load("train", samples=150, shuffle_seed=0)
     assert [*found.held_out] == [*drawn.select(range(60, 150))]
     assert [*found.compensation] == [*drawn.select(range(60))]

@@ -14,11 +14,21 @@ from transformers import BertConfig
 
 from hies_export import RequestError
 from hies_export.data.rows import load_rows
-from hies_export.pipeline.draw import Draws, Promise, Splits, draw, evaluated, hold_out
+from hies_export.pipeline import draw as draws_module
+from hies_export.pipeline.draw import Promise, Splits, draw, evaluated, hold_out
 from hies_export.pipeline.recipe import PruneSection
-from hies_export.recipe.sections import CalibrationSection, Columns, DataSection, EvaluationSection, HeldOutSection
+from hies_export.recipe.sections import (
+    CalibrationSection,
+    CascadeSection,
+    Columns,
+    DataSection,
+    EvaluationSection,
+    HeldOutSection,
+)
 
-OPTIONS = PruneSection.model_validate({"budget": {"flops": 0.5}})
+OPTIONS = PruneSection.model_validate(
+    {"budget": {"heads": 0.5}, "alpha": "auto", "compensation": {"method": "least_squares", "samples": 20}}
+)
 # Rows that add documents only.
 ALONE = 40
 
@@ -35,7 +45,13 @@ def write(file: Path) -> Path:
 
 
 def splits_of(
-    tmp_path: Path, *, held_out: Any = None, evaluation: Any = None, grouped: bool = False
+    tmp_path: Path,
+    *,
+    scoring: int = 20,
+    seed: int = 0,
+    held_out: Any = None,
+    evaluation: Any = None,
+    grouped: bool = False,
 ) -> tuple[Splits, Any]:
     """Return splits of a single file, and what loads their rows."""
     file, task = write(tmp_path / "rows.jsonl"), "feature-extraction"
@@ -47,7 +63,8 @@ def splits_of(
     data, evaluation = DataSection(files=files, **columns), EvaluationSection(**evaluation or {})
     model = {"config": BertConfig(num_labels=1), "processor": word_tokenizer(["a"])}
     reader = reading(task, columns=Columns(**columns), **model)
-    splits = Splits(data, CalibrationSection(samples=20), evaluation, held_out and HeldOutSection(**held_out))
+    calibration = CalibrationSection(samples=scoring, seed=seed)
+    splits = Splits(data, calibration, evaluation, held_out and HeldOutSection(**held_out))
     return splits, partial(reader.load, files=files)
 
 
@@ -62,10 +79,10 @@ def rows_of(some: set[int]) -> int:
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_uses_share_no_query(tmp_path: Path, grouped: bool, seed: int) -> None:
-    splits, load = splits_of(tmp_path, grouped=grouped)
-    draws = Draws(seed=seed, scoring=20, held_out=50, compensation=20)
-    found = draw(splits, load, OPTIONS, draws)
+def test_uses_share_no_query(tmp_path: Path, grouped: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws_module, "HELD_OUT_SAMPLES", 50)
+    splits, load = splits_of(tmp_path, grouped=grouped, seed=seed)
+    found = draw(splits, load, OPTIONS)
     assert not queries(found.scoring) & queries(found.held_out)
     assert 20 <= len(found.scoring) < 24
     assert 46 < len(found.held_out) < 54
@@ -77,8 +94,7 @@ def test_uses_share_no_query(tmp_path: Path, grouped: bool, seed: int) -> None:
 def test_an_evaluated_split_is_divided_between_queries(tmp_path: Path, count: int | None) -> None:
     held_out = {"split": "validation"} | ({} if count is None else {"samples": count})
     splits, load = splits_of(tmp_path, held_out=held_out)
-    draws = Draws(seed=0, scoring=20, held_out=1000, compensation=20)
-    found, rows = draw(splits, load, OPTIONS, draws).held_out, evaluated(splits, load)
+    found, rows = draw(splits, load, OPTIONS).held_out, evaluated(splits, load)
     assert not queries(found) & queries(rows)
     assert queries(found) | queries(rows) == set(range(40))
     # Only rows with a query are halved; what queries may find besides is left to the evaluation.
@@ -103,15 +119,16 @@ def test_a_query_is_left_to_evaluate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scoring", [119, 130])
 def test_documents_alone_are_not_held_out(tmp_path: Path, scoring: int) -> None:
-    splits, load = splits_of(tmp_path)
+    splits, load = splits_of(tmp_path, scoring=scoring)
     with pytest.raises(RequestError, match=f"beyond the {scoring} to score on, but the split 'train' has 120"):
-        draw(splits, load, OPTIONS, Draws(seed=0, scoring=scoring, held_out=20, compensation=20))
+        draw(splits, load, OPTIONS)
 
 
 def test_a_promise_has_queries_where_most_rows_add_documents(tmp_path: Path) -> None:
     splits, load = splits_of(tmp_path)
-    draws = Draws(seed=0, scoring=20, held_out=100, compensation=200, apart=True, promised=100)
-    found = draw(splits, load, OPTIONS, draws)
+    refitted = {"method": "least_squares", "samples": 200}
+    options = PruneSection.model_validate({"budget": {"flops": 0.5}, "compensation": refitted})
+    found = draw(splits, load, options, CascadeSection(disagreement=0.1, samples=100))
     assert len(queries(found.promised)) > 20
     assert not queries(found.promised) & (queries(found.scoring) | queries(found.compensation))
 

@@ -22,7 +22,7 @@ from hies_export.evaluate.predict import predict
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import search
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.draw import Draws, Splits, draw
+from hies_export.pipeline.draw import Splits, draw
 from hies_export.pipeline.pruning import Pruning, Rows
 from hies_export.pipeline.recipe import PruneSection
 from hies_export.pipeline.stages import calibrate, confirm, cut
@@ -127,9 +127,8 @@ def test_a_promise_of_time_removes_what_saves_time(folder: Path, monkeypatch: py
 def test_nothing_is_promised_on_rows_that_are_refitted_on(folder: Path, refitted: int, held_out: int) -> None:
     """Of 150 rows, the refit gets those that it asks for, up to a third."""
     recipe = recipe_of(folder, prune__compensation={"samples": refitted})
-    splits = Splits(recipe.data, recipe.calibration, recipe.evaluation)
-    draws = Draws.of(recipe.prune, recipe.calibration.model_copy(update={"samples": 20}))
-    rows = draw(splits, lambda *_, **__: Dataset.from_dict({"id": range(150)}), recipe.prune, draws)
+    splits = Splits(recipe.data, recipe.calibration.model_copy(update={"samples": 20}), recipe.evaluation)
+    rows = draw(splits, lambda *_, **__: Dataset.from_dict({"id": range(150)}), recipe.prune)
     assert rows.held_out["id"] == list(range(150 - held_out, 150))
     assert rows.compensation["id"] == list(range(150 - held_out))
     assert rows.scoring["id"] == list(range(20))
