@@ -71,11 +71,6 @@ class Delivery:
     evaluation_of: int = 0
     began: float = 0.0
 
-    @property
-    def export(self) -> ExportSection:
-        """The options that the slim model is exported by."""
-        return self.exporter.options
-
     def serve(self, served: TimedSection) -> Predictor:
         """Return what predicts as a model is served: exported, on its runtime."""
         return predictor(self.exporter, served.runtime, served.dtype)

@@ -58,7 +58,9 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     splits, drawn, judged = _draw(recipe, reading, metrics)
     model = model or _load(checkpoint, reading, progress)
     reading.task.config = model.config
-    rows = _batches(recipe, reading, drawn, judged)
+    rows = read_drawn(recipe, reading, drawn)
+    evaluation, untrimmed = reading.to_judge(judged, recipe.evaluation.batch_size)
+    rows = replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
     progress.stage("find the units that may go")
     delivery = replace(_delivery(checkpoint, model, ways, rows, reading, splits, judged), began=began)
     pruning = _pruning(recipe, model, rows, metrics, delivery, progress)
@@ -83,9 +85,10 @@ def _trimmed(
 def _draw(recipe: PruningRecipe, reading: Reading, metrics: Sequence[str]) -> tuple[Splits, Drawn, datasets.Dataset]:
     """Return the splits, with what is held out of them, the samples that decide what stays, and those that judge."""
     # By the untrimmed task, so that trimming changes nothing about where blocks of text are cut.
-    load, keep = rows_of(recipe, reading.dense), recipe.goal.keep
+    load, keep = partial(reading.dense.load, **recipe.data.source), recipe.goal.keep
     metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
-    splits = hold_out(splits_of(recipe), promise_in(recipe, reading.task, metric), load)
+    splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
+    splits = hold_out(splits, promise_in(recipe, reading.task, metric), load)
     return splits, draw(splits, load, recipe.options, recipe.compound), evaluated(splits, load)
 
 
@@ -96,13 +99,6 @@ def _load(checkpoint: _Checkpoint, reading: Reading, progress: Progress) -> PreT
     if reading.task.text:
         settle_padding(model, tokenizer_of(reading.processor))
     return model
-
-
-def _batches(recipe: PruningRecipe, reading: Reading, drawn: Drawn, judged: datasets.Dataset) -> Rows:
-    """Return batches of the drawn samples and of those to evaluate on, by use."""
-    rows = read_drawn(recipe, reading, drawn)
-    evaluation, untrimmed = reading.to_judge(judged, recipe.evaluation.batch_size)
-    return replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
 
 
 def _delivery(
@@ -201,11 +197,6 @@ def _aligned(pruning: Pruning, export: ExportSection) -> Pruning:
     return replace(pruning, options=pruning.options.model_copy(update={"multiple_of": aligned}))
 
 
-def rows_of(recipe: PruningRecipe, task: Task) -> Callable[..., datasets.Dataset]:
-    """Return a function that loads a split of the recipe's data as samples of a task; see `Task.load`."""
-    return partial(task.load, **recipe.data.source)
-
-
 def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
     """Return batches of the drawn samples by use, without those to evaluate on."""
     size = recipe.calibration.batch_size
@@ -218,11 +209,6 @@ def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
         promise=reading.to_judge(drawn.promised, size)[0] if recipe.deploy is None else held_out,
         untrimmed={"held_out": dense},
     )
-
-
-def splits_of(recipe: PruningRecipe) -> Splits:
-    """Return the splits that a recipe names."""
-    return Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
 
 
 def _requested(recipe: PruningRecipe, splits: Splits) -> Request:
@@ -252,7 +238,8 @@ def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Comp
 def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
     task = _Checkpoint.of(recipe).reading().task
-    return _in_order(task, evaluated(splits_of(recipe), rows_of(recipe, task)))
+    splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
+    return _in_order(task, evaluated(splits, partial(task.load, **recipe.data.source)))
 
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
@@ -260,8 +247,8 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     task = _Checkpoint.of(recipe).reading().task
     calibration, compensation = recipe.calibration, recipe.options.compensation
     assert compensation is not None
-    load = rows_of(recipe, task)
-    rows = load(calibration.split, samples=compensation.samples, shuffle_seed=calibration.seed)
+    how: dict[str, Any] = {"samples": compensation.samples, "shuffle_seed": calibration.seed}
+    rows = task.load(**recipe.data.source, split=calibration.split, **how)
     return unlabelled(task.read(rows, size=calibration.batch_size), task)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,8 +74,10 @@ def run(
             kept = stack.enter_context(_journal(pruning, delivery, recipe.output))
             pruning = replace(pruning, chains=kept.chains, fits=kept.fits)
             folder = stack.enter_context(output_folder(recipe.output, overwrite=overwrite))
-            scratch = stack.enter_context(_scratch(folder))
-            forms = Forms({"dense": pruning.model}, delivery.exporter, scratch, progress)
+            # Exports that are not kept are written into the output, so that all use the same disk.
+            here = folder if processes.is_first() else None
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=".forms-", dir=here))
+            forms = Forms({"dense": pruning.model}, delivery.exporter, Path(scratch), progress)
             try_metrics(pruning)
             priced.expect(size_of_pruning(pruning))
             with pruning.clock("score"):
@@ -185,10 +187,3 @@ def _fingerprint(pruning: Pruning) -> str:
 def output_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
     """Return a `new_folder` for the output of a run; of several processes only the first makes it, and writes."""
     return new_folder(output, overwrite=overwrite) if processes.is_first() else nullcontext(output)
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder for exports that a run does not keep: in its output, so that all use the same disk."""
-    with tempfile.TemporaryDirectory(prefix=".forms-", dir=folder if processes.is_first() else None) as made:
-        yield Path(made)

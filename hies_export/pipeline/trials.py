@@ -31,15 +31,8 @@ class Trials:
         self.judge, self._predict = judge, predict
         self._found: dict[Key, tuple[Judgement, Tensor]] = {}
 
-    def judgement(self, trial: Trial) -> Judgement:
-        """Return a cut's metric with its standard error, and its stability."""
-        return self._judged(trial)[0]
-
-    def agreement(self, trial: Trial) -> Tensor:
-        """Return which predictions of a cut equal the dense model's, (predictions,) bool."""
-        return self._judged(trial)[1]
-
-    def _judged(self, trial: Trial) -> tuple[Judgement, Tensor]:
+    def judged(self, trial: Trial) -> tuple[Judgement, Tensor]:
+        """Return a cut's judgement, and which of its predictions equal the dense model's, (predictions,) bool."""
         if (key := key_of(trial)) not in self._found:
             predictions = self._predict(trial)
             self._found[key] = self.judge.judgement(predictions), self.judge.agreement(predictions)
@@ -58,7 +51,7 @@ def choose_alpha(candidates: Iterable[Trial], trials: Trials) -> tuple[Trial, tu
     def quality(judgement: Judgement) -> float:
         return 0.0 if judgement.quality is None else sign * judgement.quality
 
-    judged = [(trial.scores.parameters["alpha"], trial, trials.judgement(trial)) for trial in candidates]
+    judged = [(trial.scores.parameters["alpha"], trial, trials.judged(trial)[0]) for trial in candidates]
     best = max((found for *_, found in judged), key=quality)
     good = [one for one in judged if quality(one[2]) >= quality(best) - best.standard_error]
     _, trial, _ = max(good, key=lambda one: (one[2].stability, quality(one[2]), one[0]))
@@ -78,15 +71,17 @@ def choose_by_agreement(
     sign = 1.0 if higher_is_better(trials.judge.metrics[0]) else -1.0
 
     def judged(number: int, weights: float) -> Tried:
-        scores, found = candidates[number].scores, trials.judgement(replace(candidates[number], token_weights=weights))
+        trial = replace(candidates[number], token_weights=weights)
+        scores, (found, _) = trial.scores, trials.judged(trial)
         alpha = scores.parameters.get("alpha")
         return Tried(number, scores.criterion, alpha, weights, found.quality, found.stability)
 
     def better(best: Tried, other: Tried) -> Tried:
-        of_best, of_other = (replace(candidates[of.candidate], token_weights=of.token_weights) for of in (best, other))
+        of_both = (replace(candidates[of.candidate], token_weights=of.token_weights) for of in (best, other))
+        (_, agreement_of_best), (found, agreement) = map(trials.judged, of_both)
         lost = 0.0 if best.quality is None or other.quality is None else sign * (best.quality - other.quality)
-        agrees_more = clearly_better(trials.agreement(of_other), trials.agreement(of_best), trials.judge.samples)
-        return other if agrees_more and lost <= trials.judgement(of_other).standard_error else best
+        agrees_more = clearly_better(agreement, agreement_of_best, trials.judge.samples)
+        return other if agrees_more and lost <= found.standard_error else best
 
     tried = [judged(number, first) for number in progress.track(range(len(candidates)), "choose criterion")]
     best = reduce(better, tried)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,8 @@ from hies_export.kinds import KINDS
 from hies_export.model.copies import share_weights
 from hies_export.pipeline import stages
 from hies_export.pipeline.delivery import Delivery
-from hies_export.pipeline.draw import draw
-from hies_export.pipeline.load_recipe import load_recipe, read_drawn, rows_of, splits_of
+from hies_export.pipeline.draw import Splits, draw
+from hies_export.pipeline.load_recipe import load_recipe, read_drawn
 from hies_export.pipeline.pruning import Pruning, check_criteria
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.trials import Trials, choose_alpha
@@ -207,7 +207,8 @@ def redrawn(pruning: Pruning, delivery: Delivery, recipe: PruningRecipe) -> Prun
     with pruning.clock("load"):
         reading = delivery.reading
         assert reading is not None
-        drawn = draw(splits_of(recipe), rows_of(recipe, reading.dense), recipe.options)
+        splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
+        drawn = draw(splits, partial(reading.dense.load, **recipe.data.source), recipe.options)
         found = read_drawn(recipe, reading, drawn)
     untrimmed = {**pruning.rows.untrimmed, **found.untrimmed}
     rows = replace(pruning.rows, score=found.score, held_out=found.held_out, refit=found.refit, untrimmed=untrimmed)

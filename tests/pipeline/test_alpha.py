@@ -20,11 +20,9 @@ class Given(Trials):
         self._by_heads = dict(zip((1.0, 0.3), by_heads, strict=False))
         self.judge = SimpleNamespace(metrics=(metric,), samples=texts)  # type: ignore[assignment]
 
-    def judgement(self, trial: Trial) -> Judgement:
-        return self._by_heads[trial.token_weights][len(trial.selection["layer"].units)]
-
-    def agreement(self, trial: Trial) -> torch.Tensor:
-        return torch.arange(100) < 100 * self.judgement(trial).stability
+    def judged(self, trial: Trial) -> tuple[Judgement, torch.Tensor]:
+        found = self._by_heads[trial.token_weights][len(trial.selection["layer"].units)]
+        return found, torch.arange(100) < 100 * found.stability
 
 
 def scores_for(heads: int, alpha: float) -> Scores:

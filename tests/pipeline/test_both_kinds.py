@@ -24,7 +24,6 @@ from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import draw as draws_module
 from hies_export.pipeline import stages as stages_module
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.load_recipe import splits_of
 from hies_export.pipeline.pruning import Pruning
 from hies_export.pipeline.stages import Choice, calibrate, effect_batches, predict_pruned, refit_of, select
 from hies_export.score.criteria import Scores, score_units
@@ -194,7 +193,8 @@ def test_auto_is_judged_on_rows_that_nothing_else_saw(done: Run, monkeypatch: py
     assert [samples_of(batches) for batches in (rows.score, rows.refit, rows.held_out)] == [20, 60, 90]
     # Shuffled by the recipe's seed: the first 20 of the 60 are scored on, and the 90 behind them are held out.
     load = partial(done.pruning.task.load, files=done.recipe.data.files)
-    found = draws_module.draw(splits_of(done.recipe), load, done.recipe.prune)
+    splits = draws_module.Splits(done.recipe.data, done.recipe.calibration, done.recipe.evaluation)
+    found = draws_module.draw(splits, load, done.recipe.prune)
     drawn = load("train", samples=150, shuffle_seed=0)
     assert [*found.held_out] == [*drawn.select(range(60, 150))]
     assert [*found.compensation] == [*drawn.select(range(60))]
