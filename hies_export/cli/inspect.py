@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Show heads, neurons and FLOPs of every layer, or a plan, and return them."""
+    """Show the heads and neurons of a checkpoint, or a plan, and return them."""
     from ..checkpoint.folders import Contents, contents
 
     path = Path(options.model)
@@ -49,7 +48,7 @@ def _inspect_plan(file: Path, options: Options) -> dict[str, Any]:
 
 
 def _inspect_model(options: Options) -> dict[str, Any]:
-    """Print what of a checkpoint can be cut, and its FLOPs; return it for --json. Raise the error if nothing can."""
+    """Print what of a checkpoint can be cut; return it for --json. Raise the error if nothing can."""
     import torch
 
     from ..checkpoint.classes import refuse_quantised
@@ -77,7 +76,6 @@ def _inspect_model(options: Options) -> dict[str, Any]:
     if refused:
         result["refused"] = {kind: str(error) for kind, error in refused.items()}
     result |= _print_units(found, refused, options)
-    result["flops_per_layer"] = _print_flops(model, found, options)
     cut = Path(options.model) / "hies_plan.json"
     if cut.is_file():
         options.console.print("\nwhat was cut from the dense model:")
@@ -129,19 +127,3 @@ def _print_units(
     for kind, error in refused.items():
         options.console.print(f"\n{UNIT_NAMES[kind]}s cannot be cut: {error}", soft_wrap=True)
     return by_kind
-
-
-def _print_flops(model: PreTrainedModel, found: Sequence[PrunableModule], options: Options) -> list[dict[str, Any]]:
-    """Print the FLOPs of every layer at the first usual shape; return them for --json."""
-    from ..model.tokens import synthetic_batch
-    from ..report.tables import PlainTable, layer_table
-    from ..units.counts import flops_per_layer
-    from ..units.shapes import image_shape_at, model_shapes
-
-    image = image_shape_at(options.model, model)
-    size, sequence = model_shapes(model, (), image=image)[0]
-    batch = synthetic_batch(model, batch=size, sequence=sequence, image=image)
-    layers = flops_per_layer(model, batch, found)
-    options.console.print(f"\nfloating-point operations at {size} x {sequence}")
-    options.console.print(PlainTable(*layer_table(layers)))
-    return [asdict(layer) for layer in layers]

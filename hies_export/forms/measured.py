@@ -13,8 +13,7 @@ from ..model.memory import let_go
 from ..recipe.budget import LatencyBudget
 from ..recipe.sections import ExportSection
 from ..units import counts
-from ..units.counts import Both, Counted, FlopCount, FlopsByLayer, Ratio, Record, Shape, Size, StoredBytes
-from ..units.units import PrunableModule
+from ..units.counts import Both, Counted, FlopCount, Ratio, Record, Shape, Size, StoredBytes
 from .form import Compound, Forms
 from .formats import runtime_of
 from .time import Phase, Timed, time
@@ -115,7 +114,6 @@ class Measurements:
     parameters: Counted
     bytes: StoredBytes
     flops: FlopCount
-    flops_per_layer: FlopsByLayer
     cache_bytes_per_token: Both[int] | None
     latency: list[LatencyRow]
 
@@ -124,22 +122,18 @@ def measure_both(
     forms: Forms,
     options: MeasureOptions,
     *,
-    modules: Sequence[PrunableModule],
     batches: Mapping[Shape, Mapping[str, Tensor]],
     stored: Both[int],
     dense: str = "dense",
 ) -> Measurements:
     """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
 
-    FLOPs per layer are counted on the first of the batches. `stored` are the bytes of the weights' files; `dense` is
-    the name of the dense model among the forms.
+    `stored` are the bytes of the weights' files; `dense` is the name of the dense model among the forms.
     """
     names, progress = (dense, "slim"), forms.progress
     whole, slim = map(forms.model, names)
     exported = forms.plain("slim")
     flops = counts.count_both_flops(whole, slim, batches)
-    shape = next(iter(batches))
-    dense_layers, slim_layers = (counts.flops_per_layer(m, batches[shape], modules) for m in (whole, slim))
     cache, files = map(counts.cache_bytes_per_token, (whole, slim)), {exported.format: exported.bytes}
     latency = []
     # All exports come first, because one may fail; copies in other bits are made for one runtime at a time.
@@ -157,8 +151,7 @@ def measure_both(
     return Measurements(
         parameters=counts.count_both_parameters(whole, slim),
         bytes=StoredBytes(stored.dense, stored.slim, files.get("onnx"), files.get("gguf")),
-        flops=flops[shape],
-        flops_per_layer=FlopsByLayer(dense_layers, slim_layers, shape),
+        flops=flops[next(iter(batches))],
         cache_bytes_per_token=_both(*cache),
         latency=latency,
     )

@@ -94,8 +94,7 @@ class _Measuring:
         assert delivery.source is not None
         with pruning.clock("measure"):
             stored = Both(delivery.source.bytes, saved.bytes)
-            how: dict[str, Any] = {"modules": pruning.modules, "batches": pruning.shapes, "stored": stored}
-            sizes = measure_both(forms, delivery.measure, dense=dense, **how)
+            sizes = measure_both(forms, delivery.measure, batches=pruning.shapes, stored=stored, dense=dense)
             judge = pruning.judge(pruning.rows.evaluation, index=None)
             on_dense_index = judge.on_dense_index()
             joined = self._join()

@@ -115,7 +115,6 @@ def _details(
         kept_high=high,
         custom_code=is_slim(slim.model),
         family=families(pruning.model.config, slim.model.config),
-        flops_per_layer=measured.sizes.flops_per_layer,
         auto_class=pruning.task.auto_class,
         **{exported.format: {**names, **exported.facts}},
         **{name: value for name, value in optional.items() if value},

@@ -22,7 +22,7 @@ from ..recipe.budget import Outcome
 from ..select.plan import PruningPlan, dump_json
 from ..slim.config import Family
 from ..slim.refit import LayerFit
-from ..units.counts import Both, Count, Counted, FlopCount, FlopsByLayer, Record, Size, StoredBytes
+from ..units.counts import Both, Count, Counted, FlopCount, Record, Size, StoredBytes
 from ..units.shapes import RowLength
 from ..units.units import Selection
 from ..vocabulary.trim import VocabularyFacts
@@ -137,7 +137,6 @@ class Details(BaseModel):
     kept_high: float | None = None
     custom_code: bool = False
     family: Family | None = None
-    flops_per_layer: FlopsByLayer | None = None
     auto_class: str = "AutoModel"
     onnx: dict[str, Any] | None = None
     gguf: dict[str, Any] | None = None

@@ -18,18 +18,11 @@ from ..forms.time import Timed
 from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..select.plan import PruningPlan
 from ..tasks import TASKS
-from ..units.counts import Both, Counted, LayerFlops, si
+from ..units.counts import Both, Counted, si
 from . import words
 from .report import CUT, KEPT, FirstMetric, NeuronCount, Report, head_map, neuron_counts
 from .words import FIRST_HIT, agreement, form_kept, form_name, form_step, is_own, keeps_metric, named_units
 
-# Parts of a layer's FLOPs, and what the table calls them.
-FLOP_PARTS = {
-    "projections": "projections",
-    "products": "attention products",
-    "feed_forward": "feed-forward",
-    "other": "other",
-}
 BAR_WIDTH = 24
 # Spaces between two columns on a terminal.
 GAP = 2
@@ -54,7 +47,7 @@ class Part(NamedTuple):
 
 def report_parts(report: Report) -> dict[str, Part]:
     """Return the parts that renderings show, by name; those that the report has nothing for are left out."""
-    rows, layers, held_out = report.latency, report.details.flops_per_layer, words.held_out_rows(report)
+    rows, held_out = report.latency, words.held_out_rows(report)
     family, trimmed, joined = report.details.family, report.vocabulary, report.compound
     served, promised = ("As served", joined.text(report.details)) if joined else ("In fewer bits", "")
     vocabulary = words.vocabulary_words(trimmed) if trimmed else ""
@@ -70,9 +63,6 @@ def report_parts(report: Report) -> dict[str, Part]:
     }
     if rows:
         parts["latency"] = Part("Latency", latency_table(rows), (words.latency_text(rows),))
-    if layers:
-        at = " x ".join(map(str, layers.shape))
-        parts["layers"] = Part(f"FLOPs of every layer, at {at}", layer_table(layers.dense, layers.slim))
     return {name: part for name, part in parts.items() if part.table or any(part.notes)}
 
 
@@ -353,24 +343,6 @@ def _realised(row: LatencyRow) -> str:
     if row.realised is None or row.noisy:
         return ""
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")
-
-
-def layer_table(dense: Sequence[LayerFlops], slim: Sequence[LayerFlops] | None = None) -> Table:
-    """Return the table of the MFLOPs of every layer and all together, of one model or of both as "dense → slim"."""
-    models = [dense] if slim is None else [dense, slim]
-    parts = [part for part in FLOP_PARTS if any(getattr(row, part) for rows in models for row in rows)]
-
-    def millions(number: float) -> str:
-        return f"{number / 1e6:,.0f}" if number >= 1e9 else f"{number / 1e6:.4g}"
-
-    def line(name: str, layers: Sequence[Sequence[LayerFlops]]) -> list[str]:
-        """Return the cells of some layers, given those of each model: the sums by part, and over all parts."""
-        cells = [[sum(getattr(row, part) for row in rows) for rows in layers] for part in parts]
-        cells.append([sum(values) for values in zip(*cells, strict=True)])
-        return [name, *(" → ".join(dict.fromkeys(map(millions, cell))) for cell in cells)]
-
-    lines = [line(rows[0].layer or "outside the layers", [[row] for row in rows]) for rows in zip(*models, strict=True)]
-    return Table(("MFLOPs", *(FLOP_PARTS[part] for part in parts), "all"), [*lines, line("all", models)])
 
 
 class Line(NamedTuple):

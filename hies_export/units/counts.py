@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, TypeVar
@@ -13,12 +12,10 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from ..kinds import ATTENTION
 from ..model.copies import share_weights
 from ..model.internals import keys_and_values
 from ..model.modes import frozen, output_alone
 from ..model.tokens import forward_inputs
-from .units import PrunableModule
 
 T = TypeVar("T", int, float)
 Shape = tuple[int, int]  # (batch, sequence)
@@ -108,40 +105,8 @@ class StoredBytes(Both[int]):
     gguf: Size | None = None
 
 
-@dataclass(frozen=True)
-class LayerFlops:
-    """Floating-point operations of one layer in one forward pass.
-
-    Attributes:
-        layer: Dotted name of the layer; empty for the rest of the model, outside the layers.
-        projections: FLOPs of the linear layers before and after the attention.
-        products: FLOPs of queries times keys, and of attention weights times values.
-        other: FLOPs of the rest of the layer, such as feed-forward blocks whose neurons are not among the units.
-        feed_forward: FLOPs of the linear layers of feed-forward blocks; 0 if no such block was given.
-    """
-
-    layer: str
-    projections: Count
-    products: Count
-    other: Count
-    feed_forward: Count = 0
-
-
 # Model -> shapes -> FLOPs by module; a run asks for those of the dense model at every step.
 _COUNTED: WeakKeyDictionary[PreTrainedModel, dict[Any, dict[str, int]]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class FlopsByLayer:
-    """FLOPs of both models by layer, for one forward pass at `shape`, (batch, sequence)."""
-
-    dense: list[LayerFlops]
-    slim: list[LayerFlops]
-    shape: Shape
-
-    def __post_init__(self) -> None:
-        if len(self.dense) != len(self.slim):
-            raise ValueError(f"dense and slim must have as many layers, got {len(self.dense)} and {len(self.slim)}")
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -210,65 +175,10 @@ def count_both_flops(
     return found
 
 
-def flops_per_layer(
-    model: PreTrainedModel, batch: Mapping[str, Any], modules: Sequence[PrunableModule]
-) -> list[LayerFlops]:
-    """Count the FLOPs of one forward pass layer by layer; the parts add up to `count_flops`.
-
-    The modules may be those of the dense model where `model` is the slim one: only their names are read. Layers come in
-    the modules' order; the last one, with empty `layer`, is the rest of the model, such as embeddings and classifier.
-    """
-    found = flops_by_module(model, batch)
-    layer_of = _layers(modules)
-    parts = {layer: [0, 0, 0] for layer in (*layer_of.values(), "")}  # projections, products, feed-forward
-
-    def flops(names: Iterable[str]) -> int:
-        return sum(found.get(name, 0) for name in names)
-
-    counted: set[str] = set()  # a block may share a fused layer with the attention beside it
-    for module in sorted(modules, key=lambda module: module.kind != ATTENTION):
-        part, own = parts[layer_of[module.name]], {*module.layers} - counted
-        part[0 if module.kind == ATTENTION else 2] += flops(own)
-        counted |= own
-        if module.kind == ATTENTION:
-            children = model.get_submodule(module.name).named_children()
-            part[1] += flops([module.name]) - flops(f"{module.name}.{name}" for name, _ in children)
-    around = {layer: innermost(layer, parts.keys() - {layer}) for layer in parts if layer}
-    rows = []
-    for layer, (projections, products, feed_forward) in parts.items():
-        whole = flops([layer]) - flops(inner for inner, outer in around.items() if outer == layer)
-        rows.append(
-            LayerFlops(layer, projections, products, whole - projections - products - feed_forward, feed_forward)
-        )
-    return rows
-
-
 def innermost(name: str, modules: Iterable[str]) -> str | None:
     """Return the longest dotted name that is or encloses `name` (the empty one always does); None if none does."""
     around = [module for module in modules if not module or f"{name}.".startswith(f"{module}.")]
     return max(around, key=len, default=None)
-
-
-def _layers(modules: Sequence[PrunableModule]) -> dict[str, str]:
-    """Return module -> the dotted name of its layer.
-
-    The layer of an attention module is the innermost numbered module around it, such as model.layers.3, else itself.
-    The layer of a feed-forward block is that of an attention module, if it is around the block, else the innermost
-    numbered module around its consumer.
-    """
-
-    def numbered(name: str, default: str) -> str:
-        match = re.match(r"(.*\.\d+)(?:\.|$)", name)
-        return match[1] if match else default
-
-    attention = {module.name: numbered(module.name, module.name) for module in modules if module.kind == ATTENTION}
-    layers = set(attention.values())
-    return {
-        module.name: attention.get(module.name)
-        or innermost(module.consumer, layers)
-        or numbered(module.consumer, module.name)
-        for module in modules
-    }
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int | None:

@@ -57,11 +57,6 @@ def test_a_model_shows_heads_and_neurons(folder: Path, inspect: Any) -> None:
     assert not {"refused", "cut"} & set(result)
     assert [m["heads"] for m in result["attention"]] == [6, 6, 6]
     assert result["mlp"] == [{"name": f"bert.encoder.layer.{i}", "neurons": 64} for i in range(3)]
-    layers = result["flops_per_layer"]
-    # 2 linear layers of 48 x 64 inputs and outputs, a multiply-add is two operations.
-    tokens = layers[0]["feed_forward"] / (2 * 2 * 48 * 64)
-    assert tokens == int(tokens) > 0
-    assert len({row["layer"] for row in layers}) == 4
 
 
 @pytest.mark.parametrize(("refused", "other"), [("mlp", "attention"), ("attention", "mlp")])

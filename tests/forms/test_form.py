@@ -98,7 +98,7 @@ def test_exports_come_before_copies_and_copies_live_for_one_runtime(
     monkeypatch.setattr(measured, "time", timed)
     ways = (("torch", "bfloat16"), ("torch", "float16"), ("onnxruntime-cpu", "float32"))
     forms = Forms({"dense": bert(), "slim": bert()}, exporter, tmp_path)
-    measure_both(forms, MeasureOptions(ways), modules=(), batches={(2, 6): batch}, stored=Both(1, 1))
+    measure_both(forms, MeasureOptions(ways), batches={(2, 6): batch}, stored=Both(1, 1))
     assert len(copies) == 4
 
 

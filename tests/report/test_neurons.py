@@ -15,9 +15,8 @@ from hies_export.report.drawing import Bar, neuron_bars
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html, render_markdown
 from hies_export.report.report import CUT, KEPT, NeuronCount, UnitCounts, plan_counts
-from hies_export.report.tables import BAR_WIDTH, bar, comparison_table, layer_table, plan_maps, tried_table
+from hies_export.report.tables import BAR_WIDTH, bar, comparison_table, plan_maps, tried_table
 from hies_export.report.words import method_text, removed_text, title
-from hies_export.units.counts import LayerFlops
 from hies_export.vocabulary.tokenizer import CutBeside
 from hies_export.vocabulary.trim import VocabularyFacts
 
@@ -148,14 +147,3 @@ def test_what_was_tried_is_a_table() -> None:
     nothing = make_report(alpha_curve=[])
     assert tried_table(nothing) is None
     assert "How it was chosen" not in render_html(nothing) + render_markdown(nothing)
-
-
-def test_layers_show_their_feed_forward_blocks() -> None:
-    def layer(feed_forward: int = 0) -> LayerFlops:
-        return LayerFlops("layer.0", 3 * 10**6, 10**6, 2 * 10**6, feed_forward)
-
-    of_heads = layer_table([layer()])
-    assert list(of_heads.header) == ["MFLOPs", "projections", "attention products", "other", "all"]
-    table = layer_table([layer(12 * 10**9)], [layer(6 * 10**9)])
-    assert list(table.header) == ["MFLOPs", "projections", "attention products", "feed-forward", "other", "all"]
-    assert table.rows[0] == ["layer.0", "3", "1", "12,000 → 6,000", "2", "12,006 → 6,006"]

@@ -86,21 +86,15 @@ def test_a_budget_is_told_with_what_was_measured() -> None:
         assert sentence in budget_text(make_report(outcome=found))
 
 
-def test_a_decode_step_shows_tokens_and_every_layer_its_flops() -> None:
+def test_a_decode_step_shows_tokens() -> None:
     speed = {"tokens_per_second": {"dense": 812.3, "slim": 1043.1}, "realised": None}
     step = latency_row("torch", 0.78, phase="decode", dtype="bfloat16", **speed)
-    layers = [{"layer": "encoder.layer.0", "projections": 3e6, "products": 1e6, "other": 8e6}]
-    layers.append({"layer": "", "projections": 0, "products": 0, "other": 1e6})
-    slim = [{**layers[0], "projections": 1.5e6, "products": 0.5e6}, layers[1]]
-    report = make_report(flops_per_layer={"dense": layers, "slim": slim, "shape": [8, 128]})
+    report = make_report()
     report = dataclasses.replace(report, latency=[*report.latency, step])
     markdown, page = render_markdown(report), "".join(Page(render_html(report)).words)
     assert "| torch 8 x 128 decode bfloat16 | 100.00 ms | 78.00 ms | 0.780 [0.770, 0.792] |" in markdown
     assert "| 812 → 1043 |" in markdown
     assert "812 → 1043 tokens/s" in page
-    assert "| encoder.layer.0 | 3 → 1.5 | 1 → 0.5 | 8 | 12 → 10 |" in markdown
-    assert "| all | 3 → 1.5 | 1 → 0.5 | 9 | 13 → 11 |" in markdown
-    assert "3 → 1.51 → 0.5812 → 10" in page
 
 
 def test_a_bench_of_several_tables(tmp_path: Path) -> None:
@@ -189,14 +183,12 @@ EVIL = "</script><img src=x>|`"
 
 def report_of(name: str) -> Report:
     """A report in which everything that a recipe, a model or a machine can name has one name."""
-    layers = [{"layer": name, "projections": 3e6, "products": 1e6, "other": 8e6}]
     details = {
         "head_map": {name: KEPT * 4},
         "heads": {name: {"his": [0.0, 1.0, 2.0, 3.0]}},
         "metrics": {name: {"dense": 0.9, "slim": 0.89}},
         "uncompensated": {"metrics": {name: 0.85}, "stability": 0.8},
         "outcome": outcome({"latency": TIMED | {"runtime": name}}, 0.86, predicted=0.84, noisy=False),
-        "flops_per_layer": {"dense": layers, "slim": layers, "shape": [8, 128]},
         "stability_of": name,
         "data": DATA | {"evaluation_split": name},
     }

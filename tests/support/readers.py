@@ -154,11 +154,6 @@ def _runs(folder: Path) -> list[Read]:
     report = make_report(
         neurons=16,
         outcome={"budget": {"flops": 0.8}, "predicted": 0.79, "found": {"value": 0.8}},
-        flops_per_layer={
-            side: [{"layer": f"l{i}", "projections": 10**6, "products": 10, "other": 7} for i in range(2)]
-            for side in ("dense", "slim")
-        }
-        | {"shape": [8, 128]},
         data=DATA | {"name": "some/data"},
         tried=[TRIED | {"criterion": "his", "quality": 0.8, "stability": 0.9, "chosen": True}],
     )
