@@ -206,7 +206,7 @@ def test_a_generation_config(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("lacking", ["head_map", "heads", "metrics", "alpha_curve", "uncompensated"])
+@pytest.mark.parametrize("lacking", ["head_map", "heads", "metrics", "tried", "uncompensated"])
 def test_a_report_shows_what_it_has(lacking: str, tmp_path: Path) -> None:
     values = json.loads(make_report().to_json())
     del values["details"][lacking]

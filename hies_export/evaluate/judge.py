@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import FiniteFloat
 
 from ..data.batches import Batch, is_of_documents, samples_of
 from ..recipe.budget import Budget, Found
@@ -47,20 +46,11 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class AlphaPoint:
-    """How a candidate of `alpha: auto` was judged on held-out rows, as in `Judgement`."""
-
-    alpha: FiniteFloat
-    quality: float | None
-    standard_error: float
-    stability: FiniteFloat
-
-
-@dataclass(frozen=True)
 class Tried:
-    """A candidate of `criterion: auto`, cut at the budget, refitted and judged on held-out rows.
+    """A candidate of `alpha: auto` or `criterion: auto`, cut at the budget and judged on held-out rows.
 
-    `candidate` is its position among them, `quality` the first metric, None without labels.
+    If the recipe compensates, the refitted model is judged. `candidate` is the position among the candidates, `quality`
+    the first metric, None without labels.
     """
 
     candidate: int

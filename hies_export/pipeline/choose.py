@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ..calibrate.statistics import Statistics
 from ..errors import PlanError
+from ..evaluate.judge import Tried
 from ..kinds import ATTENTION, MLP
 from ..recipe.budget import Budget, Found, Outcome
 from ..score.criteria import AUTO, Scores
@@ -67,16 +67,16 @@ def _by_agreement(pruning: Pruning, statistics: Statistics, scored: Sequence[Sco
 def _by_alpha(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal) -> Choice:
     """Choose the only scores, or those of the alpha that does best on held-out rows."""
     weights = token_weights_of(pruning)[0]
-    curve: tuple[Mapping[str, Any], ...] = ()
+    tried: tuple[Tried, ...] = ()
     if len(scored) == 1:
         trial = Trial(scored[0], select(pruning, scored[0], goal), weights)
     else:
         pruning.progress.stage("choose alpha on held-out rows")
         tracked = pruning.progress.track(scored, "choose alpha")
         candidates = (Trial(scores, select(pruning, scores, goal), weights) for scores in tracked)
-        trial, curve = choose_alpha(candidates, _trials(pruning, statistics))
+        trial, tried = choose_alpha(candidates, _trials(pruning, statistics))
     outcome = _outcome(pruning, goal.table, trial.selection)
-    return choice_of(pruning, statistics, trial, outcome=outcome, alpha_curve=curve)
+    return choice_of(pruning, statistics, trial, outcome=outcome, tried=tried)
 
 
 def _trials(pruning: Pruning, statistics: Statistics) -> Trials:

@@ -107,7 +107,6 @@ def _details(
         metrics=evaluation.metrics,
         uncompensated=evaluation.uncompensated,
         compensation=slim.fits,
-        alpha_curve=choice.alpha_curve,
         tried=choice.tried,
         stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(pruning, delivery),
         stability_tolerance=evaluation.tolerance,
@@ -161,7 +160,7 @@ def write_choice(choice: Choice, folder: Path) -> None:
         "samples": calibration.samples,
         "labels": calibration.labels,
         "fingerprint": calibration.fingerprint,
-        "alpha_curve": choice.alpha_curve,
+        "tried": [asdict(one) for one in choice.tried],
     }
     (folder / "scores.json").write_text(dump_json(written), encoding="utf-8")
     (folder / "plan.json").write_text(choice.plan.to_json(), encoding="utf-8")

@@ -68,8 +68,7 @@ class Choice:
         plan: The units that stay.
         scores, statistics: What they were chosen from.
         outcome: The budget, with what is predicted for the plan, or what was found of it on held-out rows.
-        alpha_curve: How `alpha: auto` judged each alpha, as an `AlphaPoint`.
-        tried: The candidates of `criterion: auto`.
+        tried: The candidates of `alpha: auto` or `criterion: auto`.
         token_weights: How refits weigh tokens.
         served: What serves the model that was judged; None for torch.
     """
@@ -78,7 +77,6 @@ class Choice:
     scores: Scores | None = None
     statistics: Statistics | None = None
     outcome: Outcome | None = None
-    alpha_curve: tuple[Mapping[str, Any], ...] = ()
     tried: tuple[Tried, ...] = ()
     token_weights: float = 1.0
     served: TimedSection | None = None

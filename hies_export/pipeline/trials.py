@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
-from typing import Any
 
 from torch import Tensor
 
@@ -39,8 +38,15 @@ class Trials:
         return self._found[key]
 
 
-def choose_alpha(candidates: Iterable[Trial], trials: Trials) -> tuple[Trial, tuple[Mapping[str, Any], ...]]:
-    """Return the candidate whose alpha does best on held-out rows, and an `AlphaPoint` as a mapping for each alpha.
+def _tried(number: int, trial: Trial, trials: Trials) -> Tried:
+    """Return how a candidate of a number was judged."""
+    scores, (found, _) = trial.scores, trials.judged(trial)
+    alpha = scores.parameters.get("alpha")
+    return Tried(number, scores.criterion, alpha, trial.token_weights, found.quality, found.stability)
+
+
+def choose_alpha(candidates: Iterable[Trial], trials: Trials) -> tuple[Trial, tuple[Tried, ...]]:
+    """Return the candidate whose alpha does best on held-out rows, and how all were judged, that one marked.
 
     A few hundred rows cannot separate the qualities of neighbouring alphas. So the most stable one is taken of those
     within one standard error of the best quality: the one-standard-error rule of Breiman et al. (1984) with stability
@@ -55,7 +61,8 @@ def choose_alpha(candidates: Iterable[Trial], trials: Trials) -> tuple[Trial, tu
     best = max((found for *_, found in judged), key=quality)
     good = [one for one in judged if quality(one[2]) >= quality(best) - best.standard_error]
     _, trial, _ = max(good, key=lambda one: (one[2].stability, quality(one[2]), one[0]))
-    return trial, tuple({"alpha": alpha, **asdict(found)} for alpha, _, found in judged)
+    tried = (replace(_tried(number, one, trials), chosen=one is trial) for number, (_, one, _) in enumerate(judged))
+    return trial, tuple(tried)
 
 
 def choose_by_agreement(
@@ -71,10 +78,7 @@ def choose_by_agreement(
     sign = 1.0 if higher_is_better(trials.judge.metrics[0]) else -1.0
 
     def judged(number: int, weights: float) -> Tried:
-        trial = replace(candidates[number], token_weights=weights)
-        scores, (found, _) = trial.scores, trials.judged(trial)
-        alpha = scores.parameters.get("alpha")
-        return Tried(number, scores.criterion, alpha, weights, found.quality, found.stability)
+        return _tried(number, replace(candidates[number], token_weights=weights), trials)
 
     def better(best: Tried, other: Tried) -> Tried:
         of_both = (replace(candidates[of.candidate], token_weights=of.token_weights) for of in (best, other))

@@ -252,43 +252,6 @@ class Scale:
         return [(self(share), f"{share:.3g}") for share in shares]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A number over alpha, with its measured points (alpha, number)."""
-
-    kind: str  # CSS class: stability has a colour of its own
-    label: str
-    points: Sequence[Place]
-    chosen: float  # alpha
-    band: Sequence[float] = ()  # ends of a shaded band of numbers
-
-
-def draw_curve(curve: Curve) -> str:
-    """Return a curve as an SVG element."""
-    colour, values = SECOND if curve.kind == "stability" else ACCENT, [*(y for _, y in curve.points), *curve.band]
-    width, height = 400, 160
-    with canvas(width, height, size=13, within=(50, 52, 16, 14)) as drawn:
-        axes = drawn.axes
-        axes.tick_params("x", length=3, color=LINE)
-        axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1], ["0", "0.2", "0.4", "0.6", "0.8", "1"])
-        ends = sorted({min(values), max(values)})
-        axes.set_yticks(ends, [f"{end:.3g}" for end in ends])
-        axes.tick_params("y", pad=8)
-        if curve.band:
-            axes.axhspan(min(curve.band), max(curve.band), color=colour, alpha=0.13, lw=0)
-        axes.axvline(curve.chosen, color=MUTED, lw=1, ls=(0, (3, 4)), zorder=0)
-        axes.plot(*zip(*curve.points, strict=True), color=colour, lw=1.5, clip_on=False)
-        for alpha, value in curve.points:
-            chosen = alpha == curve.chosen
-            gid = drawn.gid("chosen" if chosen else "dot", f"alpha {alpha:g}: {value:.4f}")
-            size = {"ms": 11, "mec": CARD, "mew": 1.5} if chosen else {"ms": 5}
-            axes.plot(alpha, value, "o", color=colour, gid=gid, clip_on=False, zorder=3, **size)
-        axes.set(xlim=(0, 1), ylim=(ends[0], ends[-1]) if len(ends) > 1 else (ends[0] - 1, ends[0] + 1))
-        drawn.figure.text(50 / width, 8 / height, "entropy alone")
-        drawn.figure.text(384 / width, 8 / height, "importance alone", ha="right")
-        return drawn.svg(f"plot {curve.kind}", curve.label)
-
-
 def number_figure(
     marks: Mapping[str, str], numbers: Mapping[str, Sequence[float]], kind: str, *, title: str, note: str
 ) -> MapFigure:

@@ -10,19 +10,17 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from ..checkpoint.folders import refuse_other_file, replace_file
-from .drawing import ACCENT, CARD, DARK, INK, LINE, MUTED, SECOND, MapFigure, Scale, draw_curve, neuron_bars
+from .drawing import ACCENT, CARD, DARK, INK, LINE, MUTED, SECOND, MapFigure, Scale, neuron_bars
 from .frontier import WIDTH, FrontierFigure, frontier_figure
 from .frontier import draw_frontier as frontier_svg
-from .html import alpha_curves, environment, head_figures, render
+from .html import environment, head_figures, render
 from .report import Report
-from .words import held_out_rows
 
 CAPTIONS = {
     "frontier.svg": "Agreement with the dense model against time, and the frontier that nothing else beats on both",
     "head-maps.svg": "Statistics of every head, and the plan; crosses mark the heads that were cut",
     "neurons.svg": "Feed-forward neurons that every layer keeps",
     "latency.svg": "Time of the slim model relative to the dense one, beside the dense one against itself",
-    "alpha.svg": "Quality and stability by alpha, on rows that were not used for scoring",
 }
 # Width of a panel, the gap between two, and the height of a title, in units of the SVG.
 _WIDTH, _GAP, _TITLE = 480, 24, 26
@@ -54,10 +52,6 @@ def draw_report(report: Report) -> dict[str, str]:
     if report.latency:
         plot = _draw("latency_plot", report.latency, Scale.of(report.latency))
         figures["latency.svg"] = _arranged([Panel("", plot)])
-    if curves := alpha_curves(report):
-        chosen = f"on {held_out_rows(report)}; alpha {report.alpha:g} was chosen"
-        panels = [Panel(f"{curve.label}, {chosen}", Markup(draw_curve(curve))) for curve in curves]
-        figures["alpha.svg"] = _arranged(panels)
     return figures
 
 

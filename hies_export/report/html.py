@@ -13,9 +13,8 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from ..evaluate.metrics import higher_is_better
 from . import drawing, frontier, tables, words
-from .drawing import Curve, MapFigure, Scale, UnitCell, neuron_bars, number_figure
+from .drawing import MapFigure, Scale, UnitCell, neuron_bars, number_figure
 from .report import CUT, Report
 
 # Numbers of a head that have a map: title, and how to read it.
@@ -37,7 +36,6 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         figures=head_figures(report),
         numbers=_numbers(report),
         bars=neuron_bars(report.details.neurons),
-        alpha_curves=alpha_curves(report),
         # With the sizes, because a slim model may be larger than its source.
         place=Scale.of(report.latency, [row.ratio for row in tables.size_rows(report)]),
         served=Scale.of(time for form in report.details.forms for time in form.times),
@@ -138,20 +136,3 @@ def _numbers(report: Report) -> str:
     ]
     # "</script" would end the element that holds it.
     return json.dumps(modules, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def alpha_curves(report: Report) -> list[Curve]:
-    """Return the first metric, if rows have labels, and the stability over alpha; nothing if alpha was given."""
-    points, metric, chosen = report.details.alpha_curve, report.quality.metric, report.alpha
-    if len(points) < 2 or chosen is None:
-        return []
-    stabilities = [(point.alpha, point.stability) for point in points]
-    stability = Curve("stability", f"{words.agreement(report)}, share", stabilities, chosen)
-    judged = [(point.alpha, point.quality, point.standard_error) for point in points if point.quality is not None]
-    if len(judged) < len(points):
-        return [stability]
-    sign = 1 if higher_is_better(metric) else -1
-    _, best, error = max(judged, key=lambda point: sign * point[1])
-    # Values within one standard error of the best count as equally good.
-    band = (best, best - sign * error) if error else ()
-    return [Curve("quality", metric, [(alpha, value) for alpha, value, _ in judged], chosen, band), stability]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, 
 from pydantic.dataclasses import dataclass
 
 from ..data.rows import DataFacts
-from ..evaluate.judge import AlphaPoint, Quality, Tried
+from ..evaluate.judge import Quality, Tried
 from ..files import Rule, check, read_json
 from ..forms.cascade.export import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
@@ -107,7 +107,7 @@ class Details(BaseModel):
         head_map: Attention module -> a mark per head, ■ kept, · cut.
         heads: Attention module -> "his", "entropy" or "score" -> one number per head.
         uncompensated: Quality of the cut alone; None if nothing was compensated.
-        alpha_curve, tried: Candidates of `alpha: auto` and `criterion: auto`.
+        tried: Candidates of `alpha: auto` or `criterion: auto`.
         stability_of: Word for one prediction: "choice", "answer", "first hit", or the `word` of the task, such as
             "next token", "sentence" or "prediction".
         stability_tolerance: Largest difference of equal predictions of a regression.
@@ -129,7 +129,6 @@ class Details(BaseModel):
     metrics: dict[str, Both[float]] = Field(default_factory=dict)
     uncompensated: Quality | None = None
     compensation: list[LayerFit] = Field(default_factory=list)
-    alpha_curve: list[AlphaPoint] = Field(default_factory=list)
     tried: list[Tried] = Field(default_factory=list)
     stability_of: str = "prediction"
     stability_tolerance: float | None = None

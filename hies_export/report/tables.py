@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ..evaluate.judge import AlphaPoint, Tried
+from ..evaluate.judge import Tried
 from ..evaluate.metrics import METRICS, counted_by, title_of
 from ..forms.judged import Judged
 from ..forms.measured import LatencyRow
@@ -57,7 +57,6 @@ def report_parts(report: Report) -> dict[str, Part]:
         "family": Part("", None, (family.note if family else "",)),
         "served": Part(served, forms_table(report), (words.forms_text(report), promised)),
         "chosen": Part(f"How it was chosen, on {held_out}", tried_table(report), (words.tried_text(report),)),
-        "alpha": Part(f"How alpha was chosen, on {held_out}", alpha_table(report), (words.alpha_text(report),)),
         "checks": Part("Checks", check_table(report)),
         "method": Part("How it was measured", None, (words.method_text(report),)),
     }
@@ -241,36 +240,20 @@ def forms_table(report: Report) -> Table | None:
 
 
 def tried_table(report: Report) -> Table | None:
-    """Return the candidates of `criterion: auto` and their results on held-out rows; None if there are none."""
+    """Return the candidates of `alpha: auto` or `criterion: auto`, judged on held-out rows; None if there are none."""
 
     def candidate(row: Tried) -> str:
         alpha = "" if row.alpha is None else f", alpha {row.alpha:g}"
         weights = "" if row.token_weights == 1 else f", token weights {row.token_weights:g}"
         return f"{row.criterion}{alpha}{weights}"
 
-    return _choice_table(report, "candidate", [(candidate(row), row, row.chosen) for row in report.details.tried])
-
-
-def alpha_table(report: Report) -> Table | None:
-    """Return the alphas that `alpha: auto` judged on held-out rows; None if there are none."""
-    points = report.details.alpha_curve
-    return _choice_table(report, "alpha", [(f"{one.alpha:g}", one, one.alpha == report.alpha) for one in points])
-
-
-def _choice_table(report: Report, what: str, rows: Sequence[tuple[str, Tried | AlphaPoint, bool]]) -> Table | None:
-    """Return the table of candidates, given the name, result and choice of each; None without candidates."""
-
-    def quality(row: Tried | AlphaPoint) -> str:
-        error = f" ± {row.standard_error:.2g}" if isinstance(row, AlphaPoint) else ""
-        return "" if row.quality is None else f"{row.quality:.4f}{error}"
-
-    columns: dict[str, Callable[[Any], str]] = {
-        what: lambda row: row[0],
-        title_of(report.quality.metric): lambda row: quality(row[1]),
-        agreement(report): lambda row: f"{row[1].stability:.1%}",
-        "": lambda row: "chosen" if row[2] else "",
+    columns: dict[str, Callable[[Tried], str]] = {
+        "candidate": candidate,
+        title_of(report.quality.metric): lambda row: "" if row.quality is None else f"{row.quality:.4f}",
+        agreement(report): lambda row: f"{row.stability:.1%}",
+        "": lambda row: "chosen" if row.chosen else "",
     }
-    return filled(columns, rows) if rows else None
+    return filled(columns, report.details.tried) if report.details.tried else None
 
 
 def filled(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Table:
@@ -386,9 +369,9 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
         console.print(map_text(units, console.width))
     parts = report_parts(report)
-    for name in ("changed", "family", "chosen", "alpha", "latency", "served"):
+    for name in ("changed", "family", "chosen", "latency", "served"):
         if part := parts.get(name):
-            print_table(console, part.heading if name in ("chosen", "alpha") else "", part.table, *part.notes)
+            print_table(console, part.heading if name == "chosen" else "", part.table, *part.notes)
 
 
 def print_table(console: Console, title: str, table: Table | None, *notes: str) -> None:

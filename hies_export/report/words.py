@@ -459,25 +459,15 @@ def forms_text(report: Report) -> str:
     )
 
 
-def alpha_text(report: Report) -> str:
-    """Return how `alpha: auto` chose among the alphas that a table shows; empty if alpha was given."""
-    points, word = report.details.alpha_curve, report.details.stability_of
-    if not points:
-        return ""
-    if any(point.quality is None for point in points):
-        return f"The alpha that keeps most {word}s is taken, and of equal ones the largest."
-    metric = title_of(report.quality.metric)
-    return (
-        f"So few rows cannot tell apart the alphas within one standard error of the best {metric}. Of these, the one "
-        f"that keeps most {word}s is taken; a tie goes to the better {metric}, then to the larger alpha."
-    )
-
-
 def tried_text(report: Report) -> str:
-    """Return how `criterion: auto` chose its candidate, which may not have the best numbers; empty if it was given."""
+    """Return how a candidate was chosen, which may not have the best numbers; empty if there was no choice."""
     chosen = next((row for row in report.details.tried if row.chosen), None)
     if chosen is None:
         return ""
+    if len({row.criterion for row in report.details.tried}) == 1:  # then alpha was chosen
+        metric, word = title_of(report.quality.metric), report.details.stability_of
+        within = "" if chosen.quality is None else f", of those within one standard error of the best {metric}"
+        return f"The alpha that keeps most {word}s is taken{within}."
     metric = "" if chosen.quality is None else f" and its {report.quality.metric} is not clearly worse"
     return (
         "Candidates are listed in order of trust. A later one is taken only if it agrees with the dense model more "
@@ -519,8 +509,7 @@ def method_text(report: Report) -> str:
 
 def _held_out_note(report: Report) -> str:
     """Return a warning if the chosen plan does far better on the rows that it was chosen on; empty otherwise."""
-    found = [point.quality for point in report.details.alpha_curve if point.alpha == report.alpha]
-    found += [row.quality for row in report.details.tried if row.chosen]
+    found = [row.quality for row in report.details.tried if row.chosen]
     slim = report.quality.slim
     apart = [known for known in found if known is not None and abs(known - slim) > FAR * max(abs(known), abs(slim))]
     if not apart or (apart[-1] > slim) != higher_is_better(report.quality.metric):

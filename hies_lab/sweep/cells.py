@@ -394,10 +394,11 @@ def _curve(shared: Shared, at: Cell) -> dict[str, Any]:
         judge, refit = shared.calibrated(at.seed, at.samples).judge, refit_for(shared, at)
         trials = Trials(judge, lambda trial: _predict(shared, trial.selection, judge, refit))
         candidates = (stages.Trial(*one) for one in _selected(shared, replace(at, alpha="auto")))
-        chosen, curve = choose_alpha(candidates, trials)
+        chosen, tried = choose_alpha(candidates, trials)
         left_out = ("alpha", *(("flops", "modules") if at.flops is None else ()))
         found = {name: value for name, value in asdict(at).items() if name not in left_out}
-        shared.curves[key] = found | {"chosen": chosen.scores.parameters["alpha"], "curve": list(curve)}
+        found |= {"chosen": chosen.scores.parameters["alpha"], "curve": [asdict(one) for one in tried]}
+        shared.curves[key] = found
     return shared.curves[key]
 
 

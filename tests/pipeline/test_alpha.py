@@ -42,9 +42,10 @@ def chosen(judgements: dict[float, Judgement], *, metric: str = "accuracy") -> f
     """Every alpha has a selection of its own: one head more than the one before."""
     heads = {alpha: i + 1 for i, alpha in enumerate(judgements)}
     trials = Given({heads[alpha]: judgement for alpha, judgement in judgements.items()}, metric=metric)
-    trial, curve = choose_alpha([candidate(n, alpha) for alpha, n in heads.items()], trials)
-    assert [point["alpha"] for point in curve] == list(judgements)
-    assert [point["stability"] for point in curve] == [j.stability for j in judgements.values()]
+    trial, tried = choose_alpha([candidate(n, alpha) for alpha, n in heads.items()], trials)
+    assert [one.alpha for one in tried] == list(judgements)
+    assert [(one.quality, one.stability) for one in tried] == [(j.quality, j.stability) for j in judgements.values()]
+    assert [one.alpha for one in tried if one.chosen] == [trial.scores.parameters["alpha"]]
     assert len(trial.selection["layer"].units) == trial.scores.parameters["heads"]
     return trial.scores.parameters["alpha"]
 

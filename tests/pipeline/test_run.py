@@ -202,16 +202,17 @@ def test_alpha_chosen_on_data_and_compensation(project: Path, capsys: pytest.Cap
     asked = {"prune.alpha": "auto", "prune.compensation.samples": 60, "measure.runtimes": "[torch]"}
     assert hies("run", project / "recipe.yaml", *settings(asked)) == 0
     report = Report.from_file(project / "out")
-    curve = report.details.alpha_curve
-    assert report.alpha in [point.alpha for point in curve]
+    tried = report.details.tried
+    (chosen,) = (one for one in tried if one.chosen)
+    assert (len(tried), chosen.alpha) == (12, report.alpha)
     assert json.loads((project / "out" / "plan.json").read_text())["alpha"] == report.alpha
     written = json.loads((project / "out" / "scores.json").read_text())
-    assert written["alpha_curve"] == [asdict(point) for point in curve]
+    assert written["tried"] == [asdict(one) for one in tried]
     # It was chosen by what the compensated model makes of the held-out rows.
     prepared = load_pruning(PruningRecipe.from_yaml(project / "recipe.yaml", asked | {"measure.runtimes": ["torch"]}))
     rows, slim = prepared.rows.held_out, hies_export.load(project / "out" / "slim")
     expected = share_same(predict(prepared.model, rows), predict(slim, rows))
-    assert next(p for p in curve if p.alpha == report.alpha).stability == pytest.approx(expected)
+    assert chosen.stability == pytest.approx(expected)
     # The cut without a refit is what it started from.
     plan = PruningPlan.from_file(project / "out" / "plan.json")
     alone = compare(prepared, prune_units(prepared.model, plan.kept, prepared.modules))

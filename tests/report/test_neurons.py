@@ -124,7 +124,7 @@ def test_a_run_that_left_heads_alone_renders() -> None:
     for text in (page, render_markdown(report), render_card(report), terminal(report)):
         assert "attention heads" not in text
         assert "feed-forward neurons" in text
-    assert list(figures) == ["neurons.svg", "latency.svg", "alpha.svg"]
+    assert list(figures) == ["neurons.svg", "latency.svg"]
     assert "Neurons kept of 64 in every layer; grey: cut" in figures["neurons.svg"]
 
 
@@ -144,6 +144,6 @@ def test_what_was_tried_is_a_table() -> None:
     unlabelled = tried_table(make_report(tried=[{**row, "quality": None} for row in TRIED]))
     assert unlabelled is not None
     assert "accuracy" not in unlabelled.header
-    nothing = make_report(alpha_curve=[])
+    nothing = make_report(tried=[])
     assert tried_table(nothing) is None
     assert "How it was chosen" not in render_html(nothing) + render_markdown(nothing)

@@ -149,7 +149,6 @@ def test_figures_of_a_run_are_drawn_the_same_twice() -> None:
     told = [text for text in texts["latency.svg"] if text in (*names, "0.830", "0.810", "0.700", "noisy")]
     assert sorted(map(str, told)) == sorted([*names, "0.830", "0.810", "noisy"])
     assert found["latency.svg"].count('class="control"') == 3
-    assert {"accuracy, on held-out rows; alpha 0.5 was chosen", "0.89", "0.8"} <= set(texts["alpha.svg"])
     assert "latency.svg" not in draw_report(dataclasses.replace(report, latency=[]))
 
 
@@ -171,11 +170,11 @@ def test_a_figure_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
     write_figures(figures, tmp_path)
     write_figures(figures, tmp_path)
     (tmp_path / "latency.svg").write_text("<svg>mine</svg>")
-    (tmp_path / "alpha.svg").unlink()
+    (tmp_path / "head-maps.svg").unlink()
     with pytest.raises(OutputExistsError, match=r"only if it is a figure of hies-export, but .*latency\.svg is some"):
         write_figures(figures, tmp_path)
     assert (tmp_path / "latency.svg").read_text() == "<svg>mine</svg>"
-    assert not (tmp_path / "alpha.svg").exists()
+    assert not (tmp_path / "head-maps.svg").exists()
 
 
 EVIL = "</script><img src=x>|`"
@@ -269,10 +268,7 @@ def test_nothing_is_loaded_from_anywhere() -> None:
 def test_a_browser_shows_it_whole(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
     step = latency_row("onnxruntime-cpu-int8", 0.78, phase="decode", dtype="bfloat16", realised=None)
     step["tokens_per_second"] = {"dense": 812.3, "slim": 1043.1}
-    curve = [
-        {"alpha": a, "quality": 0.8123 + a / 10, "standard_error": 0.02, "stability": 0.9} for a in (0.0, 0.5, 0.9)
-    ]
-    report = make_report(layers=24, heads=16, neurons=4096, alpha_curve=curve)
+    report = make_report(layers=24, heads=16, neurons=4096)
     report = dataclasses.replace(report, latency=[*report.latency, step])
     bench = Bench.from_values(
         {"a": "one", "b": "two", "latency": report.latency[:3], "environment": report.environment}

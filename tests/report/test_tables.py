@@ -14,7 +14,6 @@ from hies_export.report.tables import (
     Line,
     PlainTable,
     UnitMap,
-    alpha_table,
     change,
     comparison_table,
     latency_table,
@@ -87,18 +86,6 @@ def test_both_models_stand_beside_each_other_and_the_cut_alone_last() -> None:
     plain = comparison_table(make_report(uncompensated=None, data=DATA | {"evaluation_labelled": False}))
     assert list(plain.header) == ["", "dense", "slim", "change"]
     assert not {"accuracy", "F1"} & {row[0] for row in plain.rows}
-
-
-def test_every_alpha_is_told_and_which_was_chosen() -> None:
-    table = alpha_table(make_report())
-    assert table is not None
-    assert list(table.header) == ["alpha", "accuracy", "same prediction", ""]
-    assert table.rows == [
-        ["0", "0.8000 ± 0", "90.0%", ""],
-        ["0.5", "0.8500 ± 0", "90.0%", "chosen"],
-        ["0.9", "0.8900 ± 0", "90.0%", ""],
-    ]
-    assert alpha_table(make_report(alpha_curve=[])) is None
 
 
 def test_times_without_some_numbers_have_no_columns_for_them() -> None:

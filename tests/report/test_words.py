@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 import pytest
-from support.reports import CASCADE, DATA, SERVED, TRIED, latency_row, make_report, outcome, terminal
+from support.reports import CASCADE, DATA, SERVED, TRIED, alphas, latency_row, make_report, outcome, terminal
 
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html, render_markdown, unbroken
 from hies_export.report.report import FirstMetric, Report
 from hies_export.report.tables import forms_table, report_parts
-from hies_export.report.words import alpha_text, lead_text, method_text, tried_text
+from hies_export.report.words import lead_text, method_text, tried_text
 from hies_export.units.counts import si
 
 TIMED = {"ratio": 0.85, "runtime": "torch", "batch": 1, "sequence": 128}
@@ -38,7 +38,7 @@ def test_every_rendering_begins_with_the_sentence_and_has_all_notes() -> None:
     details = {"tried": TRIED_ROWS, "family": {"dense": "llama", "slim": "mistral"}, "row_length": LENGTH}
     report = dataclasses.replace(make_report(**SERVED | details), cascade=CASCADE)
     lead, parts = lead_text(report), report_parts(report)
-    assert len(parts) == 8
+    assert len(parts) == 7
     markdown, page = render_markdown(report), html.unescape(render_html(report))
     assert markdown.split("\n\n")[1] == lead
     assert page.split("</h1>")[1].startswith(f'\n<p class="lead">{unbroken(lead)}</p>')
@@ -50,7 +50,7 @@ def test_every_rendering_begins_with_the_sentence_and_has_all_notes() -> None:
             assert unbroken(note) in page, name
             assert note in re.sub(r"\\(.)", r"\1", markdown), name
             assert name == "method" or note in printed, name
-            assert name in ("chosen", "alpha") or note in re.sub(r"\\(.)", r"\1", render_card(report)), name
+            assert name == "chosen" or note in re.sub(r"\\(.)", r"\1", render_card(report)), name
 
 
 FIRST, SECOND = {"batch": 8, "sequence": 128}, {"batch": 32, "sequence": 128}
@@ -234,16 +234,19 @@ def test_the_sentence_names_what_is_predicted(details: dict[str, Any], quality: 
     assert said in lead_text(dataclasses.replace(report, quality=FirstMetric(*quality)))
 
 
-@pytest.mark.parametrize(("quality", "rule"), [(0.9, "within one standard error"), (None, "of equal ones the larg")])
-def test_an_alpha_that_was_chosen_has_a_rule_and_a_curve_for_each_number(quality: float | None, rule: str) -> None:
-    curve = [{"alpha": a, "quality": quality, "stability": 0.9, "standard_error": 0.01} for a in (0.1, 0.5)]
-    report = make_report(alpha_curve=curve)
-    assert rule in alpha_text(report)
-    page = render_html(report)
-    assert page.count('<svg class="plot') == page.count('class="chosen"') == (1 if quality is None else 2)
-    given = make_report(alpha_curve=[])
-    assert alpha_text(given) == tried_text(given) == ""
-    assert "by alpha" not in render_html(given)
+@pytest.mark.parametrize(
+    ("rows", "rule"),
+    [
+        (alphas(0.1, 0.5), "most predictions is taken, of those within one standard error of the best accuracy."),
+        ([row | {"quality": None} for row in alphas(0.1, 0.5)], "The alpha that keeps most predictions is taken."),
+        (TRIED_ROWS, "by two standard errors and its accuracy is not clearly worse."),
+        ([], ""),
+    ],
+)
+def test_a_choice_names_its_rule(rows: list[dict[str, Any]], rule: str) -> None:
+    found = tried_text(make_report(tried=rows))
+    assert rule in found
+    assert bool(rule) is bool(found)
 
 
 def test_a_form_slower_than_the_dense_one_has_a_longer_bar() -> None:
@@ -259,7 +262,7 @@ def test_rows_without_labels_have_no_accuracy() -> None:
     shown = [forms_table(make_report(data=DATA | {"evaluation_labelled": known}, **SERVED)) for known in (True, False)]
     labelled, unlabelled = ([*table.header] for table in shown if table is not None)
     assert [name for name in labelled if name not in unlabelled] == ["accuracy"]
-    told, untold = (make_report(data=DATA | {"evaluation_labelled": known}, alpha_curve=[]) for known in (True, False))
+    told, untold = (make_report(data=DATA | {"evaluation_labelled": known}, tried=[]) for known in (True, False))
     for report, there in ((told, True), (untold, False)):
         shown = [lead_text(report), terminal(report), render_card(report, origin={})]
         assert ["accuracy" in text for text in shown] == [there] * 3
@@ -278,9 +281,9 @@ def test_rows_without_labels_have_no_accuracy() -> None:
     ],
 )
 def test_rows_that_the_model_knows_are_suspected(quality: float | None, slim: float, metric: str, warned: bool) -> None:
-    curve = [{"alpha": a, "quality": quality, "standard_error": 0.1, "stability": 0.5} for a in (0.0, 0.5)]
+    tried = [row | {"quality": quality} for row in alphas(0.0, 0.5)]
     data = DATA | {"held_out_samples": 256, "held_out_split": "train[:90%]"}
-    report = make_report(data=data, alpha_curve=curve, uncompensated=None)
+    report = make_report(data=data, tried=tried, uncompensated=None)
     found = method_text(dataclasses.replace(report, quality=FirstMetric(metric=metric, dense=0.3, slim=slim)))
     assert ("further rows of train[:90%], and has" in found) is warned
 
