@@ -16,7 +16,7 @@ from ..errors import MERGE, OutputExistsError, RequestError
 # Outputs are written in a hidden folder `.NAME.tmp-xxxxxxxx` beside NAME.
 WRITING = ".tmp-"
 # Files by which to recognise an output of this package: a run or scores, a slim checkpoint, a quickstart.
-_OURS = (("plan.json", "scores.json"), ("hies_plan.json",), ("vit-digits/config.json", "run/plan.json"))
+_OURS = (("plan.json", "scores.json"), ("hies_plan.json",), ("vit-digits/config.json", "recipe.yaml"))
 # Text in the config.json of an export, from `write_config`.
 _EXPORTED = '"exported_by": "hies-export"'
 

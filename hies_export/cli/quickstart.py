@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
+import shutil
 from argparse import ArgumentParser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoint.folders import new_folder, refuse_existing
 from .arguments import Options, add_output
-
-if TYPE_CHECKING:
-    from ..report.report import Report
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,13 +27,13 @@ def run(options: Options) -> dict[str, Any]:
     from .digits import MODEL, prepare_quickstart
 
     with new_folder(options.output, overwrite=options.overwrite) as folder:
-        recipe = PruningRecipe.from_yaml(prepare_quickstart(folder, progress=options.progress))
+        prepare_quickstart(folder, progress=options.progress)
+    try:
+        recipe = PruningRecipe.from_yaml(options.output / "recipe.yaml")
         report = run_recipe(recipe, command=options.command_line, progress=options.progress)
-        report = rename_in_report(report, folder, options.output)
-        (folder / "run" / "report.json").write_text(report.to_json(), encoding="utf-8")
-        written = folder / "run" / "recipe.yaml"
-        text = written.read_text(encoding="utf-8").replace(os.path.abspath(folder), os.path.abspath(options.output))
-        written.write_text(text, encoding="utf-8")
+    except BaseException:  # an interrupt too
+        shutil.rmtree(options.output)
+        raise
     print_report(report, options.console)
     where = options.output
     recipe_file, slim, dense, larger = (
@@ -57,13 +53,3 @@ def run(options: Options) -> dict[str, Any]:
         soft_wrap=True,
     )
     return report.summary()
-
-
-def rename_in_report(report: Report, written: Path, folder: Path) -> Report:
-    """Return a report whose paths inside `written`, a name that occurs nowhere else, are in `folder`."""
-    from ..report.report import Report
-
-    text = report.to_json()
-    for old, new in ((os.path.abspath(written), os.path.abspath(folder)), (str(written), str(folder))):
-        text = text.replace(json.dumps(old, ensure_ascii=False)[1:-1], json.dumps(new, ensure_ascii=False)[1:-1])
-    return Report.from_values(json.loads(text), where="report.json")

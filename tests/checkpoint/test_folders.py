@@ -38,7 +38,7 @@ def of(*names: str) -> Callable[[Path], object]:
 WRITTEN_HERE: dict[str, Callable[[Path], object]] = {
     "a slim checkpoint": write,
     "a run": of("plan.json", "scores.json", "notes.txt"),
-    "a quickstart": of("run/plan.json", "vit-digits/config.json"),
+    "a quickstart": of("recipe.yaml", "vit-digits/config.json"),
     "an export": lambda folder: write_config(bert(), folder),
     "nothing": of(),
 }

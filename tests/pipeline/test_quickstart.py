@@ -77,7 +77,6 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert main(["quickstart", "-o", "quick start", "--json"]) == 0
     printed = capsys.readouterr().out
     summary = json.loads(printed.splitlines()[-1])
-    # It worked in a hidden folder, which is gone.
     assert summary["model"] == "quick start/vit-digits"
     report = json.loads((tmp_path / "quick start" / "run" / "report.json").read_text())
     assert report["model"] == summary["model"]
@@ -98,3 +97,12 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     # A uniform ViT is a plain checkpoint.
     assert "auto_map" not in json.loads((tmp_path / "uniform" / "slim" / "config.json").read_text())
     assert not (tmp_path / "uniform" / "slim" / "modeling_hies.py").exists()
+
+
+def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "hies_export.cli.digits.prepare_quickstart",
+        lambda folder, **_: (folder / "recipe.yaml").write_text("model: nowhere"),
+    )
+    assert main(["quickstart", "-o", str(tmp_path / "quick")]) == 2
+    assert not [*tmp_path.iterdir()]
