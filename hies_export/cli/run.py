@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tasks import TASKS
 from .arguments import Options, add_budgeted, read_recipe, refuse_output
 
 if TYPE_CHECKING:
@@ -27,22 +26,9 @@ def run_and_print(recipe: PruningRecipe, options: Options) -> dict[str, Any]:
 
     report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=options.progress)
     print_report(report, options.console)
-    if recipe.deploy is not None:
-        found, folder = report.details.deployment, Path(recipe.output)
-        if found is not None and found.file is not None:
-            options.console.print(f"\ndeploy {folder / found.file}")
-        served = ", served/ (for sentence-transformers)" if (folder / "served").is_dir() else ""
-        written = f"its exports{served}, report.html, report.md, report.json"
-        options.console.print(f"written to {recipe.output}: slim/ (checkpoint), {written}")
-        return report.summary()
-    written = f"{recipe.export.format}-{recipe.export.quantize}"
-    exports = f"{recipe.export.unquantized.format}/" + (f", {written}/" if recipe.export.quantize else "")
-    exports += f", onnx-{recipe.compound.name}/" if recipe.compound else ""
-    refit = "" if recipe.options.compensation is None else ", refit.safetensors"
-    if TASKS[recipe.task].embeds:
-        exports += ", served/ (for sentence-transformers)"
-    options.console.print(
-        f"\nwritten to {recipe.output}: slim/ (checkpoint), {exports}, report.html, report.md, "
-        f"report.json, plan.json{refit}"
-    )
+    found, folder = report.details.deployment, Path(recipe.output)
+    if found is not None and found.file is not None:
+        options.console.print(f"\ndeploy {folder / found.file}")
+    written = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+    options.console.print(f"\nwritten to {folder}: {', '.join(written)}")
     return report.summary()
