@@ -84,10 +84,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _models(options: Options) -> tuple[str, str]:
-    """Return the two models to compare: those of a single run, dense and slim, or else the given ones.
-
-    A run stands for its `slim/`, or for its `onnx/` or `gguf/` if all runtimes read that.
-    """
+    """Return the two models to compare: those of a single run, dense and slim, or else the given ones."""
     first, second = options.first, options.second or options.first
     if options.second is None and contents(first) is Contents.RUN:
         from ..report.provenance import dense_model
@@ -100,25 +97,5 @@ def _models(options: Options) -> tuple[str, str]:
         else:
             options.progress.stage(f"A is its dense model, {dense}; B is {slim}")
         return dense or slim, slim
-    exports = _exports(options, Path(first), Path(second))
-    if exports is None:
-        first, second = (checkpoint_in(path, *EXPORTS, progress=options.progress) for path in (first, second))
-        return first, second
-    for path, export in exports:
-        if export != path:
-            options.progress.stage(f"{path} is the folder of a run: using its {export.name}/")
-    return str(exports[0][1]), str(exports[1][1])
-
-
-def _exports(options: Options, *paths: Path) -> list[tuple[Path, Path]] | None:
-    """Return each path with its export, in ONNX or else in GGUF; None unless all have one and all runtimes read it."""
-    reading = [RUNTIMES[name] for name in options.runtimes]
-    for name, what in (("onnx", Contents.ONNX), ("gguf", Contents.GGUF)):
-        given = [path for path in paths if contents(path) is what]
-        in_runs = [
-            path for path in paths if contents(path) is Contents.RUN and (path / name / f"model.{name}").is_file()
-        ]
-        read = all(name in one.formats() for one in reading) if reading else bool(given)
-        if len(given) + len(in_runs) == len(paths) and read and not options.dtypes:
-            return [(path, path / name if path in in_runs else path) for path in paths]
-    return None
+    first, second = (checkpoint_in(path, *EXPORTS, progress=options.progress) for path in (first, second))
+    return first, second

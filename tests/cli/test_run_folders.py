@@ -100,31 +100,15 @@ def test_bench_takes_the_revision_of_the_dense_model_along(
     assert fetched == [("me/dense", "c0ffee")]
 
 
-def test_bench_of_runs_takes_exports_where_only_those_are_timed(ran: Path, tmp_path: Path, compared: Any) -> None:
-    run, alone = tmp_path / "run", tmp_path / "alone.gguf"
-    shutil.copytree(ran, run)
-    (run / "gguf").mkdir()
-    for file in (run / "gguf" / "model.gguf", run / "gguf" / "config.json", alone):
-        file.write_bytes(b"{}")
-    graph, gguf, slim, dense = (str(p) for p in (run / "onnx", run / "gguf", run / "slim", ran.parent / "model"))
+def test_bench_of_two_takes_the_slim_model_of_a_run(ran: Path, compared: Any) -> None:
+    graph, slim, dense = (str(path) for path in (ran / "onnx", ran / "slim", ran.parent / "model"))
     ort = ("--runtime", "onnxruntime-cpu")
     for asked, both in (
-        ((run, run, *ort), (graph, graph)),
-        ((run, run, *ort, "--runtime", "torch"), (slim, slim)),
-        ((run, run, *ort, "--dtype", "float16"), (slim, slim)),
-        ((run, run), (slim, slim)),
-        ((run, dense), (slim, dense)),
-        ((graph, run), (graph, graph)),
-        ((slim, run, *ort), (slim, slim)),
-        ((run, run, "--runtime", "llamacpp"), (gguf, gguf)),
-        ((run, run, "--runtime", "llamacpp", *ort), (slim, slim)),
-        ((alone, run), (str(alone), gguf)),
+        ((ran, ran, *ort), (slim, slim)),
+        ((ran, dense), (slim, dense)),
+        ((graph, graph, *ort), (graph, graph)),
     ):
         assert compared(*asked)[0] == both, asked
-    # Exports that lie beside a checkpoint are not a run's.
-    shutil.copytree(dense, tmp_path / "model")
-    shutil.copytree(graph, tmp_path / "model" / "onnx")
-    assert compared(tmp_path / "model", *ort)[0] == (str(tmp_path / "model"), str(tmp_path / "model"))
 
 
 NO_CHECKPOINTS = {
