@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from ..errors import UnsupportedModelError
     from ..units.units import PrunableModule
 
+# Kind of module -> title of its table; key in --json, and column -> attribute of the module.
+_COLUMNS = {
+    ATTENTION: ("attention module", {"heads": "units", "key_value_heads": "groups", "head_width": "key_width"}),
+    MLP: ("feed-forward block", {"neurons": "units"}),
+}
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint."""
@@ -56,7 +62,6 @@ def _inspect_model(options: Options) -> dict[str, Any]:
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
     from ..slim.config import is_slim
     from ..units.counts import count_parameters
-    from .terminal import print_json
 
     embeds = is_sentence_transformer(options.model)
     how: dict[str, Any] = {"dtype": torch.float32}
@@ -67,12 +72,7 @@ def _inspect_model(options: Options) -> dict[str, Any]:
     options.console.print(f"{name}, {parameters / 1e6:.2f} M parameters" + ", slim" * slim)
     found, refused = _find(model)
     if refused and not found:
-        # The reason is printed as a result too, and the exit code is that of the error.
-        error = next(iter(refused.values()))
-        if options.json:
-            print_json(result | {"can_be_cut": False, "reason": str(error)})
-        raise error
-    result["can_be_cut"] = True
+        raise next(iter(refused.values()))
     if refused:
         result["refused"] = {kind: str(error) for kind, error in refused.items()}
     result |= _print_units(found, refused, options)
@@ -108,22 +108,19 @@ def _print_units(
     """Print a table for each kind of module, or why it cannot be cut; return the modules by kind for --json."""
     from ..report.tables import PlainTable
 
-    heads = [m for m in found if m.kind == ATTENTION]
-    neurons = [m for m in found if m.kind == MLP]
     by_kind: dict[str, Any] = {}
-    if heads:
-        lines = [(m.name, str(m.units), str(m.groups), str(m.key_width)) for m in heads]
-        options.console.print(PlainTable(("attention module", "heads", "key/value", "head width"), lines))
-        options.console.print(f"{sum(m.units for m in heads):,} heads; all of them can be scored and cut")
-        by_kind[ATTENTION] = [{"name": m.name, "heads": m.units, "key_value_heads": m.groups} for m in heads]
-    if heads and neurons:
-        options.console.print()
-    if neurons:
-        options.console.print(
-            PlainTable(("feed-forward block", "neurons"), [(m.name, f"{m.units:,}") for m in neurons])
-        )
-        options.console.print(f"{sum(m.units for m in neurons):,} neurons; all of them can be scored and cut")
-        by_kind[MLP] = [{"name": m.name, "neurons": m.units} for m in neurons]
+    for kind, (title, columns) in _COLUMNS.items():
+        modules = [module for module in found if module.kind == kind]
+        if not modules:
+            continue
+        if by_kind:
+            options.console.print()
+        numbers = {m.name: {key: getattr(m, attribute) for key, attribute in columns.items()} for m in modules}
+        lines = [(name, *(f"{number:,}" for number in of.values())) for name, of in numbers.items()]
+        options.console.print(PlainTable((title, *(key.replace("_", " ") for key in columns)), lines))
+        total = sum(module.units for module in modules)
+        options.console.print(f"{total:,} {UNIT_NAMES[kind]}s; all of them can be scored and cut")
+        by_kind[kind] = [{"name": name, **of} for name, of in numbers.items()]
     for kind, error in refused.items():
         options.console.print(f"\n{UNIT_NAMES[kind]}s cannot be cut: {error}", soft_wrap=True)
     return by_kind
