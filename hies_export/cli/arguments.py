@@ -42,15 +42,6 @@ def a_path_or_id(text: str) -> str:
         raise ArgumentTypeError(str(error)) from None
 
 
-def a_text(text: str) -> str:
-    """Return an argument that can be written as UTF-8, as a `type` of argparse."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ArgumentTypeError(f"must be UTF-8, got {quoted(text)}") from None
-    return text
-
-
 def a_number(kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -> Callable[[str], int | float]:
     """Return a `type` of argparse that reads a whole number (int) or any (float) between two, both included."""
 
@@ -94,7 +85,7 @@ def add_request(parser: ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
     add_data(parser, "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set")
     for name, text in COLUMNS.items():
-        parser.add_argument(f"--{name}", metavar="COLUMN", type=a_text, help=text)
+        parser.add_argument(f"--{name}", metavar="COLUMN", help=text)
     _add_changes(parser)
 
 
@@ -118,17 +109,17 @@ def add_model(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
 
 
-def add_output(parser: ArgumentParser, *flags: str, help: str = "folder to write", **settings: Any) -> None:
-    """Add the output folder, given by `flags` (`-o` and `--output` by default), and `--overwrite`."""
-    parser.add_argument(*(flags or ("-o", "--output")), metavar="DIR", type=a_path, help=help, **settings)
+def add_output(parser: ArgumentParser, *, help: str = "folder to write", **settings: Any) -> None:
+    """Add the output folder, `--output`, and `--overwrite`."""
+    parser.add_argument("-o", "--output", metavar="DIR", type=a_path, help=help, **settings)
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if hies-export wrote it")
 
 
 def add_data(parser: ArgumentParser, help: str) -> None:
     """Add the data that a command reads, and its columns of texts."""
     columns = "column of texts, if there is a choice; may be repeated for pairs"
-    parser.add_argument("--data", metavar="[SPLIT=]DATA", type=a_text, help=help, **REPEATED)
-    parser.add_argument("--text", metavar="COLUMN", type=a_text, help=columns, **REPEATED)
+    parser.add_argument("--data", metavar="[SPLIT=]DATA", help=help, **REPEATED)
+    parser.add_argument("--text", metavar="COLUMN", help=columns, **REPEATED)
 
 
 def read_data(data: Sequence[str]) -> dict[str, Any]:

@@ -15,14 +15,11 @@ if TYPE_CHECKING:
     from ..forms.formats import Export
 
 
-def add_arguments(parser: ArgumentParser, *, output: str | None = None) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and how to export it."""
     add = parser.add_argument
     add_model(parser)
-    if output is None:
-        add_output(parser, required=True)
-    else:
-        add_output(parser, output)
+    add_output(parser, required=True)
     formats = "onnx (the default), openvino (encoders in 8 bits), or gguf for llama.cpp (decoders)"
     add("--format", default="onnx", help=formats)
     add("--provider", help="execution provider to fuse the ONNX graph for: cpu (the default) or cuda")

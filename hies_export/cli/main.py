@@ -29,16 +29,15 @@ from .arguments import Options
 from .terminal import TerminalProgress, in_flags, print_json, show_messages
 
 # In the order of --help.
-COMMANDS: tuple[ModuleType, ...] = (run, deploy, prune, export, bench, inspect, report, push, apply, quickstart)
-FURTHER: tuple[ModuleType, ...] = (generate, upgrade, score)
+COMMANDS: tuple[ModuleType, ...] = (
+    *(run, deploy, prune, export, bench, inspect, report, push, apply, quickstart),
+    *(generate, upgrade, score),
+)
 
 # These share their work among the processes that accelerate or torchrun started.
 SHARED = (run, score, prune)
 
 EPILOG = """\
-to compare methods, and helpers:
-{further}
-
 examples:
   {prog} quickstart
   {prog} run recipe.yaml --set prune.budget.heads=0.5 -o runs/half
@@ -52,10 +51,6 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     0: done. 2: the request was wrong. 1: a step failed, and nothing half-written was left behind. 130: interrupted.
     """
     arguments, parser = sys.argv[1:] if arguments is None else arguments, parser or build_parser()
-    for argument in arguments:
-        # Some versions of argparse make an empty list of this value, whatever the option's type.
-        if argument.startswith("--") and argument.partition("=")[2] == "--":
-            parser.error(f"an option needs a value, got {argument}")
     if arguments and (instead := gone_command(arguments)):
         parser.error(instead)
     options = parser.parse_args(arguments, Options())
@@ -106,28 +101,22 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
 
 def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
     """Return the parser of every command, for a program called `prog`."""
-    added = entry_points_of("commands")
-    further = {_name(command): command.__doc__ for command in FURTHER}
-    further |= {
-        name: f"A command of {point.value.partition('.')[0]}; --help says more." for name, point in added.items()
-    }
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Remove the attention heads and feed-forward neurons a Transformer can lose, and ship what is "
         "left: a slim checkpoint, an ONNX model and a measured report.",
-        epilog=EPILOG.format(prog=prog, further="\n".join(f"    {name:<12}{what}" for name, what in further.items())),
+        epilog=EPILOG.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hies-export {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Subparser)
-    for command in COMMANDS + FURTHER:
-        # A command without `help` is not listed.
-        listed: dict[str, Any] = {"help": command.__doc__} if command in COMMANDS else {}
-        subparser = subparsers.add_parser(_name(command), description=command.__doc__, **listed)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(_name(command), help=command.__doc__, description=command.__doc__)
         command.add_arguments(subparser)
         _finish(subparser, command)
-    for name, point in added.items():
-        subparsers.add_parser(name).point = point
+    for name, point in entry_points_of("commands").items():
+        package = point.value.partition(".")[0]
+        subparsers.add_parser(name, help=f"A command of {package}; --help says more.").point = point
     return parser
 
 
@@ -146,14 +135,6 @@ class _Subparser(argparse.ArgumentParser):
             command.add_arguments(self)
             _finish(self, command)
         return super().parse_known_args(*arguments, **named)
-
-
-def build_optimum_export_parser() -> argparse.ArgumentParser:
-    """Return the parser of `optimum-cli export hies MODEL DIR`, which takes the folder as Optimum's own commands do."""
-    parser = argparse.ArgumentParser(prog="optimum-cli export hies", description=export.__doc__)
-    export.add_arguments(parser, output="output")
-    _finish(parser, export)
-    return parser
 
 
 def _name(command: ModuleType) -> str:

@@ -7,17 +7,17 @@ from dataclasses import asdict
 from typing import Any
 
 from ..checkpoint.folders import Contents
-from .arguments import Options, a_path, a_text, refuse_other_than
+from .arguments import Options, a_path, refuse_other_than
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run, the repository and what its card says."""
     add = parser.add_argument
     add("folder", metavar="RUN", type=a_path, help="folder of a run")
-    add("repository", metavar="USER/REPO", type=a_text, help="repository; created if missing")
+    add("repository", metavar="USER/REPO", help="repository; created if missing")
     add("--private", action="store_true", help="make the repository private")
-    add("--license", metavar="ID", type=a_text, help="license of the model, if the dense model's card names none")
-    add("--base-model", metavar="ID", type=a_text, help="Hub id of the dense model, if it was read from a folder")
+    add("--license", metavar="ID", help="license of the model, if the dense model's card names none")
+    add("--base-model", metavar="ID", help="Hub id of the dense model, if it was read from a folder")
     add("--overwrite", action="store_true", help="replace whatever the repository holds")
 
 

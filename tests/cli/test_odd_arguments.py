@@ -55,14 +55,10 @@ def test_paths_that_no_file_system_takes(command: str, path: str, said: Any) -> 
     [
         ("bench model --repeats 1.5", "must be a whole number from 1 to 2147483647, got '1.5'"),
         ("deploy model --keep nan", "must be a number from 0 to 1, got 'nan'"),
-        (f"generate model --prompt {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
         ("bench model --shape 8by8", "argument --shape: must be BATCHxSEQUENCE, or BATCH for images, got '8by8'"),
-        ("bench model --shape=--", "an option needs a value, got --shape=--"),
-        (f"push run user/name --license {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
-        (f"deploy model --data imdb --text {SURROGATE}", r"must be UTF-8, got 'a\udcff'"),
     ],
 )
-def test_numbers_and_texts(command: str, message: str, said: Any) -> None:
+def test_numbers(command: str, message: str, said: Any) -> None:
     assert message in said(*command.split())
 
 

@@ -1,4 +1,4 @@
-"""`optimum-cli hies ...` and `optimum-cli export hies ...`: the same program under Optimum's command line."""
+"""`optimum-cli hies ...`: the same program under Optimum's command line."""
 
 import json
 import subprocess
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from optimum.commands import optimum_cli
-from support.models import save_text_model
 
 from hies_export import Kept, PruningPlan
 from hies_export.cli import main as cli
@@ -42,25 +41,12 @@ def test_a_command_gives_the_same_result_either_way(both, tmp_path: Path) -> Non
     assert both("optimum-cli", "hies", *asked) == (code, out, err)
 
 
-@pytest.mark.usefixtures("untraced")
-def test_an_export_is_the_same_either_way(both, tmp_path: Path) -> None:
-    model, here, there = save_text_model(tmp_path / "model", num_hidden_layers=1), tmp_path / "here", tmp_path / "there"
-    assert both("optimum-cli", "export", "hies", model, there)[0] == 0
-    assert both("hies-export", "export", model, "-o", here)[0] == 0
-    files = {path.name: path.read_bytes() for path in here.iterdir()}
-    assert files["model.onnx"]
-    assert files == {path.name: path.read_bytes() for path in there.iterdir()}
-
-
 def test_wrong_requests_have_the_same_words_and_codes(both, tmp_path: Path) -> None:
     for arguments in (("run", "none.yaml"), ("report", tmp_path), ("run",), ("unheard-of",)):
         code, _, err = both("hies-export", *arguments)
         under_optimum, _, said = both("optimum-cli", "hies", *arguments)
         assert code == under_optimum == 2
         assert said.splitlines()[-1].replace("optimum-cli hies", "hies-export") == err.splitlines()[-1]
-    code, _, err = both("optimum-cli", "export", "hies", tmp_path)
-    assert code == 2
-    assert "the following arguments are required: DIR" in err
 
 
 def test_help_names_the_program_that_was_typed(both) -> None:
