@@ -92,18 +92,19 @@ def refuse_existing(
         )
     if not overwrite:
         raise OutputExistsError(
-            f"the output folder must not exist, but {folder} does; choose another or pass overwrite=True to replace it"
+            f"the output folder must not exist, but {folder} does; choose another, or give --overwrite (in Python "
+            "overwrite=True) to replace it"
         )
     for what, given in (inputs or {}).items():
         path = Path(os.path.expanduser(given)).resolve()
         if path.exists() and (path.is_relative_to(output) or output.is_relative_to(path)):
             raise OutputExistsError(
-                f"overwrite=True must not delete what is read, but the output folder {folder} is, holds or lies inside "
+                f"overwriting must not delete what is read, but the output folder {folder} is, holds or lies inside "
                 f"the {what} {given}; choose another folder"
             )
     if not _is_ours(output):
         raise OutputExistsError(
-            f"overwrite=True replaces only an empty folder or one that hies-export wrote, but {folder} is something "
+            f"overwriting replaces only an empty folder or one that hies-export wrote, but {folder} is something "
             "else; choose another folder, or move or delete that one yourself"
         )
 

@@ -327,7 +327,7 @@ def _texts(whole: Any) -> list[str]:
 
 
 REFIT = "refit.safetensors"
-_ADVICE = f"give the {REFIT} that was written with the plan, or cut without it (refit=None)"
+_ADVICE = f"give the {REFIT} that was written with the plan, or cut without it: --no-refit (in Python refit=None)"
 _CARD = """\
 # Cut without its compensation
 
@@ -350,8 +350,8 @@ def read_refit(plan: PruningPlan, file: Path) -> dict[str, Tensor]:
     """Return a plan's refitted parameters by name, after checking that the plan was written with this file."""
     if plan.refit is None:
         raise PlanError(
-            f"refitted layers must be those of the plan, but this plan names none, got {file}; leave them out "
-            "(refit=None), or give the plan that was written with them"
+            f"refitted layers must be those of the plan, but this plan names none, got {file}; leave out "
+            "--refit (in Python refit=None), or give the plan that was written with them"
         )
     with refusing(f"refitted layers must be a safetensors file, but {file} is none", _ADVICE, PlanError):
         tensors: dict[str, Tensor] = load_file(file)
@@ -382,10 +382,13 @@ def load_refit(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> None:
 def warn_uncompensated(plan: PruningPlan) -> str:
     """Warn that a model is cut by a compensated model's plan but not compensated; return the same as its card."""
     method = plan.compensation.get("method")
-    remedy = "" if plan.refit is None else f"give the {REFIT} of the run that made the plan as refit=, or "
+    remedy = ""
+    if plan.refit is not None:
+        remedy = f"give the {REFIT} of the run that made the plan as --refit (in Python refit=), or "
     logger.warning(
         "the plan was made for a model that is refitted after the cut (compensation: %s), but its layers are NOT "
-        "refitted here, so quality is that of cutting alone; %srefit anew with compensate",
+        "refitted here, so quality is that of cutting alone; %srefit anew in Python, by prune(model, batches, "
+        "plan=PLAN, compensation=...)",
         method,
         remedy,
     )

@@ -26,7 +26,7 @@ from ..recipe.gone import gone_command
 from ..version import __version__
 from . import apply, bench, deploy, export, generate, inspect, prune, push, quickstart, report, run, score, upgrade
 from .arguments import Options
-from .terminal import TerminalProgress, in_flags, print_json, show_messages
+from .terminal import TerminalProgress, print_json, show_messages
 
 # In the order of --help.
 COMMANDS: tuple[ModuleType, ...] = (
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
             time.sleep(processes.HEAD_START)
             err.quiet = False
         if isinstance(error, HiesError):
-            err.print(f"error: {in_flags(str(error))}", style="red", soft_wrap=True)
+            err.print(f"error: {error}", style="red", soft_wrap=True)
             return error.exit_code
         failure = system_failure(error) or memory_failure(error) or foreign_failure(error)
         if options.verbose or failure is None:

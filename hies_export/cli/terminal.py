@@ -10,8 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
@@ -21,28 +20,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds between two lines of a loop, if there is no bar.
+# Seconds between two bars of a loop in a log.
 EVERY = 30.0
 # Seconds without any line after which one says that a stage still runs.
 SILENCE = 60.0
-# Characters of a warning that is counted.
-_SHORT = 100
-# Advice for callers in Python -> the same on the command line.
-_FLAGS = {
-    "plan.kept (to apply_plan: force=True)": "--force",
-    "overwrite=True": "--overwrite",
-    "license=": "--license",
-    "base_model=": "--base-model",
-    "refit=None": "--no-refit",
-    "refit=": "--refit",
-    "anew with compensate": "anew in Python, by prune(model, batches, plan=PLAN, compensation=...)",
-}
 
 
 class TerminalProgress:
     """Progress on a terminal: a line per stage with the time since the start, and a bar for a loop while it runs.
 
-    If the output is not a terminal but, say, a log, a loop prints a line every `EVERY` seconds instead of the bar.
+    If the output is not a terminal but, say, a log, the bar is printed anew every `EVERY` seconds.
     """
 
     def __init__(self, console: Console):
@@ -82,52 +69,32 @@ class TerminalProgress:
 
     def _print(self, text: Any, **style: Any) -> None:
         self._shown = time.monotonic()
-        self.console.print(text, markup=False, soft_wrap=True, **style)
+        print_above_bars(self.console, text, **style)
 
-    def track(self, items: Sequence[T], name: str) -> Iterable[T]:
-        """Return the items of a loop, showing how many are done, the time so far and an estimate of the time left."""
-        return self._bar(items, name) if self.console.is_terminal else self._lines(items, name)
+    def track(self, items: Sequence[T], name: str) -> Iterator[T]:
+        """Yield the items of a loop, showing how many are done, the time so far and an estimate of the time left."""
+        from tqdm import tqdm
 
-    def _bar(self, items: Sequence[T], name: str) -> Iterator[T]:
-        from rich import progress
-        from rich.markup import escape
-
-        columns = (
-            progress.TextColumn(f"  {escape(name)}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
-        )
-        with progress.Progress(*columns, console=self.console, transient=True) as bar:
-            for item in bar.track(items, description=name):
-                self._shown = time.monotonic()
-                yield item
-
-    def _lines(self, items: Sequence[T], name: str) -> Iterator[T]:
-        started = last = time.monotonic()
-        for done, item in enumerate(items):
-            now = time.monotonic()
-            if done and now - last >= EVERY:
-                last, so_far = now, now - started
-                left = so_far / done * (len(items) - done)
-                text = f"  {name}: {done:,} of {len(items):,}, {minutes(so_far)} so far, about {minutes(left)} left"
-                self._print(text, style="dim")
+        seconds = 0.1 if self.console.is_terminal else EVERY
+        how: dict[str, Any] = {"mininterval": seconds, "maxinterval": seconds, "delay": seconds, "leave": False}
+        for item in tqdm(items, f"  {name}", file=self.console.file, **how):
+            self._shown = time.monotonic()
             yield item
+
+
+def print_above_bars(console: Console, text: Any, **style: Any) -> None:
+    """Print a line, which is text and no markup, above the bars of loops that run."""
+    from tqdm import tqdm
+
+    # Elsewhere, nothing of a bar can be cleared.
+    with tqdm.external_write_mode(file=console.file) if console.is_terminal else contextlib.nullcontext():
+        console.print(text, markup=False, soft_wrap=True, **style)
 
 
 def minutes(seconds: float) -> str:
     """Return a time such as "1:05", or with hours "2:01:05"."""
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
-
-
-def in_flags(message: str) -> str:
-    """Return a message of the package with command-line flags in place of Python parameters."""
-    for parameter, flag in _FLAGS.items():
-        message = message.replace(parameter, flag)
-    return message
 
 
 @contextlib.contextmanager
@@ -147,58 +114,31 @@ def show_messages(console: Console, *, verbose: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         if not verbose:
-            _silence_libraries()
+            # Libraries read these when they are imported, which takes seconds.
+            os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
         try:
             yield
         finally:
             logger.removeHandler(messages)
-            messages.count_repeats()
-
-
-def _silence_libraries() -> None:
-    """Turn off log records and progress bars of transformers, datasets and the Hub's client.
-
-    They are not imported for that, which takes seconds: they read these variables when they are imported.
-    """
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
-    if "transformers" in sys.modules:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-    if "datasets" in sys.modules:
-        import datasets
-
-        datasets.disable_progress_bars()
 
 
 class _Messages(logging.Handler):
-    """Prints log records and other texts, each once, and counts how often each came."""
+    """Prints log records and other texts, each once."""
 
     def __init__(self, console: Console):
         super().__init__(logging.WARNING)
         self._console = console
-        self._times: Counter[str] = Counter()
+        self._said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.say(f"{record.levelname.lower()}: {record.getMessage()}")
 
     def say(self, text: str) -> None:
         """Print a text, unless it was printed before."""
-        text = in_flags(text)
-        self._times[text] += 1
-        if self._times[text] == 1:
-            self._print(text)
-
-    def count_repeats(self) -> None:
-        """Print how often each text came, if more than once."""
-        for text, times in self._times.items():
-            if times > 1:
-                self._print(f"{text if len(text) <= _SHORT else text[:_SHORT] + '...'} ({times:,} times in all)")
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, style="yellow", soft_wrap=True)
+        if text not in self._said:
+            self._said.add(text)
+            print_above_bars(self._console, text, style="yellow")
 
 
 def print_plan(plan: PruningPlan, console: Console) -> None:

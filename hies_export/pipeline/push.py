@@ -106,7 +106,7 @@ def _commit(
         if found and "hies_plan.json" not in found and not overwrite:
             raise OutputExistsError(
                 f"a repository must be new, empty or of an earlier push, but {repository} has "
-                f"{', '.join(sorted(found)[:3])}; choose another or pass overwrite=True to replace what is there"
+                f"{', '.join(sorted(found)[:3])}; choose another, or give --overwrite (in Python overwrite=True)"
             )
         stale = sorted(name for name in found - set(contents) if overwrite or _is_replaced(name))
         operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale]

@@ -71,7 +71,7 @@ def _distance(made: Sequence[float], here: Sequence[float]) -> float:
     return max(abs(one - other) for one, other in zip(made, here, strict=True)) / max(made[0], 1e-30)
 
 
-_ADVICE = "make a plan for this model, or pass plan.kept (to apply_plan: force=True) to cut it all the same"
+_ADVICE = "make a plan for this model; to cut it all the same, give --force (in Python force=True, or plan.kept)"
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
