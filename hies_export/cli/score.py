@@ -13,17 +13,17 @@ def run(options: Options) -> None:
     recipe = read_recipe(options)
     refuse_output(options, recipe)
     from ..pipeline.choose import choose  # after the refusals, because it takes seconds
-    from ..pipeline.load_recipe import load_recipe
+    from ..pipeline.load_recipe import as_drawn, load_recipe
     from ..pipeline.reporting import write_choice
     from ..pipeline.run import output_folder
     from ..pipeline.stages import calibrate
     from .terminal import plan_text, print_plan
 
     with output_folder(recipe.output, overwrite=options.overwrite) as folder:
-        pruning, _ = load_recipe(recipe, progress=options.progress)
+        pruning, delivery = load_recipe(recipe, progress=options.progress)
         choice = choose(pruning, calibrate(pruning))
         if processes.is_first():
-            (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+            (folder / "recipe.yaml").write_text(as_drawn(recipe, delivery.splits).to_yaml(), encoding="utf-8")
             write_choice(choice, folder)
     print_plan(choice.plan, options.console)
     options.console.print(

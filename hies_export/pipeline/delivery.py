@@ -27,7 +27,7 @@ from ..model.text_encoder import Unwrapped
 from ..model.tokens import first_samples
 from ..recipe.budget import TimedSection
 from ..recipe.sections import DeploySection, ExportSection
-from ..report.provenance import Request
+from ..report.provenance import Inputs
 from ..report.words import vocabulary_words
 from ..select.cost import CostTable
 from .draw import Splits
@@ -49,7 +49,7 @@ class Delivery:
         compound: How to join both models; None for no compound.
         deploy: What to search for in place of a budget; None with a budget.
         source: How the dense model is stored.
-        asked: The fields of the recipe, for the report.
+        inputs: The model and the data files by field, for the report.
         reading, splits: How rows are read, and which splits they were read from.
         in_order: Takes a batch size, and returns the first evaluation rows as they come, to time on.
         evaluation_of: How many samples the evaluated split has.
@@ -64,7 +64,7 @@ class Delivery:
     compound: Compound | None = None
     deploy: DeploySection | None = None
     source: Source | None = None
-    asked: Request | None = None
+    inputs: Inputs = field(default_factory=dict)
     reading: Reading | None = None
     splits: Splits | None = None
     in_order: Callable[[int], list[Batch]] | None = None

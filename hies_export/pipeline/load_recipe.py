@@ -35,7 +35,6 @@ from ..kinds import MLP
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection, VocabularySection
-from ..report.provenance import Request
 from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
 from ..tasks.given import unlabelled
 from ..vocabulary.kept import check_request
@@ -120,7 +119,7 @@ def _delivery(
         compound=_compound(recipe, model, rows),
         deploy=recipe.deploy,
         source=source_of(model, checkpoint.folder, checkpoint.config, asked=dtype, **checkpoint.hub),
-        asked=_requested(recipe, splits),
+        inputs=recipe.inputs,
         reading=reading,
         splits=splits,
         in_order=_in_order(reading, judged),
@@ -211,13 +210,11 @@ def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
     )
 
 
-def _requested(recipe: PruningRecipe, splits: Splits) -> Request:
-    """Return what a recipe asks for, for the report, with the held-out and evaluated rows that `hold_out` chose."""
-    fields = recipe.model_dump(mode="json", exclude_unset=True, exclude={"output"})
-    if splits.held_out is not None and splits.held_out is not recipe.held_out:
-        fields["held_out"] = splits.held_out.model_dump(mode="json", exclude_unset=True)
-        fields["evaluation"] = splits.evaluation.model_dump(mode="json", exclude_unset=True)
-    return Request(fields, recipe.inputs, Path(recipe.output))
+def as_drawn(recipe: PruningRecipe, splits: Splits | None) -> PruningRecipe:
+    """Return the recipe with the held-out and evaluated rows that `hold_out` chose, for another run on the same."""
+    if splits is None or splits.held_out is None:
+        return recipe
+    return recipe.model_copy(update={"held_out": splits.held_out, "evaluation": splits.evaluation})
 
 
 def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Compound | None:

@@ -15,7 +15,7 @@ from ..forms.machine import machine_facts
 from ..kinds import ATTENTION
 from ..report.card import render_card
 from ..report.html import render_html, render_markdown
-from ..report.provenance import RunRecord
+from ..report.provenance import RunRecord, model_of
 from ..report.report import Details, FirstMetric, Report, head_map, neuron_counts, plan_counts
 from ..report.words import FIRST_HIT
 from ..select.plan import dump_json
@@ -40,9 +40,8 @@ def build_report(
     plan, metric, sizes = choice.plan, pruning.metrics[0], measured.sizes
     heads, neurons = plan_counts(plan)
     differences: dict[str, Any] = {"onnx": None, measured.exported.format: measured.exported.max_abs}
-    assert delivery.asked is not None
     return Report(
-        model=delivery.asked.model,
+        model=model_of(delivery.inputs),
         task=pruning.task.name,
         criterion=plan.criterion,
         alpha=plan.alpha,
@@ -78,9 +77,8 @@ def _details(
     measured: Measured,
     command: str | None,
 ) -> Details:
-    plan, asked, exported = choice.plan, delivery.asked, measured.exported
+    plan, model, exported = choice.plan, model_of(delivery.inputs), measured.exported
     low, high = evaluation.kept_ends or (None, None)
-    assert asked is not None
     assert delivery.source is not None
     assert choice.statistics is not None
     assert choice.scores is not None
@@ -95,7 +93,7 @@ def _details(
     }
     names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
     return Details(
-        base_model=None if Path(asked.model).exists() else asked.model,
+        base_model=None if Path(model).exists() else model,
         head_map=head_map(plan),
         # Of heads alone: the statistics of all neurons would fill megabytes.
         heads={
@@ -119,7 +117,7 @@ def _details(
         **{name: value for name, value in optional.items() if value},
         **measured.compound[1],
         data=_data_facts(pruning, delivery, choice),
-        run=asdict(RunRecord.of(asked, command=command, commit=delivery.source.commit)),
+        run=asdict(RunRecord.of(delivery.inputs, command=command, commit=delivery.source.commit)),
     )
 
 

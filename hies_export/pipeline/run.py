@@ -26,7 +26,7 @@ from .choose import choose
 from .delivery import Delivery, save
 from .fastest import Decision, find_compound, find_fastest
 from .journal import Journal, journal
-from .load_recipe import load_recipe, runtimes_of
+from .load_recipe import as_drawn, load_recipe, runtimes_of
 from .measure import measure
 from .price import Priced, size_of_pruning
 from .pruning import Pruning
@@ -40,9 +40,9 @@ def run(
 ) -> Report:
     """Run a recipe and write `recipe.output`: scores.json, plan.json, slim/, onnx/ (or gguf/), report.json, .md, .html.
 
-    The recipe itself is there as `recipe.yaml`, with what follows from its budget. If it compensates, the refitted
-    layers are in `refit.safetensors` beside the plan. The cut of a recipe with a section `deploy` is searched for, see
-    `hies_export.deploy`.
+    The recipe itself is there as `recipe.yaml`, with what follows from its budget, and the held-out rows. If it
+    compensates, the refitted layers are in `refit.safetensors` beside the plan. The cut of a recipe with a section
+    `deploy` is searched for, see `hies_export.deploy`.
 
     The folder appears only when all stages have succeeded. A run that is killed while it ranks units or refits layers
     leaves `NAME.resume` beside it, with which the same recipe goes on. If the environment names several processes, as
@@ -91,7 +91,7 @@ def run(
             evaluation, count = compare(pruning, slim.model, uncompensated=uncompensated), processes.world()
 
             def finish() -> Report:
-                (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+                (folder / "recipe.yaml").write_text(as_drawn(recipe, delivery.splits).to_yaml(), encoding="utf-8")
                 choice = decision.choice
                 write_choice(choice, folder)
                 measured = measure(pruning, delivery, forms, decision, slim, saved, folder)

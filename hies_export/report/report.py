@@ -118,7 +118,7 @@ class Details(BaseModel):
         cascade: The parts of the cascade; None if none was asked for.
         forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
         row_length: The length of the timed rows; None where the request gave all shapes.
-        run: The recipe and what it read, a `RunRecord`.
+        run: The command line, and digests of what was read: a `RunRecord`.
     """
 
     base_model: str | None = None
@@ -171,7 +171,7 @@ class Report:
     A part may be given as the mapping that report.json holds. All fields but `details` are the summary.
 
     Attributes:
-        model: Path or Hub id of the dense model.
+        model: Absolute path or Hub id of the dense model.
         task: Task of the recipe.
         criterion: Criterion that the units were chosen by.
         alpha: Weight of the importance in that criterion; None if it has none.

@@ -121,9 +121,8 @@ def _evaluate(shared: Shared, cells: Mapping[str, Cell], journal: Journal, progr
 def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dict[str, Any]:
     """Return details.json: selections of the first seed and size, alpha curves, and row facts."""
     base, seed, size = shared.base, shared.grid.seeds[0], shared.grid.calibration_sizes[0]
-    splits, asked = shared.delivery.splits, shared.delivery.asked
+    splits = shared.delivery.splits
     assert splits is not None
-    assert asked is not None
     plans = {}
     for cell, entry in ((cell, journal.rows[key]) for key, cell in cells.items()):
         # Criteria with a number of samples of their own have 0.
@@ -140,7 +139,7 @@ def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dic
         "plans": list(plans.values()),
         "alpha_curves": [journal.alphas[key] for key in sorted(journal.alphas, key=lambda key: place.get(key, -1))],
         "about": {
-            "model": asked.model,
+            "model": str(shared.delivery.inputs["model"]),
             "task": base.task.name,
             "calibration_split": splits.calibration.split,
             "evaluation_split": splits.evaluation.split,

@@ -14,7 +14,7 @@ from hies_export.data.batches import samples_of
 from hies_export.evaluate.interval import FAILURES, Looks, confidence_of_each, lower_share, queries_needed, rows_needed
 from hies_export.pipeline.draw import Promise, all_looks
 from hies_export.pipeline.fastest import looks_of
-from hies_export.pipeline.load_recipe import load_recipe
+from hies_export.pipeline.load_recipe import as_drawn, load_recipe
 from hies_export.pipeline.pruning import Pruning
 from hies_export.recipe.sections import DeploySection
 from hies_export.tasks import TASKS
@@ -94,8 +94,10 @@ def test_run_and_deploy_promise_on_the_same_rows(
     looks = looks_of(deploy, delivery)
     assert (looks.forms, looks.compounds > 0) == (forms, classes and forms == 2)
     assert counts(run) == ((29, 11) if classes else (30, 10))
-    # What was decided stands in the recipe that the report records, and another seed divides in the same way.
-    again = recipe_of(folder, **{name: written.asked.fields[name] for name in ("held_out", "evaluation")})
+    # What was decided stands in the recipe that the run writes, and another seed divides in the same way.
+    (folder / "again.yaml").write_text(as_drawn(recipe, written.splits).to_yaml())
+    again = PruningRecipe.from_yaml(folder / "again.yaml")
+    assert again.held_out == written.splits.held_out  # type: ignore[union-attr]
     assert held_out_and_evaluated(load_pruning(again)) == held_out_and_evaluated(run)
     other = load_pruning(recipe.with_overrides({"calibration.seed": 3}))
     assert held_out_and_evaluated(other) == held_out_and_evaluated(run)
@@ -127,7 +129,7 @@ def test_rows_that_a_recipe_names_are_the_ones(folder: Path, caplog: pytest.LogC
         assert counts(load_pruning(recipe)) == (23, 17)
     everything, delivery = load_recipe(recipe_of(folder, evaluation__samples=40))
     assert counts(everything) == (28, 12)
-    assert delivery.asked.fields["evaluation"]["samples"] == 12
+    assert delivery.splits.evaluation.samples == 12  # type: ignore[union-attr]
     for samples, expected in ((24, (24, 16)), (90, (28, 12))):
         assert not warned(caplog)
         keep = {"keep": {"predictions": 0.8, "samples": samples}}
