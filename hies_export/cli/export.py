@@ -13,6 +13,7 @@ from .arguments import Options, add_data, add_model, add_output, checkpoint_in, 
 
 if TYPE_CHECKING:
     from ..forms.formats import Export
+    from ..recipe.sections import ExportSection
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_output(parser, required=True)
     formats = "onnx (the default), openvino (encoders in 8 bits), or gguf for llama.cpp (decoders)"
     add("--format", default="onnx", help=formats)
-    add("--provider", help="execution provider to fuse the ONNX graph for: cpu (the default) or cuda")
+    add("--provider", default="cpu", help="execution provider to fuse the ONNX graph for: cpu (the default) or cuda")
     add("--dtype", default="float32", help="float32 (the default) or float16; gguf also bfloat16, q8_0, q4_0")
     add("--quantize", choices=("int8", "int4"), help="write the model with its linear layers in 8 or 4 bits")
     rows = "rows to round 4 bits by (default: to nearest), or to calibrate openvino on"
@@ -41,16 +42,15 @@ def run(options: Options) -> dict[str, Any]:
     from ..checkpoint.sentence import is_sentence_transformer, load_sentence
     from ..data.batches import image_shape
     from ..data.processors import image_shape_of
-    from ..forms.formats import Given, export_options, export_served
+    from ..forms.formats import Given, export_served
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
     from ..model.tokens import synthetic_batch
 
-    _check(options)
+    how = _options_of_export(options)
     config = load_config(options.model)
     if options.quantize:
         refuse_quantised(config, options.model)
     options.progress.stage("load the model")
-    how = export_options(options.format, options.provider or "cpu", options.dtype, options.quantize)
     embeds = is_sentence_transformer(options.model)
     if embeds:
         embedder = load_sentence(options.model, dtype=torch.float32)
@@ -58,7 +58,7 @@ def run(options: Options) -> dict[str, Any]:
     else:
         model = load(options.model, dtype=torch.float32)
         processor = load_processor_if_any(options.model, model)
-    rows = calibration_rows(options)
+    rows = _calibration_rows(options, how)
     options.progress.stage("export, and compare with torch")
     if embeds:
         exported = export_served(
@@ -80,38 +80,35 @@ def run(options: Options) -> dict[str, Any]:
     return result
 
 
-def _check(options: Options) -> None:
-    """Refuse options that do not fit the format, and a format whose packages are not installed."""
-    name = options.format
-    known = FORMATS[name]
-    if options.quantize and known.quantize is None:
-        raise RequestError(f"--quantize is for --format onnx, got {options.quantize}; give gguf --dtype q8_0 or q4_0")
-    if options.provider not in (None, "cpu") and name != "onnx":
-        raise RequestError(f"--provider belongs to --format onnx, got {options.provider} with {name}; leave it out")
-    if options.dtype not in known.dtypes:
-        dtypes = ", ".join(known.dtypes)
-        raise RequestError(f"the dtype of {known.title} must be one of {dtypes}, got {options.dtype!r}")
-    if name == "openvino":
-        if options.quantize != "int8":
-            raise RequestError(
-                f"--format openvino needs --quantize int8, got {options.quantize}; give it, or leave --format out: "
-                "OpenVINO reads the ONNX folder in float32 and bfloat16"
-            )
-        if not options.data:
-            raise RequestError("--format openvino needs rows to calibrate on; give --data train=FILE")
-    elif options.data and not in_4_bits(options):
+def _options_of_export(options: Options) -> ExportSection:
+    """Return how to export; refuse options that do not fit the format, and one whose packages are not installed."""
+    from pydantic import ValidationError
+
+    from ..pipeline.recipe import sentences
+    from ..recipe.sections import ExportSection
+
+    fields: dict[str, Any] = {name: getattr(options, name) for name in ExportSection.model_fields}
+    try:
+        how = ExportSection(**fields)
+    except ValidationError as error:
+        raise RequestError("; ".join(sentences(error, ExportSection, within="export."))) from None
+    calibrated = how.format == "openvino"
+    if calibrated and not options.data:
+        raise RequestError("--format openvino needs rows to calibrate on; give --data train=FILE")
+    if options.data and not (calibrated or _in_4_bits(how)):
         raise RequestError(
             "--data is for --quantize int4, for gguf --dtype q4_0 and for openvino; leave it out, or give one of them"
         )
-    known.require()
+    FORMATS[how.format].require()
+    return how
 
 
-def in_4_bits(options: Options) -> bool:
-    """Return whether the export has weights in 4 bits."""
-    return options.quantize == "int4" or (options.format == "gguf" and options.dtype == "q4_0")
+def _in_4_bits(how: ExportSection) -> bool:
+    """Return whether an export has weights in 4 bits."""
+    return how.quantize == "int4" or how.dtype == "q4_0"
 
 
-def calibration_rows(options: Options) -> list[Any]:
+def _calibration_rows(options: Options, how: ExportSection) -> list[Any]:
     """Return batches of the rows of --data; if there are none, print that 4 bits are rounded to nearest."""
     from ..pipeline.load_recipe import refit_rows
     from ..pipeline.propose import propose_recipe
@@ -120,7 +117,7 @@ def calibration_rows(options: Options) -> list[Any]:
         options.progress.stage("read the rows")
         proposed = propose_recipe(options.model, **read_data(options.data), text=options.text, output=options.output)
         return refit_rows(proposed)
-    if in_4_bits(options):
+    if _in_4_bits(how):
         options.console.print("4 bits are rounded to nearest; give --data train=FILE to lose less")
     return []
 
@@ -138,21 +135,14 @@ def _report(options: Options, exported: Export) -> dict[str, Any]:
     if quantize:
         layers = ", ".join(f"{count} in {name}" for name, count in facts["layers"].items())
         options.console.print(f"linear layers: {layers}")
-    written = {"folder": str(options.output), "bytes": exported.bytes}
-    if exported.format == "gguf":
-        return {
-            **written,
-            "architecture": facts["architecture"],
-            "types": facts["types"],
-            "gguf_max_abs": exported.max_abs,
-        }
     return {
-        **written,
-        "onnx_max_abs": exported.max_abs,
+        "folder": str(options.output),
+        "bytes": exported.bytes,
+        "max_abs": exported.max_abs,
         "files": exported.files,
         "inputs": exported.inputs,
         "outputs": exported.outputs,
-        **({"quantize": quantize, "layers": facts["layers"]} if quantize else {}),
+        **facts,
     }
 
 
@@ -160,16 +150,13 @@ def load_processor_if_any(path: str, model: Any) -> Any:
     """Return the checkpoint's tokenizer or processor, or None, with a warning, if it has none."""
     from ..data.processors import load_processor
     from ..errors import DataError
-    from ..forms.onnx.multimodal import is_vision_language
-    from ..tasks import TASKS
+    from ..tasks import TASKS, task_of
 
-    task = "text-generation" if model.can_generate() else "text-classification"
-    if model.main_input_name == "pixel_values":
-        task = "image-classification"
-    if is_vision_language(model):
-        task = "image-text-to-text"
+    task = type(task_of(model))
+    if model.main_input_name == "pixel_values" and not task.images:  # an encoder of images without a head
+        task = TASKS["image-classification"]
     try:
-        return load_processor(path, task=TASKS[task])
+        return load_processor(path, task=task)
     except DataError as error:
         logging.getLogger(__name__).warning("the folder gets no tokenizer or image processor: %s", error)
         return None

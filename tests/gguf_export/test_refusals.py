@@ -128,8 +128,8 @@ def test_the_command_refuses_in_a_line_with_exit_code_2(tmp_path: Path, capsys: 
         sentence_piece_tokenizer().save_pretrained(folder)
     cases = {
         (window,): "sliding window of 64 tokens",
-        (good, "--dtype", "q4_k"): "the dtype of a GGUF file must be one of float32, float16, bfloat16, q8_0, q4_0",
-        (good, "--provider", "cuda"): "--provider belongs to --format onnx, got cuda with gguf; leave it out",
+        (good, "--dtype", "q4_k"): "dtype must be 'float32', 'float16', 'bfloat16', 'q8_0' or 'q4_0', got 'q4_k'",
+        (good, "--provider", "cuda"): "provider belongs to format: onnx, got cuda for format: gguf; leave it out",
     }
     for arguments, message in cases.items():
         assert hies("export", *arguments, "--format", "gguf", "-o", tmp_path / "out") == 2
