@@ -4,8 +4,8 @@ bench/gpu.sh [--out NAME] [--minutes 10] [--dry] [--only checks|latency]
 
 BERT-base, ViT-large, a LLaMA of 1B width and LLaVA-1.5-7B, with random weights; 0, 30 and 50 % of the heads of every
 layer removed (0 % is the dense model against itself). NAME.jsonl has a line for each check, each row and each thing
-that was not measured: not installed, too large for the memory, or out of time. A failure stops nothing.
-`hies-export report NAME.json` shows the rows again.
+that was not measured: not installed, too large for the memory, or out of time. A failure stops nothing. NAME.json has
+all rows.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ from hies_export.errors import HiesError, root_cause
 from hies_export.forms.form import Form, Forms
 from hies_export.forms.formats import Exporter, Given, best_for
 from hies_export.forms.machine import machine_facts
-from hies_export.forms.measured import latency_rows
+from hies_export.forms.measured import LatencyRow, latency_rows
 from hies_export.forms.runtimes.base import Runtime, check_runtime
 from hies_export.forms.runtimes.pytorch import peak_memory_bytes
 from hies_export.model.tokens import sequence_length, synthetic_batch
-from hies_export.report.comparison import Bench, print_bench, render_bench
+from hies_export.report.tables import Table, latency_table, print_table
+from hies_export.report.words import environment_text, latency_text
 from hies_export.units.counts import count_both_flops
 
 SHARES = (0.0, 0.3, 0.5)
@@ -209,6 +210,22 @@ class Session:
             "seconds": time.perf_counter() - self.started,
         }
 
+    def show(self) -> None:
+        """Print all tables, and what was not measured."""
+        found = self.values()
+        self.console.print(found["title"], style="bold")
+        for part in found["tables"]:
+            if part["rows"]:
+                models = [row["model"] for row in part["rows"]]
+                rows = [LatencyRow(**{k: v for k, v in row.items() if k != "model"}) for row in part["rows"]]
+                names = tuple(part["names"])
+                header, lines = latency_table(rows, names)
+                table = Table(["", *header], [[model, *line] for model, line in zip(models, lines, strict=True)])
+                print_table(self.console, part["title"], table, latency_text(rows, names))
+        for sentence in found["missing"]:
+            self.console.print(f"not measured: {sentence}", soft_wrap=True)
+        self.console.print(environment_text(found["environment"]), style="dim")
+
 
 def time_models(
     session: Session,
@@ -339,10 +356,8 @@ def main() -> None:
         session.check(check)
     if options.only != "checks":
         (dry if options.dry else real)(session)
-    found = Bench.from_values(session.values())
-    print_bench(found, session.console)
-    replace_file(out.with_suffix(".html"), render_bench(found))
-    print(f"written to {out.with_suffix('.jsonl')}, {out} and {out.with_suffix('.html')}")
+    session.show()
+    print(f"written to {out.with_suffix('.jsonl')} and {out}")
 
 
 if __name__ == "__main__":

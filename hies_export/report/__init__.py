@@ -7,7 +7,7 @@ reading:
   of what it read.
 - `words.py`: every sentence; `tables.py`: the tables and maps of all renderings, and the report on a terminal.
 - `html.py`: report.html and report.md; `card.py`: the card of a checkpoint; `templates/`: what they fill.
-- `comparison.py`: the same for times of several models.
+- `comparison.py`: the same for the times of two models.
 - `drawing.py`, `frontier.py`: bars and cells, and agreement against time; `figures.py`: these as files.
 
 A further kind of unit gets a map in every rendering through `tables.unit_maps`.

@@ -286,7 +286,6 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
     """Return the table of medians, of the paired ratio beside the control's, and of what else the rows have."""
     first, second = names
     columns: dict[str, Callable[[LatencyRow], str]] = {
-        "": lambda row: row.get("model", ""),
         "median latency": row_name,
         first: lambda row: f"{row.dense_ms:.2f} ms",
         second: lambda row: f"{row.slim_ms:.2f} ms",

@@ -1,6 +1,7 @@
 """The programs of bench/: all of them start, and what measures a GPU or a LLaMA runs on tiny models."""
 
 import importlib
+import io
 import itertools
 import json
 import os
@@ -72,6 +73,11 @@ def test_models_are_timed_and_what_cannot_be_is_named(gpu: Any, tmp_path: Path) 
     assert half < third < none == 1
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert [table["rows"] for table in found["tables"]] == [session.latency, session.scoring]
+    session.console = Console(file=io.StringIO(), width=140)
+    session.show()
+    shown = session.console.file.getvalue()
+    assert "tiny -30%" in shown
+    assert "not measured: tiny, onnxruntime-cuda, float32: " in shown
 
 
 def test_what_fails_or_takes_too_long_is_told_and_the_rest_goes_on(

@@ -379,7 +379,7 @@ def test_what_bench_prints_is_shown_again(project: Path, capsys: pytest.CaptureF
     assert hies("report", project / "bench.json", "--html", project / "bench.html", "--json") == 0
     *again, values = capsys.readouterr().out.splitlines()
     assert again == said
-    assert json.loads(values)["tables"][0]["rows"] == rows
+    assert json.loads(values)["latency"] == rows
     page = (project / "bench.html").read_text()
     assert 'torch <span class="muted">2 × 8 float16</span>' in page.replace("\xa0", " ")
     assert hies("report", project / "bench.json", "--figures", project / "figures") == 2

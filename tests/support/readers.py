@@ -164,9 +164,6 @@ def _runs(folder: Path) -> list[Read]:
     bench = {"a": "one", "b": "other", "environment": {"cpu": "c"}}
     bench |= {"latency": [asdict(row) for row in report.latency[:2]]}
     (folder / "bench.json").write_text(json.dumps(bench))
-    table = {"title": "t", "names": ["a", "b"], "rows": [{**row, "model": "m"} for row in bench["latency"]]}
-    many = {"title": "GPU", "tables": [table], "missing": ["nothing"], "environment": {}}
-    (folder / "gpu.json").write_text(json.dumps(many))
 
     def show(file: Path) -> None:
         found = read_report(file)
@@ -188,7 +185,6 @@ def _runs(folder: Path) -> list[Read]:
         Read("report.json of a deployment", "json", served, lambda: show(served), 15),
         Read("report.json, figures", "json", drawn, draw, 1),
         Read("bench --json", "json", folder / "bench.json", lambda: show(folder / "bench.json"), 12),
-        Read("bench of bench/gpu.py", "json", folder / "gpu.json", lambda: show(folder / "gpu.json"), 8),
     ]
 
 
