@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..evaluate.metrics import METRICS, counted_by, higher_is_better, quality_loss, title_of
+from ..evaluate.metrics import METRICS, counted_by, quality_loss, title_of
 from ..evaluate.promise import asked_words, found_words
 from ..forms.judged import Judged
 from ..forms.measured import LatencyRow, budget_rows
-from ..forms.time import Timed, deciding_step
+from ..forms.time import Timed
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS
 from ..vocabulary.trim import VocabularyFacts
 from .report import Report, UnitCounts
 
-# A metric on the rows that a plan was chosen on is suspicious if it is better by more than this share.
-FAR = 0.1
 # The word for a prediction of an embedding model or a reranker.
 FIRST_HIT = "first hit"
 
@@ -122,16 +119,6 @@ def agreement(report: Report) -> str:
     return f"same {word}" if tolerance is None else f"same within {tolerance:g}"
 
 
-def samples_word(report: Report) -> str:
-    """Return the word for samples: "queries", "pairs" or "texts" for a model that ranks, and "rows" for others."""
-    if report.ranking is None:
-        return "rows"
-    known = set().union(*report.ranking.values())
-    if "spearman" in known:
-        return "pairs"
-    return "queries" if "ndcg" in known or "candidates" in report.ranking else "texts"
-
-
 def keeps_metric(report: Report) -> bool:
     """Return whether what a model keeps is a share of the first metric, and not of the predictions."""
     metric = METRICS.get(report.quality.metric)
@@ -200,38 +187,32 @@ def _subject(report: Report) -> _Subject:
     """Return the form to deploy; else the compound, if one was asked for; else the slim model."""
     details, forms, word = report.details, report.details.forms, report.details.stability_of
     found, joined, outcome = details.deployment, report.compound, details.outcome
-    if found is not None and found.form is not None:
-        form = forms[found.form]
+    deployed = None if found is None else found.form
+    if deployed is not None or joined is not None:
+        number = len(forms) - 1 if deployed is None else deployed  # a compound is the last form
+        form, times = forms[number], forms[0].times
+        quiet = [step for step, at in enumerate(times) if not at.noisy]
+        # A compound is for batches of several rows.
+        wanted = [step for step in quiet if deployed is not None or times[step].batch > 1]
         metric = report.quality.metric if keeps_metric(report) else None
         index: Any = "dense" if metric and "dense_index" in (report.ranking or {}) else None
-        keep = KeepBudget(predictions=found.promise, metric=metric, index=index)
-        model = f"{form.model} model" if form.model in ("dense", "slim") else form.model
+        if found is not None and deployed is not None:
+            model = f"{form.model} model" if form.model in ("dense", "slim") else form.model
+            name, share = f"Deploy the {model} in {form.bits} on {form_runtime(form)}", found.promise
+        else:
+            assert joined is not None
+            name, share = f"{joined.name.title()} of both models", 1 - joined.disagreement
+        keep = KeepBudget(predictions=share, metric=metric, index=index)
         return _Subject(
-            name=f"Deploy the {model} in {form.bits} on {form_runtime(form)}",
+            name=name,
             stability=form.stability,
             interval="" if metric else _interval(form.stability_low, form.stability_high),
             quality=form.quality,
             promise=Outcome(Budget(keep=keep), word=word),
             kept=form_kept(report, form),
-            time=_form_time(forms, found.form, deciding_step(forms[0].times)),
+            time=_form_time(forms, number, next(iter(wanted or quiet), None)),
             size=_form_size(report, form),
-            ranking=found.ranking or report.ranking,
-        )
-    if joined is not None:
-        # The first quiet time of a batch of several rows, which a compound is for; else the first quiet one.
-        quiet = [step for step, at in enumerate(forms[0].times) if not at.noisy]
-        step = next((step for step in quiet if forms[0].times[step].batch > 1), quiet[0] if quiet else None)
-        keep = KeepBudget(predictions=1 - joined.disagreement)
-        return _Subject(
-            name=f"{joined.name.title()} of both models",
-            stability=joined.stability,
-            interval=_interval(forms[-1].stability_low, forms[-1].stability_high),
-            quality=forms[-1].quality,
-            promise=Outcome(Budget(keep=keep), samples=joined.rows, word=word),
-            kept=joined.stability,
-            time=_form_time(forms, len(forms) - 1, step),
-            size=_form_size(report, forms[-1]),
-            ranking=report.ranking,
+            ranking=(found.ranking if found is not None else None) or report.ranking,
         )
     met = outcome if outcome is not None and outcome.budget.searched and outcome.met else None
     of_entities = keeps_metric(report) and report.ranking is None  # then the interval is not that of the stability
@@ -275,41 +256,30 @@ def _form_size(report: Report, form: Judged) -> float:
     return report.bytes.ratio if form.model == "slim" else 1.0
 
 
-def asked_row(report: Report) -> LatencyRow | None:
-    """Return the row of latency that was asked for; None if it is noisy or was not measured.
+def _time(report: Report) -> str:
+    """Return the ratio of the time that was asked for; without one, or if all are noisy, that of the FLOPs.
 
-    It is that of the budget if time was the budget; else that of the recipe's first shape, on ONNX Runtime if that was
-    timed, or on the first runtime. It is never picked by its ratio.
+    It is that of the budget if time was the budget; else that at the recipe's first shape, on ONNX Runtime if that was
+    timed. Of several, it is the first that is not noisy, and never picked by its ratio.
     """
     rows = [row for row in report.latency if row.phase != "decode"]
     outcome = report.details.outcome
     timed = None if outcome is None else outcome.budget.latency
     if timed is not None:
-        found = budget_rows(timed, rows)
+        asked = budget_rows(timed, rows)
     else:
-        at_shape = [row for row in rows if (row.batch, row.sequence) == tuple(report.flops.shape)]
-        found = [row for row in at_shape if row.runtime.startswith("onnxruntime")] or at_shape
-    return found[0] if found and not found[0].noisy else None
-
-
-def _time(report: Report) -> str:
-    """Return the ratio of the time that was asked for, else the median of all; without times, that of the FLOPs."""
-    timed = [row for row in report.latency if row.phase != "decode"]
-    asked = asked_row(report)
-    quiet = [asked] if asked else [row for row in timed if not row.noisy]
-    if not quiet:
-        return f"{report.flops.ratio:.2f} of the FLOPs" + (", time too noisy to tell" if timed else "")
-    if len(quiet) > 1:
-        middle = statistics.median(row.ratio for row in quiet)
-        return f"{middle:.2f} of the time (median over {len(quiet)} runtimes and shapes)"
-    (row,) = quiet
+        asked = [row for row in rows if (row.batch, row.sequence) == tuple(report.flops.shape)]
+        asked.sort(key=lambda row: not row.runtime.startswith("onnxruntime"))
+    row = next((row for row in asked if not row.noisy), None)
+    if row is None:
+        return f"{report.flops.ratio:.2f} of the FLOPs" + (", time too noisy to tell" if rows else "")
     dtype = "" if row.dtype == "float32" else f" in {row.dtype}"
     return f"{row.ratio:.2f} of the time on {runtime_name(row.runtime)} at {form_step(row)}{dtype}"
 
 
 def _interval_and_rows(report: Report, subject: _Subject) -> str:
     """Return "95.1 to 98.2 %, 436 rows", without the interval if it is unknown."""
-    rows = f"{report.details.data.evaluation_samples:,} {samples_word(report)}"
+    rows = f"{report.details.data.evaluation_samples:,} rows"
     return f"{subject.interval}, {rows}" if subject.interval else rows
 
 
@@ -356,17 +326,12 @@ def _promise_text(report: Report, subject: _Subject) -> str:
     """Return what was promised and what other rows keep: "promised 97 % of the predictions; kept 97.6 % of ..."."""
     promise = subject.promise
     assert promise is not None
-    data, word, budget = report.details.data, samples_word(report), promise.budget
+    data, budget = report.details.data, promise.budget
     within = "" if budget.metric else _within(report)
     # What is promised are rows, or else many things per row, such as tokens or entities.
     of = "on" if budget.metric or report.details.stability_of == "next token" else "of"
-    held_out, judged = "", f"{data.evaluation_samples:,} other {word}"
-    if not data.alike:
-        held_out = f" on {promise.samples or data.held_out_samples:,} {word} of {data.held_out_split}"
-        judged = f"{data.evaluation_samples:,} {word} of {data.evaluation_split}"
-    elif not data.apart:
-        judged = f"{data.evaluation_samples:,} {word}, some of which it was promised on"
-    text, result = f"promised {asked_words(promise)}{within}{held_out}", _result(report, subject.kept, budget)
+    judged = f"{data.evaluation_samples:,} {'other ' if data.apart else ''}rows"
+    text, result = f"promised {asked_words(promise)}{within}", _result(report, subject.kept, budget)
     interval = f" ({subject.interval})" if subject.interval and budget.metric is None else ""
     return f"{text}; {result} {of} {judged}{interval}" if result else text
 
@@ -390,17 +355,12 @@ def _budget_result(report: Report) -> str:
     outcome, heads, deployed = report.details.outcome, report.heads, report.details.deployment
     if outcome is None or (deployed is not None and deployed.form is not None):
         return ""
-    budget, asked = outcome.budget, asked_row(report)
-    if budget.heads is not None and abs(heads.removed - budget.heads * heads.total) >= 1:
-        removed = 100 * heads.removed / heads.total
-        return f"{removed:.3g}% of the heads removed for a budget of {100 * budget.heads:.3g}%"
     if outcome.noisy:
         return "budget too noisy to confirm"
-    if outcome.met:
-        return "" if budget.keep else "budget kept"
-    if budget.latency is not None and asked is not None and asked.ratio_low <= budget.latency.ratio:
-        return f"budget of {budget.ratio:g} within the interval of the measurement"
-    return f"budget missed: asked for {asked_words(outcome)}, found {found_words(outcome)}"
+    share = outcome.budget.heads
+    if not outcome.met or (share is not None and abs(heads.removed - share * heads.total) >= 1):
+        return "budget missed"
+    return "" if outcome.budget.keep else "budget kept"
 
 
 # Notes below the tables; each is empty where a report has nothing to say
@@ -414,7 +374,7 @@ def budget_text(report: Report) -> str:
     budget, timed, judged = outcome.budget, outcome.budget.timed, len(outcome.judged)
     where, predicted, more = " of the dense model", "", ""
     if budget.searched:
-        rows = f"{outcome.samples:,} held-out {samples_word(report)}"
+        rows = f"{outcome.samples:,} held-out rows"
         where = f", promised on {held_out_rows(report, otherwise=rows)}"
         more = f"; {judged} {'cut was' if judged == 1 else 'cuts were'} tried" if judged else ""
     elif budget.latency is not None:
@@ -481,7 +441,7 @@ def held_out_rows(report: Report, *, otherwise: str = "held-out rows") -> str:
     if not data.held_out_samples:
         return otherwise
     further = "further " if data.held_out_further else ""
-    return f"{data.held_out_samples:,} {further}{samples_word(report)} of {data.held_out_split}"
+    return f"{data.held_out_samples:,} {further}rows of {data.held_out_split}"
 
 
 def method_text(report: Report) -> str:
@@ -504,20 +464,7 @@ def method_text(report: Report) -> str:
         notes.append(f"These have no labels: metrics compare with the dense model's own {what}.")
     if data.compensation_samples:
         notes.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
-    return " ".join(filter(None, [*notes, _held_out_note(report), environment_text(report.environment)]))
-
-
-def _held_out_note(report: Report) -> str:
-    """Return a warning if the chosen plan does far better on the rows that it was chosen on; empty otherwise."""
-    found = [row.quality for row in report.details.tried if row.chosen]
-    slim = report.quality.slim
-    apart = [known for known in found if known is not None and abs(known - slim) > FAR * max(abs(known), abs(slim))]
-    if not apart or (apart[-1] > slim) != higher_is_better(report.quality.metric):
-        return ""
-    return (
-        f"The plan was chosen at {report.quality.metric} {apart[-1]:.4f} on {held_out_rows(report)}, and has "
-        f"{slim:.4f} here: the model may have been trained on those rows; name others in the recipe, as held_out."
-    )
+    return " ".join(filter(None, [*notes, environment_text(report.environment)]))
 
 
 def environment_text(environment: Mapping[str, Any]) -> str:

@@ -64,8 +64,8 @@ def test_a_promise_names_the_metric_and_the_index(index: str | None, asked: str,
     told, lead = budget_text(report), lead_text(report)
     assert f"Budget: {asked}, promised" in told
     assert "99.60 % (at least 99.10 % with 95 % confidence)" in told
-    assert f"; promised {asked} on 900 queries of train; kept {kept} % on 64 qu" in lead
-    stays = "99.2 % of nDCG@10 stays with your index as it is (64 queries; 0.900 → 0.893, 0.880 re-embedded)"
+    assert f"; promised {asked}; kept {kept} % on 64 other rows" in lead
+    stays = "99.2 % of nDCG@10 stays with your index as it is (64 rows; 0.900 → 0.893, 0.880 re-embedded)"
     assert stays in lead
 
 
@@ -98,7 +98,7 @@ def test_the_card_of_a_reranker_is_for_sentence_transformers() -> None:
     card = render_card(report, location="user/slim")
     assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "text-ranking"
     assert 'CrossEncoder("user/slim", trust_remote_code=True)' in card
-    assert "99.2 % of nDCG@10 stays (64 queries; 0.900 → 0.893)" in lead_text(report)
+    assert "99.2 % of nDCG@10 stays (64 rows; 0.900 → 0.893)" in lead_text(report)
 
 
 def test_a_page_names_the_served_folder_only_where_a_run_wrote_it() -> None:
