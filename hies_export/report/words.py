@@ -395,28 +395,17 @@ def length_text(report: Report) -> str:
     found = report.details.row_length
     if found is None:
         return ""
-    median = f"the median of {found.rows:,} rows of the data is {found.median:g}, rounded up"
-    if any(time.phase == "rows" for form in report.details.forms for time in form.times):
-        return f"Forms are timed on rows as they come, and FLOPs are counted at {found.tokens} tokens: {median}."
-    return f"Where no length was asked for, rows of {found.tokens} tokens were timed: {median}."
+    return (
+        f"Where no length was asked for, it is {found.tokens} tokens: the median of {found.rows:,} rows of the data is "
+        f"{found.median:g}, rounded up."
+    )
 
 
 def forms_text(report: Report) -> str:
-    """Return how the forms of both models were judged and timed; empty without forms."""
+    """Return what the times of the forms of both models are relative to; empty without forms."""
     if not (forms := report.details.forms):
         return ""
-    counts = ""
-    if report.exported and (layers := report.exported.layers):
-        (bits, count), rest = next(iter(layers.items())), layers.get("float32", 0)
-        small = f"{rest} small {'one' if rest == 1 else 'ones'}"
-        counts = f" Of the slim model, {count} linear layers are in {bits}, {small} in float32."
-    timed = " on these rows as they come" if any(time.phase == "rows" for time in forms[0].times) else ""
-    brief = any(len(form.times) < len(forms[0].times) for form in forms)
-    others = " Forms that another one beats were timed briefly, at the first shape only." if brief else ""
-    return (
-        f"Every form ran the evaluation rows itself. All were timed{timed}, interleaved in one process.{others} Time "
-        f"is relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control.{counts}"
-    )
+    return f"Time is relative to {forms[0].model} {forms[0].bits}; its own row times a second copy, the control."
 
 
 def tried_text(report: Report) -> str:
@@ -476,21 +465,8 @@ def environment_text(environment: Mapping[str, Any]) -> str:
 
 
 def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> str:
-    """Return how the rows were timed, the range of the controls, and how to read what the rows show."""
-    first = names[0]
-    controls = [row.control_ratio for row in rows]
-    # Loads of one model differ in time, and the interval is over these differences too.
-    loads = dict.fromkeys(f"{row.loads} times on {row.runtime}" for row in rows if row.loads > 1)
-    loaded = f"The models were loaded anew {' and '.join(loads)}. " if loads else ""
-    apart = ", on llamacpp in a process for each," if any(row.runtime == "llamacpp" for row in rows) else ""
-    on_rows = all(row.phase == "rows" for row in rows)
-    how, runs = ("that of total times", "batches") if on_rows else ("the median of paired ratios", "runs")
-    graphs = sorted({row.runtime for row in rows if row.cuda_graph})
-    timed = (
-        f"Timed interleaved in one process{apart} with two copies of {first}; the ratio is {how} to their mean, and "
-        f"its 95 % interval is from a bootstrap over loads, copies and {runs}. {loaded}"
-        f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."
-    )
+    """Return the range of the controls, and how to read what the rows show."""
+    controls, first = [row.control_ratio for row in rows], names[0]
     noisy = (
         "A row is noisy if the control's interval misses 1 by more than 2 % or is wider than 10 %. Its ratio means "
         "nothing; measure again on an idle machine."
@@ -498,9 +474,9 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
     decode = "Decode: the step that computes a row's last token, with the tokens before it in the cache."
     realised = "Realised: the share of the FLOPs saving that became a time saving."
     notes = [
+        (True, f"The control, {first} against itself, gave {min(controls):.3f} to {max(controls):.3f}."),
         (any(row.noisy for row in rows), noisy),
         (any(row.phase == "decode" for row in rows), decode),
         (any(row.realised is not None and not row.noisy for row in rows), realised),
-        (graphs, f"CUDA graphs were replayed by {', '.join(graphs)}."),
     ]
-    return " ".join([timed, *(text for told, text in notes if told)])
+    return " ".join(text for told, text in notes if told)

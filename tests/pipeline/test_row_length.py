@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.loading import load_pruning
 from support.models import bert, image_batch, save_project, vit
-from support.reports import SERVED, make_report, terminal
+from support.reports import make_report, terminal
 
 from hies_export import PruningRecipe
 from hies_export.pipeline.delivery import on_rows
@@ -101,7 +101,5 @@ def test_other_budgets_count_flops_as_before(tmp_path: Path) -> None:
 
 def test_the_report_says_where_the_length_comes_from() -> None:
     length = {"tokens": 16, "median": 12.5, "rows": 581}
-    said = "rows of 16 tokens were timed: the median of 581 rows of the data is 12.5, rounded up."
+    said = "it is 16 tokens: the median of 581 rows of the data is 12.5, rounded up."
     assert said in terminal(make_report(row_length=length))
-    said = "Forms are timed on rows as they come, and FLOPs are counted at 16 tokens: the median of 581"
-    assert said in terminal(make_report(row_length=length, **SERVED))
