@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from rich.table import Table as RichTable
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,7 +20,7 @@ from hies_export.data.batches import size_of
 from hies_export.errors import DataError, UnsupportedModelError
 from hies_export.evaluate.predict import predict, references
 from hies_export.model.linear import weight_of
-from hies_export.report.tables import PlainTable
+from hies_export.report.tables import plain_table
 from hies_export.score.criteria import score_units
 from hies_export.select.select import select_units
 from hies_export.slim.check import masked_units
@@ -148,7 +149,7 @@ def theory(
     return Theory(orthogonality(statistics), loss, norms, tuple(increases))
 
 
-def theory_tables(found: Theory) -> list[PlainTable | str]:
+def theory_tables(found: Theory) -> list[RichTable | str]:
     """Return what a terminal shows: norms of every module, moments over heads, and increases of the loss."""
     modules = [
         (
@@ -171,11 +172,11 @@ def theory_tables(found: Theory) -> list[PlainTable | str]:
         for i in found.increases
     ]
     return [
-        PlainTable(
+        plain_table(
             ("attention module", "|W_O|", "largest |W_O,h|", "mean |A_h|^2", "entropy deficit of heads"), modules
         ),
         moments,
-        PlainTable(("heads removed by", "sum of HIS", "+ quadratic", "(by blocks)", "measured increase"), increases),
+        plain_table(("heads removed by", "sum of HIS", "+ quadratic", "(by blocks)", "measured increase"), increases),
         f"of the {found.loss}; the bound takes W_O for the model's last layer",
     ]
 

@@ -106,7 +106,7 @@ def _print_units(
     found: Sequence[PrunableModule], refused: Mapping[str, UnsupportedModelError], options: Options
 ) -> dict[str, Any]:
     """Print a table for each kind of module, or why it cannot be cut; return the modules by kind for --json."""
-    from ..report.tables import PlainTable
+    from ..report.tables import plain_table
 
     by_kind: dict[str, Any] = {}
     for kind, (title, columns) in _COLUMNS.items():
@@ -117,7 +117,7 @@ def _print_units(
             options.console.print()
         numbers = {m.name: {key: getattr(m, attribute) for key, attribute in columns.items()} for m in modules}
         lines = [(name, *(f"{number:,}" for number in of.values())) for name, of in numbers.items()]
-        options.console.print(PlainTable((title, *(key.replace("_", " ") for key in columns)), lines))
+        options.console.print(plain_table((title, *(key.replace("_", " ") for key in columns)), lines))
         total = sum(module.units for module in modules)
         options.console.print(f"{total:,} {UNIT_NAMES[kind]}s; all of them can be scored and cut")
         by_kind[kind] = [{"name": name, **of} for name, of in numbers.items()]

@@ -198,14 +198,14 @@ class PruneResult:
         return Cascade.choose(self.slim.model, dense, batches, disagreement=disagreement, **how)
 
     def __str__(self) -> str:
-        from ..report.tables import PlainTable, map_text, plan_maps
+        from ..report.tables import map_text, plain_table, plan_maps
 
         file = io.StringIO()
         console = Console(file=file, width=WIDTH, color_system=None)
         for units in plan_maps(self.plan):
             console.print(map_text(units, console.width))
             console.print()
-        console.print(PlainTable(*self._table()))
+        console.print(plain_table(*self._table()))
         return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
 
     def _table(self) -> Table:

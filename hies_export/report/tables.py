@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -24,8 +24,6 @@ from .report import CUT, KEPT, FirstMetric, NeuronCount, Report, head_map, neuro
 from .words import FIRST_HIT, agreement, form_kept, form_name, form_step, is_own, keeps_metric, named_units
 
 BAR_WIDTH = 24
-# Spaces between two columns on a terminal.
-GAP = 2
 
 Row = tuple[str, str, str, str]
 
@@ -377,7 +375,7 @@ def print_table(console: Console, title: str, table: Table | None, *notes: str) 
     """Print an empty line, the title, the table and the notes; any may be empty."""
     console.print(f"\n{title}" if title else "", markup=False)
     if table is not None:
-        console.print(PlainTable(*table))
+        console.print(plain_table(*table))
     for note in filter(None, notes):
         console.print(note, markup=False, style="dim")
 
@@ -403,39 +401,14 @@ def map_text(units: UnitMap, width: int) -> Text:
     return text
 
 
-class PlainTable:
-    """A table without a frame. Strings are shown as they are: brackets are no markup.
+def plain_table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> RichTable:
+    """Return a table without a frame. Strings are shown as they are: brackets are no markup.
 
-    Columns that do not fit side by side follow below, with the first column repeated.
+    Cells that do not fit side by side are folded.
     """
-
-    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-        lines = [[Text(cell) if isinstance(cell, str) else cell for cell in line] for line in (header, *rows)]
-        self._columns = list(zip(*lines, strict=True))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names, *columns = self._columns
-        widths = [GAP + max(cell.cell_len for cell in column) for column in columns]
-        longest_name = max(cell.cell_len for cell in names)
-        longest_word = max((len(word) for cell in names for word in cell.plain.split()), default=0)
-        # Names are folded if all columns then fit side by side.
-        room = options.max_width - sum(widths)
-        left = min(longest_name, room if room >= longest_word else max(longest_word, options.max_width // 2))
-        parts: list[list[Sequence[Text]]] = [[]]
-        used = left
-        for column, width in zip(columns, widths, strict=True):
-            if parts[-1] and used + width > options.max_width:
-                parts.append([])
-                used = left
-            parts[-1].append(column)
-            used += width
-        for index, part in enumerate(parts):
-            if index:
-                yield Text()
-            table = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-            table.add_column(names[0], width=left)
-            for header, *_ in part:
-                table.add_column(header, justify="right")
-            for row in zip(names[1:], *(column[1:] for column in part), strict=True):
-                table.add_row(*row)
-            yield table
+    table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from hies_export.checkpoint.folders import replace_file
 from hies_export.evaluate.metrics import higher_is_better
 from hies_export.report.html import escape_markdown
-from hies_export.report.tables import PlainTable
+from hies_export.report.tables import plain_table
 from hies_export.select.plan import dump_json
 
 from ..baselines.names import DIFFERENCES, OWN_SAMPLES
@@ -223,10 +224,10 @@ def render_markdown(tables: Sequence[SweepTable]) -> str:
     return "\n".join(parts) + "\n" + note + "".join(["\n", *differences] if differences else [])
 
 
-def terminal_table(table: SweepTable) -> PlainTable:
+def terminal_table(table: SweepTable) -> RichTable:
     """Return a table for the terminal; in every column the best value is bold, the second best underlined."""
     lines = _cells(table, ("[bold]{}[/bold]", "[underline]{}[/underline]"))
-    return PlainTable(
+    return plain_table(
         (table.budget, *map(share_text, table.budgets)),
         [(method, *map(Text.from_markup, cells)) for method, cells in lines],
     )
