@@ -1,16 +1,12 @@
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from support.loading import load_pruning
 from support.models import save_project, write_rows
 
-from hies_export import prune
 from hies_export.errors import RecipeError
 from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.recipe.gone import FIELDS
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 
@@ -79,18 +75,6 @@ def test_sections_that_do_not_fit_each_other() -> None:
         PruningRecipe(**timed, measure={"dtypes": ["float32", "float16"]})
     with pytest.raises(RecipeError, match="evaluation.rows must be drawn from the others, got first"):
         PruningRecipe(**changed("held_out.split", "validation"), evaluation={"rows": "first"})
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_field_that_went_or_a_value_of_one(name: str) -> None:
-    dotted, _, value = name.partition(": ")
-    fields: Any = changed(dotted, yaml.safe_load(value or "1"))
-    sentence = f"{name} {FIELDS[name]}"
-    with pytest.raises(RecipeError, match=re.escape(sentence)):
-        PruningRecipe(**fields)
-    if dotted.startswith("prune."):
-        with pytest.raises(RecipeError, match=re.escape(sentence.removeprefix("prune."))):
-            prune(None, [], **fields["prune"])
 
 
 def test_all_problems_at_once() -> None:

@@ -22,7 +22,6 @@ from .. import processes
 from ..entry_points import entry_points_of, load_point
 from ..errors import HiesError, RequestError, foreign_failure, memory_failure, system_failure
 from ..progress import SILENT
-from ..recipe.gone import gone_command
 from ..version import __version__
 from . import apply, bench, deploy, export, generate, inspect, prune, push, quickstart, report, run, score, upgrade
 from .arguments import Options
@@ -51,8 +50,6 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     0: done. 2: the request was wrong. 1: a step failed, and nothing half-written was left behind. 130: interrupted.
     """
     arguments, parser = sys.argv[1:] if arguments is None else arguments, parser or build_parser()
-    if arguments and (instead := gone_command(arguments)):
-        parser.error(instead)
     options = parser.parse_args(arguments, Options())
     # Reports record it.
     options.command_line = shlex.join(["hies-export", *arguments])

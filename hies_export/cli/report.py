@@ -6,9 +6,8 @@ from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
-from ..checkpoint.folders import Contents, contents, refuse_other_file, replace_file
+from ..checkpoint.folders import Contents, refuse_other_file, replace_file
 from ..errors import RequestError
-from ..recipe.gone import COMMANDS
 from .arguments import Options, a_path, refuse_other_than
 
 
@@ -22,8 +21,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Print what was found, write the page and draw the figures that were asked for, and return the values."""
-    if contents(options.folder) is Contents.SWEEP:
-        raise RequestError(COMMANDS["report SWEEP"])
     if not options.folder.is_file() and not (options.folder / "report.json").is_file():
         refuse_other_than(options.folder, Contents.RUN, needs="a report needs the folder of a finished run")
     from ..report.comparison import Bench, print_bench, read_report, render_bench  # after the refusals: takes seconds

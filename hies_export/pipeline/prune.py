@@ -23,7 +23,6 @@ from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import SILENT, Progress, without_reports
 from ..recipe.budget import Budget, Outcome
-from ..recipe.gone import refusing_gone
 from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
 from ..score.criteria import Scores
 from ..select.plan import PruningPlan
@@ -226,7 +225,6 @@ class PruneResult:
         return Table(("", "dense", "slim", "change"), rows)
 
 
-@refusing_gone
 def prune(
     model: Any,
     batches: Any,
@@ -375,8 +373,7 @@ def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySect
     try:
         return section.model_validate(fields)
     except ValidationError as error:
-        problems = sentences(error, section, within=where or "prune.")
-        raise RecipeError([f"{where}{problem}" for problem in problems]) from None
+        raise RecipeError([f"{where}{problem}" for problem in sentences(error, section)]) from None
 
 
 def _two_rows(batch: Batch) -> Batch:

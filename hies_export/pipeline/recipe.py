@@ -24,7 +24,6 @@ from ..errors import RecipeError, did_you_mean, one_of, quoted, refusing
 from ..kinds import ATTENTION, KINDS
 from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, KeepBudget
-from ..recipe.gone import gone_field
 from ..recipe.sections import (
     CalibrationSection,
     CascadeSection,
@@ -507,13 +506,11 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
         data["files"] = {k: at(v) if isinstance(v, str) else v for k, v in data["files"].items()}
 
 
-def sentences(error: ValidationError, recipe: type[BaseModel], *, within: str = "") -> Iterator[str]:
-    """Yield a sentence for each problem that pydantic found with the fields of a recipe, or of the section `within`."""
+def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
+    """Yield a sentence for each problem that pydantic found with the fields of a recipe, or of a section."""
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
-        if gone := gone_field(where, problem["input"], within=within):
-            yield gone
-        elif problem["type"] == "extra_forbidden":
+        if problem["type"] == "extra_forbidden":
             known = list(_section_at(recipe, problem["loc"][:-1]).model_fields)
             nearest = did_you_mean(str(problem["loc"][-1]), known) or f"; the fields here are {', '.join(known)}"
             yield f"{where} is not a field of the recipe{nearest}"

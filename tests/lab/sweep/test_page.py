@@ -257,7 +257,7 @@ def test_a_sweep_is_shown_again_and_its_page_renewed(folder: Path, capsys: pytes
     assert main(["sweep", "--show", str(folder)]) == 2
     assert (folder / "sweep.html").read_text() == "mine"
     assert main(["report", str(folder)]) == 2
-    assert "a sweep is shown by 'hies-export sweep SWEEP --show'" in capsys.readouterr().err
+    assert f"needs the folder of a finished run, but {folder} is the folder of a sweep" in capsys.readouterr().err
     (folder / "sweep.json").unlink()  # as in a sweep that was stopped
     assert main(["sweep", "--show", str(folder)]) == 2
     assert "must be finished to be shown" in " ".join(capsys.readouterr().err.split())
