@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -58,16 +57,18 @@ def least_loss(
     return best, trace
 
 
-def least_loss_saving(
-    saved: Sequence[Sequence[float]], losses: Sequence[Sequence[float]], wanted: float, *, grid: int
-) -> list[int]:
+def least_loss_saving(saved: Sequence[Sequence[float]], losses: Sequence[Sequence[float]], wanted: float) -> list[int]:
     """Return the place of one option per module, which together save `wanted` or more at the least loss.
 
-    Savings are shares of the dense cost, for every option of every module; the first option saves nothing. They count
-    in steps of 1 / grid, rounded so that enough is saved.
+    Savings are shares of the dense cost, for every option of every module; the first option saves nothing. Those of
+    several modules count in steps of the dense cost, rounded so that enough is saved.
     """
+    if len(saved) == 1:
+        enough = [place for place, share in enumerate(saved[0]) if share >= wanted - ROUNDING]
+        return [min(enough, key=losses[0].__getitem__)]
     # Timings need not fall with every unit, so costs are relative to the most that a module can save.
     most = [max(row) for row in saved]
+    grid = FINE_GRID if sum(map(len, saved)) <= FEW_OPTIONS else GRID
     costs = [[math.ceil((top - share) * grid - 1e-6) for share in row] for top, row in zip(most, saved, strict=True)]
     best, trace = least_loss(costs, losses, max(0, math.floor((sum(most) - wanted) * grid + 1e-6)))
     return trace(int(best.argmin()))
@@ -75,6 +76,8 @@ def least_loss_saving(
 
 # Costs count in steps of 1 / GRID of the dense model's, rounded so that no budget is exceeded.
 GRID = 20_000
+# Up to this many points of all curves, as heads alone have, the steps are 1 / FINE_GRID.
+FEW_OPTIONS, FINE_GRID = 2_000, 100_000
 # Up to this many points of all curves, the choice is exact, which takes seconds.
 MOST_OPTIONS = 20_000
 
@@ -91,17 +94,17 @@ def removed_jointly(
     """Return module -> the units that go, at the least sum of the effects of all chains within a budget of cost."""
     sizes = {module.name: module.units // bundle_count(module, constraints.unit) for module in modules}
     options = dict(zip(sizes, map(set, removable_counts(modules, constraints)), strict=True))
-    chains = chains_of(scores, modules, unit=constraints.unit)
     uniform = [part for part in constraints.parts(modules) if constraints.uniform(part)]
+    alike = len(uniform) == 1 and len(uniform[0]) == len(modules)
+    chains = chains_of(scores, modules, unit=constraints.unit, compared=not alike)
     # Bundle by bundle, whatever the constraints: `uniform_counts` applies them.
-    every = {module.name: range(module.units) for part in uniform for module in part}
-    bundles = {
-        name: [removal for chain in chains for removal in allowed_removals(_restricted(chain, {name}), sizes, every)]
-        for name in every
-    }
+    bundles: dict[str, list[Removal]] = {module.name: [] for part in uniform for module in part}
+    for chain in chains:
+        for name in bundles.keys() & {removal.module for removal in chain}:
+            bundles[name] += allowed_removals(chain, sizes, {name: range(len(scores.scores[name]))})
     shares = [[[0] * len(part), *uniform_counts(part, constraints)] for part in uniform]
-    others = sizes.keys() - every.keys()
-    allowed = [list(allowed_removals(_restricted(chain, others), sizes, options)) for chain in chains]
+    others = {name: counts for name, counts in options.items() if name not in bundles}
+    allowed = [removals for chain in chains if (removals := list(allowed_removals(chain, sizes, others)))]
     curves = [
         *(curve_of(chain, sizes, table) for chain in allowed),
         *(_uniform_curve(part, counts, bundles, table) for part, counts in zip(uniform, shares, strict=True)),
@@ -111,7 +114,7 @@ def removed_jointly(
     check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
     if sum(len(saved) for saved, _ in curves) <= MOST_OPTIONS:
         saved, effects = [saved for saved, _ in curves], [effects for _, effects in curves]
-        taken = least_loss_saving(saved, effects, 1 - ratio, grid=GRID)
+        taken = least_loss_saving(saved, effects, 1 - ratio)
     else:
         taken = by_slopes(curves, 1 - ratio)
     # Taken are numbers of removals of the chains, then places of the shares.
@@ -125,20 +128,6 @@ def removed_jointly(
     return removed
 
 
-def _restricted(chain: Chain, names: Collection[str]) -> Chain:
-    """Return a chain without the removals, and their shares of the effect, of other modules than those named."""
-    if all(removal.module in names for removal in chain):
-        return chain
-    found: list[Removal] = []
-    before = effect = 0.0
-    for removal in chain:
-        if removal.module in names:
-            effect += removal.effect - before
-            found.append(replace(removal, effect=effect))
-        before = removal.effect
-    return tuple(found)
-
-
 def _uniform_curve(
     part: Sequence[Units], shares: Sequence[Sequence[int]], bundles: Mapping[str, Sequence[Removal]], table: CostTable
 ) -> _Curve:
@@ -149,25 +138,30 @@ def _uniform_curve(
     ]
 
 
-def chains_of(scores: Scores, modules: Sequence[Units], *, unit: str = "group") -> tuple[Chain, ...]:
+def chains_of(
+    scores: Scores, modules: Sequence[Units], *, unit: str = "group", compared: bool = True
+) -> tuple[Chain, ...]:
     """Return the scores' own chains of removals, or make chains from scores and effects.
 
     Modules of a kind that the scores rank form one chain, in the order of the scores of their bundles. Every other
-    module is a chain, in the order of its scores. A removal's effect is the sum of its units' effects.
+    module is a chain, in the order of its scores. A removal's effect is the sum of its units' effects. Where kinds are
+    not `compared`, or there is only one, scores without effects count as effects.
     """
     if scores.chains:
         return scores.chains
-    if lacking := [module.name for module in modules if module.name not in scores.effects]:
+    kinds = tuple(dict.fromkeys(module.kind for module in modules))
+    known = scores.effects if scores.effects or (compared and len(kinds) > 1) else scores.scores
+    if lacking := [module.name for module in modules if module.name not in known]:
         raise RecipeError(
             f"heads and neurons are compared by effects, but the scores have none of {lacking[0]}; score by "
             "score_units(statistics, modules, ...)"
         )
     chains = []
-    for kind in dict.fromkeys(module.kind for module in modules):
+    for kind in kinds:
         of_kind = [module for module in modules if module.kind == kind]
         for together in [of_kind] if kind in scores.ranked else [[module] for module in of_kind]:
             effect, chain = 0.0, []
-            effects = {module.name: scores.effects[module.name].tolist() for module in together}
+            effects = {module.name: known[module.name].tolist() for module in together}
             for name, units in worst_first(scores.scores, together, unit):
                 effect += sum(effects[name][u] for u in units)
                 chain.append(Removal(name, units, effect))
@@ -213,7 +207,8 @@ def allowed_removals(
     """Yield the bundles of a chain, joined to removals that each leave their module an allowed number of units.
 
     A bundle waits for later ones of its module until they are enough together; bundles that never are stay. `sizes` has
-    the number of units per bundle, and `options` the numbers of bundles that each module may lose.
+    the number of units per bundle, and `options` the numbers of bundles that each module may lose; modules that are not
+    in `options` lose none. The effects are those of the bundles that are yielded.
     """
     lost = dict.fromkeys(sizes, 0)
     waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in sizes}
@@ -224,7 +219,7 @@ def allowed_removals(
         for units in bundles:
             waiting[name].append((units, rise / len(bundles)))
             reached = lost[name] + len(waiting[name])
-            if reached in options[name]:
+            if reached in options.get(name, ()):
                 effect += sum(rise for _, rise in waiting[name])
                 yield Removal(name, tuple(unit for units, _ in waiting[name] for unit in units), effect)
                 lost[name], waiting[name] = reached, []

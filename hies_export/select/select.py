@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..errors import PlanError, RecipeError
-from ..kinds import MLP
 from ..score.criteria import Scores
 from ..units.units import Selection, Units
 from .constraints import (
     NONE,
     Constraints,
-    bundle_count,
     check_budget,
     check_constraints,
     most_removable,
     ranked_bundles,
     removable_counts,
 )
-from .cost import CostTable, check_reachable, saved_by, uniform_counts
-from .joint import least_loss, least_loss_saving, removed_jointly
-
-# Costs of heads count in steps of 1 / GRID of the dense model's.
-GRID = 100_000
+from .cost import CostTable
+from .joint import least_loss, removed_jointly
 
 
 def select_units(
@@ -34,12 +28,11 @@ def select_units(
     modules: Sequence[Units],
     *,
     heads: float | None = None,
-    counts: Sequence[int] | None = None,
     table: CostTable | None = None,
     ratio: float | None = None,
     constraints: Constraints = NONE,
 ) -> Selection:
-    """Select the units that stay under one budget: a share of heads, numbers of bundles, or a share of the cost.
+    """Select the units that stay under one budget: a share of heads, or a share of the cost.
 
     Units are removed in bundles: whole groups, or one unit of every group; see `Constraints`. Under `uniform`, every
     module loses the same share of its bundles, its worst first: round(share * bundles) by `heads`, the smallest share
@@ -48,15 +41,13 @@ def select_units(
     - `heads`: the round(share * bundles) bundles with the smallest scores go, except that every module keeps its best
       `min_heads`. Of equal scores, the later module's go first, then the later bundle. With `multiple_of`, the number
       removed is rounded down.
-    - `ratio`, heads alone: the heads with the least total score that meet the budget go (a knapsack).
-    - `ratio`, with neurons or chains of removals: the least total effect goes; see `hies_export.select.joint`.
-      That also holds where each kind has its own allocation.
+    - `ratio`: the least total effect goes; see `hies_export.select.joint`. Units that a criterion ranks, such as heads
+      by HIES, go in the order of their scores.
 
     Args:
         scores: From `score_units` or `score_compensated`.
         modules: In the model's order. Modules without scores keep all units, and do not count towards the budget.
         heads: Share of heads to remove, in (0, 1).
-        counts: Number of bundles that each module with scores loses. Only the constraint `unit` then applies.
         table: What each module saves, e.g. from `flops_table`; given with `ratio`.
         ratio: Greatest cost left, as a share of the dense model's.
         constraints: Constraints of the selection.
@@ -66,8 +57,7 @@ def select_units(
 
     Raises:
         RecipeError: An option is out of range, or not exactly one budget is given.
-        PlanError: The constraints allow no selection that meets the budget, or the scores or `counts` do not fit the
-            modules.
+        PlanError: The constraints allow no selection that meets the budget, or the scores do not fit the modules.
         NonFiniteError: A score is NaN or infinite.
 
     Examples:
@@ -75,10 +65,8 @@ def select_units(
         >>> sum(len(kept.removed) for kept in selection.values())
         9
     """
-    if sum(budget is not None for budget in (heads, counts, ratio)) != 1 or (table is None) != (ratio is None):
-        raise RecipeError(
-            "select_units needs one budget: heads (a share), counts (bundles per module), or a table with a ratio"
-        )
+    if (heads is None) == (ratio is None) or (table is None) != (ratio is None):
+        raise RecipeError("select_units needs one budget: heads (a share), or a table with a ratio")
     scored = [module for module in modules if module.name in scores.scores]
     if modules and not scored:
         raise PlanError(
@@ -93,44 +81,25 @@ def select_units(
             )
     if table is not None and ratio is not None:
         check_constraints(scored, constraints)
-        parts = constraints.parts(scored)
-        compared = bool(scores.chains) or any(module.kind == MLP for module in scored)
-        if len(parts) > 1 or (compared and not constraints.uniform(scored)):
-            return _without(removed_jointly(scores, scored, table, ratio=ratio, constraints=constraints), modules)
-        counts = _counts_within(scores, scored, table, ratio, constraints)
+        removed = removed_jointly(scores, scored, table, ratio=ratio, constraints=constraints)
     elif heads is not None:
-        counts = _counts_of_share(scores, scored, heads, constraints)
-    sizes = [bundle_count(module, constraints.unit) for module in scored]
-    most = [size - 1 for size in sizes]
-    assert counts is not None
-    if len(counts) != len(sizes) or any(not 0 <= k <= limit for k, limit in zip(counts, most, strict=True)):
-        raise PlanError(
-            f"counts must say for each of {len(sizes)} modules how many heads go, at most {most}, got {list(counts)}"
-        )
-    order = _worst_first(scores, scored, constraints.unit, by_chains=ratio is not None)
-    lost = (count * module.units // size for module, count, size in zip(scored, counts, sizes, strict=True))
-    return _without({module.name: order[module.name][:n] for module, n in zip(scored, lost, strict=True)}, modules)
-
-
-def _without(removed: Mapping[str, Iterable[int]], modules: Sequence[Units]) -> Selection:
-    """Return the selection that keeps all units but those of `removed`, module -> units."""
+        removed = _removed_by_share(scores, scored, heads, constraints)
     return {
         module.name: module.kept(set(range(module.units)).difference(removed.get(module.name, ())))
         for module in modules
     }
 
 
-def _worst_first(scores: Scores, modules: Sequence[Units], unit: str, *, by_chains: bool) -> dict[str, list[int]]:
-    """Return the units of each module, those of its worst bundle first, by the scores or by the chains, if any."""
-    if by_chains and scores.chains:
-        order: dict[str, list[int]] = {module.name: [] for module in modules}
-        for removal in chain.from_iterable(scores.chains):
-            order[removal.module].extend(removal.units)
-        return order
-    return {
-        module.name: [u for _, units in ranked_bundles(scores.scores[module.name], module, unit) for u in units]
-        for module in modules
-    }
+def _removed_by_share(
+    scores: Scores, modules: Sequence[Units], heads: float, constraints: Constraints
+) -> dict[str, set[int]]:
+    """Return module -> the units that go when the share `heads` of all bundles goes."""
+    counts = _counts_of_share(scores, modules, heads, constraints)
+    removed: dict[str, set[int]] = {}
+    for module, count in zip(modules, counts, strict=True):
+        bundles = ranked_bundles(scores.scores[module.name], module, constraints.unit)
+        removed[module.name] = {unit for _, units in bundles[:count] for unit in units}
+    return removed
 
 
 def _counts_of_share(scores: Scores, modules: Sequence[Units], heads: float, constraints: Constraints) -> Sequence[int]:
@@ -151,19 +120,6 @@ def _counts_of_share(scores: Scores, modules: Sequence[Units], heads: float, con
     )
     lost = Counter(-number for _, number in candidates[:size])
     return [lost[number] for number in range(len(modules))]
-
-
-def _counts_within(
-    scores: Scores, modules: Sequence[Units], table: CostTable, ratio: float, constraints: Constraints
-) -> Sequence[int]:
-    """Return how many bundles each module loses within a budget of cost: uniformly, or with the least total score."""
-    check_reachable(modules, table, ratio=ratio, constraints=constraints)
-    if constraints.uniform(modules):
-        return next(c for c in uniform_counts(modules, constraints) if 1.0 - saved_by(table, modules, c) <= ratio)
-    options = removable_counts(modules, constraints)
-    saved = [[table.saved[module.name][k] for k in option] for module, option in zip(modules, options, strict=True)]
-    chosen = least_loss_saving(saved, _losses(scores, modules, options, constraints.unit), 1 - ratio, grid=GRID)
-    return [option[place] for option, place in zip(options, chosen, strict=True)]
 
 
 def _losses(scores: Scores, modules: Sequence[Units], options: Sequence[Sequence[int]], unit: str) -> list[list[float]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from hies_export.data.batches import Batch
 from hies_export.errors import UnsupportedModelError
 from hies_export.model.linear import features_of, weight_of
 from hies_export.score.criteria import Scores
-from hies_export.select.constraints import Constraints, check_budget
+from hies_export.select.constraints import Constraints, check_budget, worst_first
 from hies_export.select.select import select_units
 from hies_export.units.units import PrunableModule, Units
 
@@ -92,15 +91,18 @@ def select_channels(
     size = check_budget(modules, heads=heads, constraints=constraints)
     width = modules[0].unit_width
     channels = [Units(name=module.name, units=module.groups * width) for module in modules]
-    budget: dict[str, Any] = {"counts": [count * width for count in size]} if isinstance(size, list) else {}
+    stay = {module.name: torch.ones(module.units, dtype=torch.bool) for module in channels}
     if isinstance(size, int):
         groups = max(-(-constraints.min_heads // module.group_size) for module in modules)
         constraints = replace(constraints, min_heads=groups * width)
-        budget["heads"] = size * width / sum(module.units for module in channels)
-    kept = select_units(Scores(CHANNELS, {}, scores), channels, **budget, constraints=constraints)
-    stay = {module.name: torch.zeros(module.units, dtype=torch.bool) for module in channels}
-    for name, found in kept.items():
-        stay[name][list(found.units)] = True
+        share = size * width / sum(module.units for module in channels)
+        kept = select_units(Scores(CHANNELS, {}, scores), channels, heads=share, constraints=constraints)
+        for name, found in kept.items():
+            stay[name][list(found.removed)] = False
+    else:
+        for module, count in zip(channels, size, strict=True):
+            for name, units in worst_first(scores, [module], "group")[: count * width]:
+                stay[name][list(units)] = False
     return stay
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuts import plan_of
 from support.models import bert, causal_lm, save_project, text_batch
 from support.runs import hies
 
@@ -23,23 +22,28 @@ from hies_export.forms.latency import TimedCut, TimedOn, latency_table
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.pipeline.search import largest
 from hies_export.recipe.sections import ExportSection
-from hies_export.score.criteria import Scores
-from hies_export.select.constraints import bundle_count
+from hies_export.select.constraints import bundle_count, ranked_bundles
 from hies_export.slim.bundles import cut_bundles
 
 
 @pytest.mark.parametrize("unit", ["group", "query"])
 def test_a_cut_by_counts_has_the_shapes_of_a_chosen_one(unit: str) -> None:
-    """Grouped-query attention, uneven over the layers: as many heads, in as many groups, as `select_units` keeps."""
+    """Grouped-query attention, uneven over the layers: as many heads and groups as without the worst bundles."""
     model = causal_lm()
     sites = find_attention(model, {"input_ids": torch.randint(5, 30, (2, 9))})
     assert all(site.group_size > 1 for site in sites)
     removed = {site.name: index % bundle_count(site, unit) for index, site in enumerate(sites)}
-    scores = Scores("hies", {}, {site.name: torch.rand(site.units, dtype=torch.float64) for site in sites})
-    plan = plan_of(scores, sites, counts=list(removed.values()), unit=unit)
+    selection = {
+        site.name: site.kept(
+            set(range(site.units)).difference(
+                *(units for _, units in ranked_bundles(torch.rand(site.units), site, unit)[: removed[site.name]])
+            )
+        )
+        for site in sites
+    }
     shapes = [
         {name: tuple(parameter.shape) for name, parameter in slim.named_parameters()}
-        for slim in (cut_bundles(model, sites, removed, unit=unit), prune_units(model, plan, sites))
+        for slim in (cut_bundles(model, sites, removed, unit=unit), prune_units(model, selection, sites))
     ]
     assert shapes[0] == shapes[1] != {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 

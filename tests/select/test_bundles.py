@@ -63,23 +63,17 @@ def test_ties_over_modules_and_groups_break_towards_the_later() -> None:
     assert kept(heads=0.25, constraints=Constraints(unit="query")) == [(0, 1, 2, 3), (0, 2)]
     assert kept(heads=0.5, constraints=Constraints(unit="query")) == [(0, 2), (0, 2)]
     assert kept(heads=0.5, constraints=Constraints(allocation="uniform", unit="query")) == [(0, 2), (0, 2)]
-    assert kept(counts=[0, 1]) == [(0, 1, 2, 3), (0, 1)]
-    assert kept(counts=[1, 0], constraints=Constraints(unit="query")) == [(0, 2), (0, 1, 2, 3)]
 
 
 SCORES = {"g": [1.0] * 6, "s": [1.0] * 4}
 TABLE = CostTable("FLOPs", {"g": (0.0, 0.1, 0.2), "s": (0.0, 0.1, 0.2, 0.3, 0.4)})
-COUNTS = r"for each of 2 modules how many heads go, at most \[1, 3\], got \["
 
 
 @pytest.mark.parametrize(
     ("scores", "budget", "error", "message"),
     [
-        (SCORES, {"counts": [1]}, PlanError, COUNTS),
-        (SCORES, {"counts": [-1, 1]}, PlanError, COUNTS),
-        (SCORES, {"counts": [0, 4]}, PlanError, COUNTS),
         (SCORES, {}, RecipeError, "needs one budget: heads"),
-        (SCORES, {"heads": 0.5, "counts": [1, 1]}, RecipeError, "needs one budget: heads"),
+        (SCORES, {"heads": 0.5, "ratio": 0.5, "table": TABLE}, RecipeError, "needs one budget: heads"),
         (SCORES, {"ratio": 0.5}, RecipeError, "needs one budget: heads"),
         (SCORES, {"table": TABLE}, RecipeError, "needs one budget: heads"),
         ({"t": [1.0, 2.0]}, {"heads": 0.5}, PlanError, r"none of these has any \(g is the first"),
@@ -125,7 +119,6 @@ def test_chains_say_the_order_within_a_budget_of_cost_only() -> None:
     uniform = Constraints(allocation="uniform")
     table = CostTable("FLOPs", {"s": (0.0, 0.1, 0.2, 0.3)})
     assert select_units(scores, [SINGLE], heads=0.5, constraints=uniform)["s"].removed == (0, 1)
-    assert select_units(scores, [SINGLE], counts=[2], constraints=uniform)["s"].removed == (0, 1)
     assert select_units(scores, [SINGLE], table=table, ratio=0.8, constraints=uniform)["s"].removed == (2, 3)
 
 

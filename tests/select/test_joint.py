@@ -331,3 +331,12 @@ def test_many_neurons_are_no_trouble() -> None:
 def test_layers_that_are_not_there_are_refused() -> None:
     with pytest.raises(RecipeError, match="keep_layers must name layers"):
         chosen(effects_of(LARGE, 0), LARGE, 0.5, constraints=Constraints(keep_layers=(3,)))
+
+
+def test_kinds_are_compared_by_effects_and_lose_the_same_share_without() -> None:
+    scores = Scores("wanda-sp", {}, effects_of(SMALL, 0))
+    table = table_of(SMALL, PRICE)
+    found = select_units(scores, SMALL, table=table, ratio=0.5, constraints=Constraints(allocation="uniform"))
+    assert [len(kept.removed) for kept in found.values()] == [2, 1, 2, 2]
+    with pytest.raises(RecipeError, match="compared by effects, but the scores have none of a0"):
+        select_units(scores, SMALL, table=table, ratio=0.5)

@@ -19,14 +19,13 @@ def plan_of(
     scores: Scores,
     modules: Sequence[Units],
     *,
-    heads: float | None = None,
-    counts: Sequence[int] | None = None,
+    heads: float,
     seed: int = 0,
     calibration: Mapping[str, Any] | None = None,
     **constraints: Any,
 ) -> PruningPlan:
     """Return the plan of what `select_units` selects; `constraints` are the fields of `Constraints`."""
-    kept = select_units(scores, modules, heads=heads, counts=counts, constraints=Constraints(**constraints))
+    kept = select_units(scores, modules, heads=heads, constraints=Constraints(**constraints))
     return PruningPlan(
         scores.criterion,
         kept=kept,
