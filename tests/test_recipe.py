@@ -73,8 +73,6 @@ def test_sections_that_do_not_fit_each_other() -> None:
     timed = changed("prune.budget", {"latency": {"ratio": 0.8}})
     with pytest.raises(RecipeError, match="measure.dtypes must not be given, got float32, float16; time other dtypes"):
         PruningRecipe(**timed, measure={"dtypes": ["float32", "float16"]})
-    with pytest.raises(RecipeError, match="evaluation.rows must be drawn from the others, got first"):
-        PruningRecipe(**changed("held_out.split", "validation"), evaluation={"rows": "first"})
 
 
 def test_all_problems_at_once() -> None:

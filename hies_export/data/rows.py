@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 import numpy as np
@@ -443,7 +443,6 @@ class DataFacts:
     compensation_samples: int
     evaluation_samples: int
     evaluation_of: int
-    evaluation_rows: Literal["drawn", "first"]
     evaluation_split: str
     evaluation_labelled: bool = True
     held_out_samples: int

@@ -153,7 +153,7 @@ def evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets
     if splits.divided and splits.held_out is not None:
         _, rows = _divided(splits, splits.held_out, load)
         return rows.select(range(splits.until(rows, wanted.samples or len(rows))))
-    seed = EVALUATION_SEED if wanted.samples is not None and wanted.rows == "drawn" else None
+    seed = EVALUATION_SEED if wanted.samples is not None else None
     return load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True)
 
 
@@ -256,9 +256,6 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
         return splits
     if whole_split(split) == whole_split(splits.calibration.split):
         return splits
-    if evaluation.rows == "first":
-        why = f"evaluation.rows: first leaves no rows of {split!r} to draw"
-        return _without_promise(splits, promise, why, "leave it out")
     loaded = load(split, samples=1 if together is None else None)
     rows = total = taken_from(loaded)
     if together is not None:
@@ -272,21 +269,14 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
     everything = evaluation.samples in (None, rows, total)
     count = promise.count(rows, evaluated=None if everything else evaluation.samples)
     if not count:
-        why = (
-            f"the split {split!r} has {rows:,} rows, too few to promise {promise.words} on some and to judge it on the "
-            f"others, which takes {math.ceil(4 * promise.sizes[-1] / 3):,}"
+        logger.warning(
+            "the split %r has %s rows, too few to promise %s on some and to judge it on the others, which takes %s: %s "
+            "is promised on further rows of %r, and if the model was trained on these, it keeps less of new ones; "
+            "evaluate on more rows, ask for less, or name rows as held_out",
+            *(split, f"{rows:,}", promise.words, f"{math.ceil(4 * promise.sizes[-1] / 3):,}"),
+            *(promise.words, splits.calibration.split),
         )
-        return _without_promise(splits, promise, why, "evaluate on more rows, ask for less")
+        return splits
     if everything and evaluation.samples is not None:
         evaluation = evaluation.model_copy(update={"samples": evaluation.samples - count})
     return replace(splits, evaluation=evaluation, held_out=HeldOutSection(split=split, samples=count))
-
-
-def _without_promise(splits: Splits, promise: Promise, why: str, remedy: str) -> Splits:
-    """Return the splits as they are, with a warning that the promise is made on rows of the scored split."""
-    logger.warning(
-        "%s: %s is promised on further rows of %r, and if the model was trained on these, it keeps less of new ones; "
-        "%s, or name rows as held_out",
-        *(why, promise.words, splits.calibration.split, remedy),
-    )
-    return splits

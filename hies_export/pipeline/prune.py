@@ -238,7 +238,6 @@ def prune(
     unit: Literal["group", "query"] = "group",
     towers: Sequence[str] = (),
     min_heads: int = 1,
-    min_neurons: int = 1,
     keep_layers: Sequence[int] = (),
     multiple_of: int | MultipleOf | Mapping[str, int] = 1,
     compensation: CompensationSection | Mapping[str, Any] | Literal["usual"] | None = "usual",
@@ -282,7 +281,6 @@ def prune(
         unit: Under grouped-query attention, whether key/value groups or query heads of each group go.
         towers: Parts of a composite model that lose units; by default the language model.
         min_heads: Query heads that every layer keeps, at least 1.
-        min_neurons: Neurons that every feed-forward block keeps, at least 1.
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer.
         compensation: How layers are refitted, see `CompensationSection`; None for no refit, "usual" as above.

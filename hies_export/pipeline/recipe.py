@@ -103,7 +103,6 @@ class PruneSection(Section):
             two are the same: every head is its own group, and takes its part of the cache along.
         towers: The parts of a composite model that lose heads; by default the language model if there is one.
         min_heads: Query heads that every layer keeps, however low they score.
-        min_neurons: Neurons that every feed-forward block keeps.
         keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
         multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
         compensation: See `CompensationSection`; None for no compensation, also where the default is least squares.
@@ -118,7 +117,6 @@ class PruneSection(Section):
     unit: Literal["group", "query"] = "group"
     towers: tuple[str, ...] = ()
     min_heads: int = Field(1, ge=1)
-    min_neurons: int = Field(1, ge=1)
     keep_layers: tuple[int, ...] = ()
     multiple_of: MultipleOf = MultipleOf()
     compensation: CompensationSection | None = None
@@ -138,7 +136,6 @@ class PruneSection(Section):
             allocation=self.allocation,
             unit=self.unit,
             min_heads=self.min_heads,
-            min_neurons=self.min_neurons,
             keep_layers=self.keep_layers,
             multiple_of=self.multiple_of.heads,
             neurons_multiple_of=self.multiple_of.neurons or 1,
@@ -292,7 +289,7 @@ class PruningRecipe(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> PruningRecipe:
         task, deploy, compound, given = TASKS[self.task], self.deploy, self.compound, self.prune.budget
-        export, held_out, evaluation, name = self.export, self.held_out, self.evaluation, self.task
+        export, name = self.export, self.task
         if refusal := task.refusal(self.data):
             raise ValueError(refusal)
         if deploy and given:
@@ -319,11 +316,6 @@ class PruningRecipe(Section):
             raise ValueError(f"export.format gguf is for text-generation, got task: {name}; set it to onnx")
         if export.format == "openvino" and (task.generative or task.in_parts):
             raise ValueError(f"export.format openvino is for encoders, got task: {name}; set it to onnx")
-        if held_out and held_out.split == evaluation.split and evaluation.rows == "first":
-            raise ValueError(
-                f"held_out draws rows of the split that is evaluated, {quoted(evaluation.split)}, so evaluation.rows "
-                "must be drawn from the others, got first; leave it out, or hold out another split's"
-            )
         return self
 
     @field_validator("export")

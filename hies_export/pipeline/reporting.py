@@ -132,7 +132,6 @@ def _data_facts(pruning: Pruning, delivery: Delivery, choice: Choice) -> DataFac
         compensation_samples=samples_of(rows.refit),
         evaluation_samples=samples_of(rows.evaluation),
         evaluation_of=delivery.evaluation_of,
-        evaluation_rows=splits.evaluation.rows,
         evaluation_split=split,
         evaluation_labelled=has_references(rows.evaluation[0]),
         held_out_samples=samples_of(rows.held_out),

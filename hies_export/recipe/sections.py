@@ -166,15 +166,12 @@ class EvaluationSection(ComparisonSection):
 
     Attributes:
         split: Split of the data set, or a slice of one.
-        samples: How many rows to judge on; all of them by default.
-        rows: Which rows, if there are more: "drawn" by a seed that is the same for every run, or the "first". Data sets
-            are often sorted, by topic or by length.
+        samples: How many rows to judge on, drawn by a seed that is the same for every run; all of them by default.
         batch_size: Most rows that go through the model at once.
     """
 
     split: str = "validation"
     samples: int | None = Field(None, ge=1)
-    rows: Literal["drawn", "first"] = "drawn"
     batch_size: int = Field(32, ge=1)
 
 

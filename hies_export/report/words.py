@@ -441,9 +441,7 @@ def method_text(report: Report) -> str:
     if data.labels != "data":
         labels = "with the model's own predictions as labels"
     used, there = data.evaluation_samples, data.evaluation_of
-    rows = f"all {there:,} samples" if used >= there else f"the first {used:,} of the {there:,} samples"
-    if used < there and data.evaluation_rows == "drawn":
-        rows = f"{used:,} samples, drawn from the {there:,}"
+    rows = f"all {there:,} samples" if used >= there else f"{used:,} samples, drawn from the {there:,}"
     units, what = kinds_text(report).capitalize(), "rankings" if ranks else "predictions"
     notes = [
         f"{units} were scored on {data.calibration_samples} samples {'without labels' if ranks else labels}; quality "

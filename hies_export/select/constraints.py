@@ -80,7 +80,6 @@ class Constraints:
         unit: What is removed together (not a unit in the sense of head or neuron): "group", a key/value head with its
             query heads, so that the cache shrinks; or "query", the same number of query heads of every group.
         min_heads: Least number of query heads that every attention module keeps.
-        min_neurons: Least number of neurons that every feed-forward block keeps.
         keep_layers: Positions of modules that lose nothing, among the modules of their kind. Negative ones count from
             the end.
         multiple_of: For tensor-parallel serving: an attention module that loses units keeps a multiple of this number
@@ -91,7 +90,6 @@ class Constraints:
     allocation: _Allocation | Mapping[Annotated[str, Field(pattern="^(attention|mlp)$")], _Allocation] = "global"
     unit: Annotated[str, Field(pattern="^(group|query)$")] = "group"
     min_heads: PositiveInt = 1
-    min_neurons: PositiveInt = 1
     keep_layers: Sequence[int] = ()
     multiple_of: PositiveInt = 1
     neurons_multiple_of: PositiveInt = 1
@@ -110,7 +108,7 @@ class Constraints:
 
     def least(self, module: Units) -> int:
         """Return the least number of units that a module keeps."""
-        return self.min_heads if module.kind == ATTENTION else self.min_neurons
+        return self.min_heads if module.kind == ATTENTION else 1
 
     def multiple(self, module: Units) -> int:
         """Return the number of which a module that loses units keeps a multiple."""

@@ -48,7 +48,7 @@ def check_reachable(
     """Refuse, by a PlanError, a budget below the lowest possible cost, which is `best`, by default `lowest_ratio`."""
     best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
-        names = ("unit", "min_heads", "min_neurons", "keep_layers", "multiple_of")
+        names = ("unit", "min_heads", "keep_layers", "multiple_of")
         given = {name: getattr(constraints, name) for name in names}
         given["multiple_of neurons"] = constraints.neurons_multiple_of
         limits = ", ".join(f"{name} {value}" for name, value in given.items() if value not in (1, (), [], "group"))

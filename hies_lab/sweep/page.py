@@ -253,7 +253,7 @@ def _method_text(rows: Sequence[Row], about: SweepAbout) -> str:
     ]
     if about.evaluation_samples:
         rest = f" of {about.evaluation_of:,}" if about.evaluation_of > about.evaluation_samples else ""
-        drawn = f", {about.evaluation_rows}" if rest else ""
+        drawn = ", drawn" if rest else ""
         sentences.append(
             f"All models were judged on the same {about.evaluation_samples:,}{rest} samples of "
             f"{about.evaluation_split}{drawn}."

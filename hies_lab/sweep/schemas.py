@@ -62,7 +62,6 @@ class SweepAbout(Schema):
     evaluation_split: str = ""
     evaluation_samples: Count = 0
     evaluation_of: Count = 0
-    evaluation_rows: str = ""
     shape: list[Count] = Field(default_factory=list)
     environment: dict[str, Any] = Field(default_factory=dict)
 

@@ -145,7 +145,6 @@ def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dic
             "evaluation_split": splits.evaluation.split,
             "evaluation_samples": samples_of(base.rows.evaluation),
             "evaluation_of": shared.delivery.evaluation_of,
-            "evaluation_rows": splits.evaluation.rows,
             "shape": list(next(iter(base.shapes))),
             "environment": machine_facts(),
         },

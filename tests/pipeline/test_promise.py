@@ -157,9 +157,6 @@ def test_too_few_rows_are_said_by_name(folder: Path, caplog: pytest.LogCaptureFi
             load_pruning(few.to_deploy(keep=0.99, runtimes=runtimes))
     assert FEW in caplog.text
     caplog.clear()
-    load_pruning(recipe_of(folder, evaluation__rows="first", evaluation__samples=10))
-    assert "evaluation.rows: first leaves no rows of 'validation' to draw: 80 % is promised on further" in caplog.text
-    caplog.clear()
     sliced = {"calibration__split": "train[:70%]", "evaluation__split": "train[70%:]"}
     assert counts(load_pruning(recipe_of(folder, **sliced))) == (85, 45)
     assert not warned(caplog)
@@ -180,7 +177,7 @@ def test_a_cascade_and_a_choice_have_a_part_each(tmp_path: Path) -> None:
     rows = load_pruning(recipe_of(tmp_path, prune__alpha="auto")).rows
     assert (samples_of(rows.held_out), samples_of(rows.promise)) == (13, 13)
     with pytest.raises(RequestError, match="cascade needs samples beyond the 60 to score on, .*, or leave it out"):
-        load_pruning(recipe_of(tmp_path, calibration__samples=60, evaluation__rows="first", evaluation__samples=10))
+        load_pruning(recipe_of(tmp_path, calibration__samples=60, evaluation__split="train"))
 
 
 def test_blocks_of_text_are_promised_on_and_judged(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_only_tokens_that_went_change_what_a_language_model_says(tmp_path: Path)
         "text-generation",
         data={"files": {"train": "train.txt", "validation": "train.txt"}, "text": "text", "packing": False},
         calibration={"samples": 8},
-        evaluation={"samples": 20, "rows": "first"},
+        evaluation={"split": "validation[:20]"},
         vocabulary={},
         prune={},
         measure={"runtimes": [], "shapes": [[1, 16]]},

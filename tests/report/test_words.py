@@ -268,9 +268,8 @@ def test_rows_without_labels_have_no_accuracy() -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"evaluation_of": 1500, "evaluation_rows": "drawn"}, "over 600 samples, drawn from the 1,500 of validation."),
-        ({"evaluation_of": 1500, "evaluation_rows": "first"}, "over the first 600 of the 1,500 samples of validation."),
-        ({"evaluation_of": 600, "evaluation_rows": "drawn"}, "over all 600 samples of validation."),
+        ({"evaluation_of": 1500}, "over 600 samples, drawn from the 1,500 of validation."),
+        ({"evaluation_of": 600}, "over all 600 samples of validation."),
     ],
 )
 def test_a_report_says_which_rows_quality_is_of(data: dict[str, Any], said: str) -> None:

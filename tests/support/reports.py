@@ -11,7 +11,7 @@ from hies_export.report.tables import print_report
 # Rows of a run of which nothing more is worth a sentence.
 DATA: dict[str, Any] = {
     **{"labels": "data", "calibration_samples": 32},
-    **{"compensation_samples": 0, "evaluation_samples": 64, "evaluation_of": 64, "evaluation_rows": "first"},
+    **{"compensation_samples": 0, "evaluation_samples": 64, "evaluation_of": 64},
     **{"evaluation_split": "validation", "held_out_samples": 0, "held_out_split": "train", "held_out_further": True},
     **{"name": None, "file": None, "fingerprint": "f"},
 }

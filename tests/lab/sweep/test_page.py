@@ -36,7 +36,6 @@ ABOUT = SweepAbout(
     evaluation_split="validation",
     evaluation_samples=600,
     evaluation_of=872,
-    evaluation_rows="drawn",
     shape=[8, 128],
     environment={"cpu": "a processor", "torch": "2.13.0"},
 )
