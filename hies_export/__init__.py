@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from .pipeline.push import push_to_hub
     from .pipeline.recipe import PruningRecipe
     from .pipeline.run import deploy, run
+    from .recipe.sections import Constraints
     from .report.report import Report
     from .score.compensated import score_compensated
     from .score.criteria import CRITERIA, Scores, criterion, score_units
-    from .select.constraints import Constraints
     from .select.plan import PruningPlan
     from .select.select import select_units
     from .slim.bundles import flops_table, parameters_table
@@ -90,10 +90,10 @@ _MODULES = {
     "pipeline.push": ("push_to_hub",),
     "pipeline.recipe": ("PruningRecipe",),
     "pipeline.run": ("deploy", "run"),
+    "recipe.sections": ("Constraints",),
     "report.report": ("Report",),
     "score.compensated": ("score_compensated",),
     "score.criteria": ("CRITERIA", "Scores", "criterion", "score_units"),
-    "select.constraints": ("Constraints",),
     "select.plan": ("PruningPlan",),
     "select.select": ("select_units",),
     "slim.bundles": ("flops_table", "parameters_table"),

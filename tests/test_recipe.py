@@ -88,7 +88,6 @@ def test_modules_and_multiples_have_one_form() -> None:
     prune = PruningRecipe(**fields).prune
     assert prune.modules == ("attention", "mlp")
     assert (prune.multiple_of.heads, prune.multiple_of.neurons) == (2, None)  # a number is for heads
-    assert prune.constraints.neurons_multiple_of == 1
     fields["prune"] |= {"multiple_of": {"neurons": 64}}  # type: ignore[operator]
     prune = PruningRecipe(**fields).prune
     assert (prune.multiple_of.heads, prune.multiple_of.neurons) == (1, 64)

@@ -47,7 +47,7 @@ def choose(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores] = 
 def choose_within(pruning: Pruning, statistics: Statistics, share: float, like: Choice) -> Choice:
     """Choose the units that stay within a share of the FLOPs, by the scores and weights of tokens of another choice."""
     assert like.scores is not None
-    check_reachable(pruning.scored, pruning.flops_table, ratio=share, constraints=pruning.options.constraints)
+    check_reachable(pruning.scored, pruning.flops_table, ratio=share, constraints=pruning.options)
     selection = select(pruning, like.scores, Goal(ratio=share, table=pruning.flops_table))
     outcome = Outcome(Budget(flops=share), predicted=pruning.flops_left(selection))
     return choice_of(pruning, statistics, Trial(like.scores, selection, like.token_weights), outcome=outcome)
@@ -90,7 +90,7 @@ def sizes_of(pruning: Pruning, table: CostTable | None) -> list[Goal]:
     Each removes 1 / `SIZES` more of the time or FLOPs that can be removed. If only heads are removed and nothing is
     timed, each removes one more bundle of heads. Raises PlanError if the constraints allow no cut.
     """
-    scored, constraints = pruning.scored, pruning.options.constraints
+    scored, constraints = pruning.scored, pruning.options
     found: list[Goal] = []
     if table is None and any(module.kind == MLP for module in scored):
         table = pruning.flops_table
@@ -121,7 +121,7 @@ def _cost_table(pruning: Pruning) -> CostTable | None:
     pruning.progress.stage("time cuts of several sizes, to predict the time of a plan")
     table = pruning.time_cuts(pruning)
     if budget.ratio is not None:
-        check_reachable(pruning.scored, table, ratio=budget.ratio, constraints=pruning.options.constraints)
+        check_reachable(pruning.scored, table, ratio=budget.ratio, constraints=pruning.options)
     return table
 
 

@@ -23,7 +23,7 @@ from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import SILENT, Progress, without_reports
 from ..recipe.budget import Budget, Outcome
-from ..recipe.sections import ComparisonSection, CompensationSection, MultipleOf
+from ..recipe.sections import Allocation, ComparisonSection, CompensationSection, MultipleOf
 from ..score.criteria import Scores
 from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit
@@ -34,7 +34,7 @@ from .choose import choose
 from .in_memory import accept, delivery_of, read_rows, take
 from .price import Priced, size_of_pruning
 from .pruning import Pruning
-from .recipe import Allocation, PruneSection, sentences
+from .recipe import PruneSection, sentences
 from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, try_metrics
 
 if TYPE_CHECKING:  # what delivers a slim model is imported when it is first asked for

@@ -368,16 +368,16 @@ def check_pruning(pruning: Pruning, fewest: Looks = Looks()) -> None:  # noqa: B
         )
     _check_enough_rows(pruning, fewest)
     if budget.heads:
-        check_budget(pruning.scored, heads=budget.heads, constraints=options.constraints)
+        check_budget(pruning.scored, heads=budget.heads, constraints=options)
     else:
-        check_constraints(pruning.scored, options.constraints)
+        check_constraints(pruning.scored, options)
     if (table := pruning.counted_table) is not None and budget.ratio is not None:
         if table.dense <= budget.ratio:
             raise RequestError(
                 f"the budget asks for {table.what} at most {budget.ratio:g} of dense, and the tokens that went leave "
                 f"{table.dense:.3f} as it is: nothing else has to go; ask for less, or leave the budget out"
             )
-        check_reachable(pruning.scored, table, ratio=budget.ratio / table.dense, constraints=options.constraints)
+        check_reachable(pruning.scored, table, ratio=budget.ratio / table.dense, constraints=options)
 
 
 def _check_enough_rows(pruning: Pruning, fewest: Looks) -> None:

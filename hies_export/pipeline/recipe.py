@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ValidationError, field_validator, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 
@@ -29,13 +29,13 @@ from ..recipe.sections import (
     CascadeSection,
     CompensationSection,
     CompoundSection,
+    Constraints,
     DataSection,
     DeploySection,
     EvaluationSection,
     ExportSection,
     HeldOutSection,
     MeasureSection,
-    MultipleOf,
     Section,
     VocabularySection,
 )
@@ -43,9 +43,6 @@ from ..tasks import TASKS
 
 if TYPE_CHECKING:
     from ..report.report import Report
-    from ..select.constraints import Constraints
-
-Allocation = Literal["global", "uniform"]
 
 # Shares of the FLOPs that a compound tries if there is no budget.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
@@ -74,12 +71,14 @@ def _with_known_metric(budget: Budget) -> Budget:
     return budget.model_copy(update={"keep": keep.model_copy(update={"predictions": share})})
 
 
-class PruneSection(Section):
+class PruneSection(Constraints):
     """How units are scored, selected and compensated; see `score_units`, `select_units` and `compensate`.
 
     The budget decides what is not given. A budget of heads asks the paper's question: `modules` are attention,
     `criterion` is HIES, and nothing is refitted. Every other budget asks for a smaller model with the same answers:
     heads and neurons (heads alone, where neurons cannot go), `compensated`, least squares.
+
+    The first fields are constraints on which units go, whatever the budget; see `Constraints`.
 
     Attributes:
         modules: Which modules lose units: "attention" (heads), "mlp" (feed-forward neurons), or both under one budget.
@@ -94,17 +93,7 @@ class PruneSection(Section):
             every layer has a head with 0 and one with 1.
         budget: See `Budget`. A recipe's `deploy` or `cascade` may choose how much is removed in place of it. With
             `vocabulary` and no budget, only tokens go.
-        allocation: "uniform" removes the same number of heads from every layer, "global" those that score lowest
-            anywhere. Or one for each kind, as in {attention: uniform, mlp: global}: the config's own fields, if it has
-            them, then describe the heads beside uneven neurons. Each uniform kind loses its own share; a kind that is
-            not named is "global".
-        unit: With grouped-query attention, "group" removes whole key/value groups, with their part of the cache, and
-            "query" the same number of query heads from each group, so that the cache keeps its size. Without groups the
-            two are the same: every head is its own group, and takes its part of the cache along.
         towers: The parts of a composite model that lose heads; by default the language model if there is one.
-        min_heads: Query heads that every layer keeps, however low they score.
-        keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
-        multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
         compensation: See `CompensationSection`; None for no compensation, also where the default is least squares.
     """
 
@@ -113,12 +102,7 @@ class PruneSection(Section):
     alpha: float | Literal["auto"] = 0.9
     normalize: Literal["model", "layer"] = "model"
     budget: Budget | None = None
-    allocation: Allocation | dict[str, Allocation] = "global"
-    unit: Literal["group", "query"] = "group"
     towers: tuple[str, ...] = ()
-    min_heads: int = Field(1, ge=1)
-    keep_layers: tuple[int, ...] = ()
-    multiple_of: MultipleOf = MultipleOf()
     compensation: CompensationSection | None = None
 
     @property
@@ -126,20 +110,6 @@ class PruneSection(Section):
         """The budget, which must be given; the section `PruningRecipe.options` always has one."""
         assert self.budget is not None
         return self.budget
-
-    @property
-    def constraints(self) -> Constraints:
-        """The limits on a selection, whatever the budget."""
-        from ..select.constraints import Constraints
-
-        return Constraints(
-            allocation=self.allocation,
-            unit=self.unit,
-            min_heads=self.min_heads,
-            keep_layers=self.keep_layers,
-            multiple_of=self.multiple_of.heads,
-            neurons_multiple_of=self.multiple_of.neurons or 1,
-        )
 
     @property
     def judged_on_held_out(self) -> str | None:
@@ -162,22 +132,6 @@ class PruneSection(Section):
         if not value or len(set(value)) < len(value):
             raise ValueError(f"modules must be attention, mlp or both, each once, got {list(value)}")
         return tuple(kind for kind in KINDS if kind in value)
-
-    @field_validator("allocation", mode="before")
-    @classmethod
-    def _is_an_allocation(cls, value: Any) -> Any:
-        by_kind = value if isinstance(value, dict) else dict.fromkeys(KINDS, value)
-        if any(kind not in KINDS or of_kind not in get_args(Allocation) for kind, of_kind in by_kind.items()):
-            raise ValueError(
-                f"allocation must be global or uniform, or one for each of attention and mlp, as in {{attention: "
-                f"uniform, mlp: global}}, got {value!r}"
-            )
-        return value
-
-    @field_validator("multiple_of", mode="before")
-    @classmethod
-    def _number_is_for_heads(cls, value: Any) -> Any:
-        return {"heads": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("alpha", mode="before")
     @classmethod

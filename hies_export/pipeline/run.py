@@ -153,8 +153,8 @@ def _formats(recipe: PruningRecipe) -> list[str]:
 
 def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str]) -> None:
     """Refuse a model that cannot be exported to the formats, also with the uneven layers that a cut may leave."""
-    constraints = pruning.options.constraints
-    uneven = constraints.keep_layers or not all(map(constraints.uniform, constraints.parts(pruning.scored)))
+    options = pruning.options
+    uneven = options.keep_layers or not all(map(options.uniform, options.parts(pruning.scored)))
     check_exports(formats, pruning.model, delivery.exporter, uneven=bool(uneven))
 
 

@@ -189,7 +189,7 @@ def effect_batches(pruning: Pruning) -> list[Batch]:
 
 def select(pruning: Pruning, scores: Scores, goal: Goal) -> Selection:
     """Return the units that stay to reach a goal, by their scores and within the constraints."""
-    return select_units(scores, pruning.modules, constraints=pruning.options.constraints, **vars(goal))
+    return select_units(scores, pruning.modules, constraints=pruning.options, **vars(goal))
 
 
 def token_weights_of(pruning: Pruning) -> tuple[float, ...]:

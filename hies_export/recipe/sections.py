@@ -1,16 +1,23 @@
 """The sections of a recipe: their fields, defaults, and the rules for their values.
 
-A section is also the options of the stage that it is about, so this file imports nothing of the package.
+A section is also the options of the stage that it is about, so this file imports no stage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
+from ..kinds import ATTENTION, KINDS
+
+if TYPE_CHECKING:
+    from ..units.units import Units
+
 ShareOfDense = Annotated[float, Field(gt=0, lt=1)]
+Allocation = Literal["global", "uniform"]
 
 
 class Section(BaseModel):
@@ -186,6 +193,75 @@ class MultipleOf(Section):
 
     heads: int = Field(1, ge=1)
     neurons: int | None = Field(None, ge=1)
+
+
+class Constraints(Section):
+    """Limits on which units go, whatever the budget.
+
+    Attributes:
+        allocation: "uniform" removes the same share of the units of every layer, "global" those that score lowest
+            anywhere. Or one for each kind, as in {attention: uniform, mlp: global}: the config's own fields, if it has
+            them, then describe the heads beside uneven neurons. Each uniform kind loses its own share; a kind that is
+            not named is "global".
+        unit: With grouped-query attention, "group" removes whole key/value groups, with their part of the cache, and
+            "query" the same number of query heads from each group, so that the cache keeps its size. Without groups the
+            two are the same: every head is its own group, and takes its part of the cache along.
+        min_heads: Query heads that every layer keeps, however low they score.
+        keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
+        multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
+    """
+
+    allocation: Allocation | dict[str, Allocation] = "global"
+    unit: Literal["group", "query"] = "group"
+    min_heads: int = Field(1, ge=1)
+    keep_layers: tuple[int, ...] = ()
+    multiple_of: MultipleOf = MultipleOf()
+
+    @field_validator("allocation", mode="before")
+    @classmethod
+    def _is_an_allocation(cls, value: Any) -> Any:
+        by_kind = value if isinstance(value, dict) else dict.fromkeys(KINDS, value)
+        if any(kind not in KINDS or of_kind not in get_args(Allocation) for kind, of_kind in by_kind.items()):
+            raise ValueError(
+                f"allocation must be global or uniform, or one for each of attention and mlp, as in {{attention: "
+                f"uniform, mlp: global}}, got {value!r}"
+            )
+        return value
+
+    @field_validator("multiple_of", mode="before")
+    @classmethod
+    def _number_is_for_heads(cls, value: Any) -> Any:
+        return {"heads": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+    def parts(self, modules: Sequence[Units]) -> list[list[Units]]:
+        """Return the modules that share an allocation: all, or those of each kind if each has its own."""
+        if isinstance(self.allocation, str):
+            return [list(modules)] if modules else []
+        kinds = dict.fromkeys(module.kind for module in modules)
+        return [[module for module in modules if module.kind == kind] for kind in kinds]
+
+    def uniform(self, part: Sequence[Units]) -> bool:
+        """Return whether all modules of a part, one of `parts`, lose the same share."""
+        allocation = self.allocation
+        return (allocation if isinstance(allocation, str) else allocation.get(part[0].kind)) == "uniform"
+
+    def least(self, module: Units) -> int:
+        """Return the least number of units that a module keeps."""
+        return self.min_heads if module.kind == ATTENTION else 1
+
+    def multiple(self, module: Units) -> int:
+        """Return the number of which a module that loses units keeps a multiple."""
+        if module.kind != ATTENTION:
+            return self.multiple_of.neurons or 1
+        return self.multiple_of.heads * (module.group_size if self.unit == "group" else 1)
+
+    def protected(self, modules: Sequence[Units]) -> set[int]:
+        """Return the positions in `modules` of those that lose nothing, by `keep_layers`."""
+        found: set[int] = set()
+        for kind in {module.kind for module in modules}:
+            places = [i for i, module in enumerate(modules) if module.kind == kind]
+            found.update(places[layer] for layer in self.keep_layers if -len(places) <= layer < len(places))
+        return found
 
 
 class CompensationSection(Section):

@@ -1,4 +1,4 @@
-"""Say what a selection may keep, and bundle the units that are removed together.
+"""Say what a selection may keep by its constraints, and bundle the units that are removed together.
 
 By default (`unit: group`) a bundle is a group: in attention, a key/value head with its query heads. Without grouped
 queries that is a single head. Under `unit: query` every group stays, and the n-th bundle has the n-th worst unit of
@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated
 
-from pydantic import Field, PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import NonFiniteError, PlanError, RecipeError
 from ..kinds import ATTENTION, UNIT_NAMES
+from ..recipe.sections import Constraints
 from ..units.units import Selection, Units
 
 
@@ -66,65 +64,6 @@ def bundles_lost(selection: Selection, modules: Sequence[Units], *, unit: str) -
     return {name: count for name, count in lost.items() if count}
 
 
-_Allocation = Annotated[str, Field(pattern="^(global|uniform)$")]
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """Limits on a selection, whatever its budget.
-
-    Attributes:
-        allocation: "global" (the worst units of all modules go) or "uniform" (every module loses the same share). Or
-            one for each kind, as in {"attention": "uniform"}: every module of a uniform kind then loses the same share,
-            which may differ between kinds. A kind that is not named is "global".
-        unit: What is removed together (not a unit in the sense of head or neuron): "group", a key/value head with its
-            query heads, so that the cache shrinks; or "query", the same number of query heads of every group.
-        min_heads: Least number of query heads that every attention module keeps.
-        keep_layers: Positions of modules that lose nothing, among the modules of their kind. Negative ones count from
-            the end.
-        multiple_of: For tensor-parallel serving: an attention module that loses units keeps a multiple of this number
-            of groups (key/value heads), or of query heads under `unit: query`.
-        neurons_multiple_of: A feed-forward block that loses neurons keeps a multiple of this number.
-    """
-
-    allocation: _Allocation | Mapping[Annotated[str, Field(pattern="^(attention|mlp)$")], _Allocation] = "global"
-    unit: Annotated[str, Field(pattern="^(group|query)$")] = "group"
-    min_heads: PositiveInt = 1
-    keep_layers: Sequence[int] = ()
-    multiple_of: PositiveInt = 1
-    neurons_multiple_of: PositiveInt = 1
-
-    def parts(self, modules: Sequence[Units]) -> list[list[Units]]:
-        """Return the modules that share an allocation: all, or those of each kind if each has its own."""
-        if isinstance(self.allocation, str):
-            return [list(modules)] if modules else []
-        kinds = dict.fromkeys(module.kind for module in modules)
-        return [[module for module in modules if module.kind == kind] for kind in kinds]
-
-    def uniform(self, part: Sequence[Units]) -> bool:
-        """Return whether all modules of a part, one of `parts`, lose the same share."""
-        allocation = self.allocation
-        return (allocation if isinstance(allocation, str) else allocation.get(part[0].kind)) == "uniform"
-
-    def least(self, module: Units) -> int:
-        """Return the least number of units that a module keeps."""
-        return self.min_heads if module.kind == ATTENTION else 1
-
-    def multiple(self, module: Units) -> int:
-        """Return the number of which a module that loses units keeps a multiple."""
-        if module.kind != ATTENTION:
-            return self.neurons_multiple_of
-        return self.multiple_of * (module.group_size if self.unit == "group" else 1)
-
-    def protected(self, modules: Sequence[Units]) -> set[int]:
-        """Return the positions in `modules` of those that lose nothing, by `keep_layers`."""
-        found: set[int] = set()
-        for kind in {module.kind for module in modules}:
-            places = [i for i, module in enumerate(modules) if module.kind == kind]
-            found.update(places[layer] for layer in self.keep_layers if -len(places) <= layer < len(places))
-        return found
-
-
 NONE = Constraints()
 
 
@@ -157,7 +96,7 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
         raise PlanError(
             f"the budget must remove at least one head, but heads: {heads} of {of} rounds to none; raise the share"
         )
-    if constraints.multiple_of == 1:
+    if constraints.multiple_of.heads == 1:
         return wanted if whole else counts
     options = removable_counts(modules, constraints)
     # Every module loses at most its share.
@@ -166,7 +105,7 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
     if smallest > wanted if whole else not any(fewer):
         raise PlanError(
             f"the budget must remove at least one head, but heads: {heads} asks for {wanted} of {of} {what}, and "
-            f"multiple_of {constraints.multiple_of} allows no such number; raise the share or lower multiple_of"
+            f"multiple_of {constraints.multiple_of.heads} allows no such number; raise the share or lower multiple_of"
         )
     return wanted if whole else fewer
 
@@ -188,7 +127,7 @@ def _undivided(modules: Sequence[Units], constraints: Constraints) -> list[str]:
         if module.units % multiple:
             what, total = "neurons" if module.kind != ATTENTION else "heads", module.units
             if module.group_size > 1 and constraints.unit == "group":
-                what, total, multiple = "key/value heads", module.groups, constraints.multiple_of
+                what, total, multiple = "key/value heads", module.groups, constraints.multiple_of.heads
             elif module.group_size > 1:
                 what = "query heads"
             found[module.kind] = (

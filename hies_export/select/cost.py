@@ -9,8 +9,9 @@ from typing import Any
 
 from ..errors import PlanError
 from ..kinds import UNIT_NAMES
+from ..recipe.sections import Constraints
 from ..units.units import Selection, Units
-from .constraints import NONE, Constraints, bundle_count, bundles_lost, removable_counts
+from .constraints import NONE, bundle_count, bundles_lost, removable_counts
 
 # At most this many shares are tried one by one.
 MOST_SHARES = 1000
@@ -50,7 +51,8 @@ def check_reachable(
     if best > ratio:
         names = ("unit", "min_heads", "keep_layers", "multiple_of")
         given = {name: getattr(constraints, name) for name in names}
-        given["multiple_of neurons"] = constraints.neurons_multiple_of
+        given["multiple_of"] = constraints.multiple_of.heads
+        given["multiple_of neurons"] = constraints.multiple_of.neurons or 1
         limits = ", ".join(f"{name} {value}" for name, value in given.items() if value not in (1, (), [], "group"))
         units = " and ".join(dict.fromkeys(f"{UNIT_NAMES[module.kind]}s" for module in modules))
         raise PlanError(

@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from ..errors import RecipeError
+from ..recipe.sections import Constraints
 from ..score.criteria import Chain, Removal, Scores, edges_by_slope
 from ..units.units import Units
-from .constraints import Constraints, bundle_count, removable_counts, worst_first
+from .constraints import bundle_count, removable_counts, worst_first
 from .cost import CostTable, check_reachable, saved_by, uniform_counts
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import PlanError, RecipeError
+from ..recipe.sections import Constraints
 from ..score.criteria import Scores
 from ..units.units import Selection, Units
 from .constraints import (
     NONE,
-    Constraints,
     check_budget,
     check_constraints,
     most_removable,
@@ -107,7 +107,7 @@ def _counts_of_share(scores: Scores, modules: Sequence[Units], heads: float, con
     size = check_budget(modules, heads=heads, constraints=constraints)
     if not isinstance(size, int):
         return size
-    if constraints.multiple_of > 1:
+    if constraints.multiple_of.heads > 1:
         options = removable_counts(modules, constraints)
         best, trace = least_loss(options, _losses(scores, modules, options, constraints.unit), size)
         chosen = trace(int(np.flatnonzero(np.isfinite(best))[-1]))

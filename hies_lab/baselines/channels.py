@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from hies_export.calibrate.statistics import slices_of
 from hies_export.data.batches import Batch
 from hies_export.errors import UnsupportedModelError
 from hies_export.model.linear import features_of, weight_of
+from hies_export.recipe.sections import Constraints, MultipleOf
 from hies_export.score.criteria import Scores
-from hies_export.select.constraints import Constraints, check_budget, worst_first
+from hies_export.select.constraints import check_budget, worst_first
 from hies_export.select.select import select_units
 from hies_export.units.units import PrunableModule, Units
 
@@ -87,14 +87,14 @@ def select_channels(
     `unit` and `multiple_of` do not apply.
     """
     check_channels(modules)
-    constraints = replace(constraints, unit="group", multiple_of=1)
+    constraints = constraints.model_copy(update={"unit": "group", "multiple_of": MultipleOf()})
     size = check_budget(modules, heads=heads, constraints=constraints)
     width = modules[0].unit_width
     channels = [Units(name=module.name, units=module.groups * width) for module in modules]
     stay = {module.name: torch.ones(module.units, dtype=torch.bool) for module in channels}
     if isinstance(size, int):
         groups = max(-(-constraints.min_heads // module.group_size) for module in modules)
-        constraints = replace(constraints, min_heads=groups * width)
+        constraints = constraints.model_copy(update={"min_heads": groups * width})
         share = size * width / sum(module.units for module in channels)
         kept = select_units(Scores(CHANNELS, {}, scores), channels, heads=share, constraints=constraints)
         for name, found in kept.items():

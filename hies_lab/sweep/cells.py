@@ -156,7 +156,7 @@ class Shared:
         """The lowest share of FLOPs that cuts of the grid's modules reach; empty without budgets of FLOPs."""
         if not self.grid.flops:
             return {}
-        base, constraints = self.base, self.base.options.constraints
+        base, constraints = self.base, self.base.options
         parts = {name: [m for m in base.scored if m.kind in MODULES[name]] for name in self.grid.modules}
         found = {name: lowest_ratio(part, base.flops_table, constraints) for name, part in parts.items()}
         best = parts[min(found, key=lambda name: found[name])]
@@ -219,7 +219,7 @@ def reachable_cells(shared: Shared, progress: Progress = SILENT) -> list[Cell]:
     """Return the cells whose budget their modules can meet; refuse what the constraints do not allow."""
     base, grid, lowest = shared.base, shared.grid, shared.lowest
     for sparsity in grid.sparsities:
-        check_budget(base.scored, heads=sparsity, constraints=base.options.constraints)
+        check_budget(base.scored, heads=sparsity, constraints=base.options)
     if KWON in grid.criteria and base.options.unit == "query" and any(m.group_size > 1 for m in base.scored):
         raise RecipeError([f"{KWON} removes whole key/value groups, got unit: query; set unit: group or leave it out"])
     if CHANNELS in grid.criteria:
@@ -438,8 +438,8 @@ def _baseline(shared: Shared, cell: Cell) -> Iterator[None]:
     assert cell.sparsity is not None
     with ExitStack() as stack:
         if cell.criterion == CHANNELS:
-            scores, constraints = of_seed.channel_scores, base.options.constraints
-            stay = channels.select_channels(scores, modules, heads=cell.sparsity, constraints=constraints)
+            scores = of_seed.channel_scores
+            stay = channels.select_channels(scores, modules, heads=cell.sparsity, constraints=base.options)
             stack.enter_context(channels.masked_channels(model, modules, stay))
         else:
             bases, targets = of_seed.bases

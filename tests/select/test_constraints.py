@@ -24,7 +24,7 @@ MODULES = (
         (MODULES, Constraints(unit="query", multiple_of=8), ["query heads, which is 12 in a1, got 8"]),
         (
             MODULES,
-            Constraints(multiple_of=3, neurons_multiple_of=7),
+            Constraints(multiple_of={"heads": 3, "neurons": 7}),
             ["key/value heads, which is 4 in a1, got 3", "neurons, which is 48 in m1, got 7"],
         ),
     ],
@@ -38,9 +38,9 @@ def test_a_multiple_that_does_not_divide_is_refused(
 
 
 def test_a_multiple_of_each_kind_may_differ_and_is_nothing_to_the_other() -> None:
-    check_constraints(MODULES, Constraints(multiple_of=4, neurons_multiple_of=16))
-    check_constraints(MODULES, Constraints(unit="query", multiple_of=6, neurons_multiple_of=8))
-    check_constraints(MODULES[:2], Constraints(neurons_multiple_of=5))
+    check_constraints(MODULES, Constraints(multiple_of={"heads": 4, "neurons": 16}))
+    check_constraints(MODULES, Constraints(unit="query", multiple_of={"heads": 6, "neurons": 8}))
+    check_constraints(MODULES[:2], Constraints(multiple_of={"neurons": 5}))
     check_constraints(MODULES[2:], Constraints(multiple_of=5, min_heads=40))
 
 
@@ -60,7 +60,7 @@ def test_what_may_go_is_by_kind() -> None:
     # Layers are counted among those of a kind.
     assert most_removable(MODULES, Constraints(keep_layers=(0,))) == [0, 3, 0, 47]
     assert most_removable(MODULES, Constraints(keep_layers=(-1,))) == [11, 0, 63, 0]
-    found = removable_counts(MODULES, Constraints(multiple_of=2, neurons_multiple_of=16))
+    found = removable_counts(MODULES, Constraints(multiple_of={"heads": 2, "neurons": 16}))
     assert found == [[0, 2, 4, 6, 8, 10], [0, 2], [0, 16, 32, 48], [0, 16, 32]]
     assert removable_counts(MODULES, Constraints(unit="query", multiple_of=8))[1] == [0, 1]
     assert removable_counts(MODULES, Constraints()) == [[*range(12)], [0, 1, 2, 3], [*range(64)], [*range(48)]]

@@ -109,7 +109,7 @@ CASES = {
     "the last layer kept": Case(SMALL, Constraints(keep_layers=(-1,)), lambda lost: not (lost[1] or lost[3])),
     "multiples": Case(
         (heads("a0", 4), heads("a1", 2), block("m0", 4), block("m1", 4)),
-        Constraints(multiple_of=2, neurons_multiple_of=2),
+        Constraints(multiple_of={"heads": 2, "neurons": 2}),
         lambda lost: all(count % 2 == 0 for count in lost),
     ),
     "heads alike": tied(attention="uniform", mlp="global"),
@@ -182,7 +182,7 @@ def test_the_order_of_chains_decides_within_a_uniform_kind() -> None:
 def test_slopes_lose_little_more_than_the_best_choice(
     multiple: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    constraints, effects = Constraints(neurons_multiple_of=multiple), effects_of(LARGE, seed)
+    constraints, effects = Constraints(multiple_of={"neurons": multiple}), effects_of(LARGE, seed)
     ratio = random.Random(seed).uniform(0.3, 0.9)
     best = lost(chosen(effects, LARGE, ratio, constraints=constraints), effects)
     monkeypatch.setattr(joint, "MOST_OPTIONS", 0)
@@ -275,7 +275,7 @@ def test_modules_that_are_not_scored_keep_everything() -> None:
         (LARGE, Constraints(), "heads and neurons that may go gives 0.080"),
         (
             LARGE,
-            Constraints(min_heads=4, keep_layers=(0,), neurons_multiple_of=20),
+            Constraints(min_heads=4, keep_layers=(0,), multiple_of={"neurons": 20}),
             r"neurons that may go \(min_heads 4, keep_layers \(0,\), multiple_of neurons 20\) "
             r"gives 0.667, the best there is; raise the target or loosen the constraints",
         ),
