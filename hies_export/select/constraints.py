@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..errors import NonFiniteError, PlanError, RecipeError
-from ..kinds import ATTENTION, UNIT_NAMES
+from ..kinds import UNIT_NAMES
 from ..recipe.sections import Constraints
 from ..units.units import Selection, Units
 
@@ -74,38 +74,24 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
     """
     share = [] if 0 < heads < 1 else [f"sparsity (budget.heads) must be in (0, 1), got {heads}"]
     check_constraints(modules, constraints, problems=share)
-    unit, whole = constraints.unit, not constraints.uniform(modules)
+    unit, whole, protected = constraints.unit, not constraints.uniform(modules), constraints.protected(modules)
     bundles = [bundle_count(module, unit) for module in modules]
-    most = most_removable(modules, constraints)
-    protected = sorted(constraints.protected(modules))
     counts = [0 if i in protected else round(heads * count) for i, count in enumerate(bundles)]
+    most, options = most_removable(modules, constraints), removable_counts(modules, constraints)
     if whole:
         wanted, possible, of = round(heads * sum(bundles)), sum(most), sum(bundles)
-    else:  # the module that falls furthest short
-        wanted, possible, of = max(zip(counts, most, bundles, strict=True), key=lambda item: item[0] - item[1])
-    grouped = any(module.group_size > 1 for module in modules)
-    what = "heads" if not grouped else "key/value groups" if unit == "group" else "query heads per group"
-    if wanted > possible:
-        kept = f" and keep_layers {protected}" if protected else ""
-        other = "; unit: query cuts query heads inside the groups" if grouped and unit == "group" else ""
-        raise PlanError(
-            f"the budget asks to remove {wanted} of {of} {what}, but min_heads {constraints.min_heads}{kept} leave "
-            f"only {possible} to remove; lower the share or loosen the constraints{other}"
-        )
-    if not (wanted if whole else any(counts)):
-        raise PlanError(
-            f"the budget must remove at least one head, but heads: {heads} of {of} rounds to none; raise the share"
-        )
-    if constraints.multiple_of.heads == 1:
-        return wanted if whole else counts
-    options = removable_counts(modules, constraints)
-    # Every module loses at most its share.
+    else:  # the module that falls furthest short, or loses most
+        wanted, possible, of = max(zip(counts, most, bundles, strict=True), key=lambda item: (item[0] > item[1], item))
+    # With `multiple_of`, every module loses at most its share.
     fewer = [max(k for k in option if k <= count) for option, count in zip(options, counts, strict=True)]
-    smallest = min((k for option in options for k in option if k), default=wanted + 1)
-    if smallest > wanted if whole else not any(fewer):
+    fewest = min((k for option in options for k in option if k), default=0)
+    if wanted > possible or (not 0 < fewest <= wanted if whole else not any(fewer)):
+        what = "heads"
+        if any(module.group_size > 1 for module in modules):
+            what = "key/value groups" if unit == "group" else "query heads per group"
         raise PlanError(
-            f"the budget must remove at least one head, but heads: {heads} asks for {wanted} of {of} {what}, and "
-            f"multiple_of {constraints.multiple_of.heads} allows no such number; raise the share or lower multiple_of"
+            f"the budget asks to remove {wanted} of {of} {what}, but min_heads, keep_layers and multiple_of let "
+            f"{fewest} to {possible} go; change the share or the constraints"
         )
     return wanted if whole else fewer
 
@@ -114,26 +100,16 @@ def check_constraints(modules: Sequence[Units], constraints: Constraints, *, pro
     """Refuse, by a RecipeError, constraints that are out of range, together with problems found before."""
     most = max(Counter(module.kind for module in modules).values())
     outside = [layer for layer in constraints.keep_layers if not -most <= layer < most]
+    # One message for each kind.
+    undivided = {
+        module.kind: f"multiple_of must divide the units of every layer, but {module.name} has {module.units} "
+        f"{UNIT_NAMES[module.kind]}s, and would keep a multiple of {multiple}"
+        for module in modules
+        if module.units % (multiple := constraints.multiple(module))
+    }
     found = [*problems, *(f"keep_layers must name layers 0 to {most - 1}, got {layer}" for layer in outside)]
-    if found := found or _undivided(modules, constraints):
+    if found := found or list(undivided.values()):
         raise RecipeError(found)
-
-
-def _undivided(modules: Sequence[Units], constraints: Constraints) -> list[str]:
-    """Return for each kind a message that names a module whose number of units `multiple_of` does not divide."""
-    found = {}
-    for module in modules:
-        multiple = constraints.multiple(module)
-        if module.units % multiple:
-            what, total = "neurons" if module.kind != ATTENTION else "heads", module.units
-            if module.group_size > 1 and constraints.unit == "group":
-                what, total, multiple = "key/value heads", module.groups, constraints.multiple_of.heads
-            elif module.group_size > 1:
-                what = "query heads"
-            found[module.kind] = (
-                f"multiple_of must divide the number of {what}, which is {total} in {module.name}, got {multiple}"
-            )
-    return list(found.values())
 
 
 def removable_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:

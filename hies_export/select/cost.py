@@ -49,16 +49,10 @@ def check_reachable(
     """Refuse, by a PlanError, a budget below the lowest possible cost, which is `best`, by default `lowest_ratio`."""
     best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
-        names = ("unit", "min_heads", "keep_layers", "multiple_of")
-        given = {name: getattr(constraints, name) for name in names}
-        given["multiple_of"] = constraints.multiple_of.heads
-        given["multiple_of neurons"] = constraints.multiple_of.neurons or 1
-        limits = ", ".join(f"{name} {value}" for name, value in given.items() if value not in (1, (), [], "group"))
         units = " and ".join(dict.fromkeys(f"{UNIT_NAMES[module.kind]}s" for module in modules))
         raise PlanError(
-            f"the budget asks for {table.what} at most {ratio:g} of dense, but cutting all {units} that may go"
-            f"{f' ({limits})' if limits else ''} gives {best:.3f}, the best there is; raise the target"
-            + (" or loosen the constraints" if limits else "")
+            f"the budget asks for {table.what} at most {ratio:g} of dense, but cutting all {units} that may go gives "
+            f"{best:.3f}, the best there is; raise the target, or loosen min_heads, keep_layers or multiple_of"
         )
 
 

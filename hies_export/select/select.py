@@ -68,17 +68,8 @@ def select_units(
     if (heads is None) == (ratio is None) or (table is None) != (ratio is None):
         raise RecipeError("select_units needs one budget: heads (a share), or a table with a ratio")
     scored = [module for module in modules if module.name in scores.scores]
-    if modules and not scored:
-        raise PlanError(
-            f"scores must be of the modules given, but none of these has any ({modules[0].name} is the first); score "
-            "the modules of this model"
-        )
-    for module in scored:
-        if len(scores.scores[module.name]) != module.units:
-            raise PlanError(
-                f"a module must have one score for each of its units, but {module.name} has {module.units} units and "
-                f"{len(scores.scores[module.name])} scores; score the modules of this model"
-            )
+    if (modules and not scored) or any(len(scores.scores[module.name]) != module.units for module in scored):
+        raise PlanError("scores must be of the modules given, one for each unit; score the modules of this model")
     if table is not None and ratio is not None:
         check_constraints(scored, constraints)
         removed = removed_jointly(scores, scored, table, ratio=ratio, constraints=constraints)

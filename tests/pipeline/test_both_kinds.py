@@ -247,7 +247,7 @@ def test_bad_input_is_refused_before_anything_is_computed(prune: dict[str, Any],
     ("overrides", "what"),
     [
         ({"prune__modules": ["mlp"]}, "neurons that may go"),
-        ({"prune__keep_layers": [0, 1], "prune__criterion": "auto"}, r"heads and neurons that may go \(keep_layers"),
+        ({"prune__keep_layers": [0, 1], "prune__criterion": "auto"}, "heads and neurons that may go"),
     ],
 )
 def test_a_budget_below_what_is_left_says_the_least_before_scoring(

@@ -66,6 +66,7 @@ def test_ties_over_modules_and_groups_break_towards_the_later() -> None:
 
 
 SCORES = {"g": [1.0] * 6, "s": [1.0] * 4}
+FIT = "scores must be of the modules given, one for each unit"
 TABLE = CostTable("FLOPs", {"g": (0.0, 0.1, 0.2), "s": (0.0, 0.1, 0.2, 0.3, 0.4)})
 
 
@@ -76,8 +77,8 @@ TABLE = CostTable("FLOPs", {"g": (0.0, 0.1, 0.2), "s": (0.0, 0.1, 0.2, 0.3, 0.4)
         (SCORES, {"heads": 0.5, "ratio": 0.5, "table": TABLE}, RecipeError, "needs one budget: heads"),
         (SCORES, {"ratio": 0.5}, RecipeError, "needs one budget: heads"),
         (SCORES, {"table": TABLE}, RecipeError, "needs one budget: heads"),
-        ({"t": [1.0, 2.0]}, {"heads": 0.5}, PlanError, r"none of these has any \(g is the first"),
-        (SCORES | {"s": [1.0] * 5}, {"ratio": 0.9, "table": TABLE}, PlanError, "s has 4 units and 5 scores"),
+        ({"t": [1.0, 2.0]}, {"heads": 0.5}, PlanError, FIT),
+        (SCORES | {"s": [1.0] * 5}, {"ratio": 0.9, "table": TABLE}, PlanError, FIT),
     ],
 )
 def test_budgets_and_scores_that_do_not_fit_are_refused(
@@ -102,7 +103,7 @@ def test_queries_go_by_the_mean_over_groups_and_in_the_order_of_each() -> None:
     assert removed(4 / 6) == [(1, 2, 3, 5), (1, 2, 4, 5)]
     # At least three heads of a module are two of each group.
     assert removed(2 / 6, min_heads=3) == [(2, 5), (1, 4)]
-    with pytest.raises(PlanError, match="remove 3 of 6 query heads per group, but min_heads 3 leave only 2"):
+    with pytest.raises(PlanError, match="remove 3 of 6 query heads per group, but .* let 1 to 2 go"):
         removed(3 / 6, min_heads=3)
     table = CostTable("FLOPs", {"g": (0.0, 0.1, 0.2), "h": (0.0, 0.15, 0.3)})
     # Under a budget of cost, g loses 1.5 or 3, and h 0.75 or 3.5.

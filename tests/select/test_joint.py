@@ -276,10 +276,9 @@ def test_modules_that_are_not_scored_keep_everything() -> None:
         (
             LARGE,
             Constraints(min_heads=4, keep_layers=(0,), multiple_of={"neurons": 20}),
-            r"neurons that may go \(min_heads 4, keep_layers \(0,\), multiple_of neurons 20\) "
-            r"gives 0.667, the best there is; raise the target or loosen the constraints",
+            "neurons that may go gives 0.667, the best there is; raise the target, or loosen min_heads, keep_layers or",
         ),
-        (LARGE, Constraints(allocation="uniform", min_heads=4), r"that may go \(min_heads 4\) gives 0\.\d+, the best"),
+        (LARGE, Constraints(allocation="uniform", min_heads=4), r"that may go gives 0\.\d+, the best"),
         (LARGE[::2], Constraints(), "cutting all heads that may go"),
         (LARGE[1::2], Constraints(), "cutting all neurons that may go"),
     ],
