@@ -36,7 +36,7 @@ from ..tasks import Predictions, Task
 from ..units.counts import Shape, count_flops, count_parameters
 from ..units.find import find_modules
 from ..units.heads import tower_of
-from ..units.shapes import RowLength, check_shapes, check_sizes, model_shapes, row_length
+from ..units.shapes import check_shapes, check_sizes, model_shapes, row_length
 from ..units.units import PrunableModule, Selection
 from .accept import check_model, warn_of_one_class
 from .recipe import PruneSection
@@ -89,7 +89,7 @@ class Pruning:
     options: PruneSection  # without a budget, a plan says what stays
     metrics: tuple[str, ...]  # how predictions are compared, the most important first
     shapes: Mapping[Shape, Batch]  # by (batch, sequence), to count or time on; FLOPs are counted on the first
-    length: RowLength | None = None  # of the rows; None unless it stands for a sequence that was not given
+    length: int | None = None  # of the rows in tokens; None unless it stands for a sequence that was not given
     serve: Callable[[TimedSection], Predictor]  # returns what predicts where a model is served
     time_cuts: Callable[[Pruning], CostTable]  # times cuts where the budget says: what every bundle of units saves
     dtype: torch.dtype | None = None  # that the slim model is rounded to; None for that of the dense one
@@ -149,9 +149,8 @@ class Pruning:
 
     def shape_of(self, timed: TimedSection) -> Shape:
         """Return which of `shapes` a budget times: one with its batch and, if there is one, its sequence."""
-        rows = None if self.length is None else self.length.tokens
         of_batch = [shape for shape in self.shapes if shape[0] == timed.batch]
-        return next((shape for shape in of_batch if shape[1] == (timed.sequence or rows)), of_batch[0])
+        return next((shape for shape in of_batch if shape[1] == (timed.sequence or self.length)), of_batch[0])
 
     def judge(self, batches: Sequence[Batch], *, progress: Progress = SILENT, **how: Any) -> Judge:
         """Return the judge of other models on some rows; `how` are fields of `Judge`.
@@ -304,7 +303,7 @@ def _batches_to_time(
     shapes: Sequence[tuple[int, ...]],
     task: Task,
     timed: TimedSection | None,
-    length: RowLength | None,
+    length: int | None,
     first: Batch,
 ) -> dict[Shape, Batch]:
     """Return a batch for each shape that is given, or for the usual ones, and for the shape of a budget of time.
@@ -312,10 +311,10 @@ def _batches_to_time(
     They have random tokens, or random pixels in the size of the images of `first`, or copies of its longest sample.
     """
     if not task.in_parts:
-        image, tokens = image_shape(first), None if length is None else length.tokens
-        wanted = model_shapes(model, shapes, sequence=tokens, image=image)
+        image = image_shape(first)
+        wanted = model_shapes(model, shapes, sequence=length, image=image)
         if timed is not None:
-            shape = timed.shape if timed.sequence or tokens is None else (timed.batch, tokens)
+            shape = timed.shape if timed.sequence or length is None else (timed.batch, length)
             wanted = [*wanted, *model_shapes(model, [shape], image=image)]
         random = partial(synthetic_batch, model, image=image)
         return {(size, sequence): random(batch=size, sequence=sequence) for size, sequence in wanted}

@@ -89,7 +89,6 @@ def _details(
         "neurons": neuron_counts(plan),
         "forms": measured.forms,
         "deployment": measured.deployment,
-        "row_length": pruning.length,
     }
     names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
     return Details(

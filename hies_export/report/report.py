@@ -23,7 +23,6 @@ from ..select.plan import PruningPlan, dump_json
 from ..slim.config import Family
 from ..slim.refit import LayerFit
 from ..units.counts import Both, Count, Counted, FlopCount, Record, Size, StoredBytes
-from ..units.shapes import RowLength
 from ..units.units import Selection
 from ..vocabulary.trim import VocabularyFacts
 
@@ -117,7 +116,6 @@ class Details(BaseModel):
         deployment: Which form to deploy; None if that was not asked.
         cascade: The parts of the cascade; None if none was asked for.
         forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
-        row_length: The length of the timed rows; None where the request gave all shapes.
         run: The command line, and digests of what was read: a `RunRecord`.
     """
 
@@ -142,7 +140,6 @@ class Details(BaseModel):
     forms: list[Judged] = Field(default_factory=list)
     deployment: Deployment | None = None
     cascade: CascadeFacts | None = None
-    row_length: RowLength | None = None
     data: DataFacts
     run: dict[str, Any] | None = None
 

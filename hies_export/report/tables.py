@@ -49,7 +49,7 @@ def report_parts(report: Report) -> dict[str, Part]:
     family, trimmed, joined = report.details.family, report.vocabulary, report.compound
     served, promised = ("As served", joined.text(report.details)) if joined else ("In fewer bits", "")
     vocabulary = words.vocabulary_words(trimmed) if trimmed else ""
-    changed = words.budget_text(report), vocabulary, words.length_text(report)
+    changed = words.budget_text(report), vocabulary
     parts = {
         "changed": Part("What changed", comparison_table(report), changed),
         "family": Part("", None, (family.note if family else "",)),

@@ -390,17 +390,6 @@ def budget_text(report: Report) -> str:
     return text
 
 
-def length_text(report: Report) -> str:
-    """Return where the length of the timed rows comes from; empty if the recipe gave it."""
-    found = report.details.row_length
-    if found is None:
-        return ""
-    return (
-        f"Where no length was asked for, it is {found.tokens} tokens: the median of {found.rows:,} rows of the data is "
-        f"{found.median:g}, rounded up."
-    )
-
-
 def forms_text(report: Report) -> str:
     """Return what the times of the forms of both models are relative to; empty without forms."""
     if not (forms := report.details.forms):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,12 @@ MOST_TOKENS = 2**24
 ROUNDED = 8
 
 
-@dataclass(frozen=True)
-class RowLength:
-    """The length that stands for the rows of a data set where a request names none.
+def row_length(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the number of tokens that stands for the rows of batches of text where a request names none.
 
-    Attributes:
-        tokens: The median, rounded up to a multiple of `ROUNDED`, at most the model's longest sequence.
-        median: Median number of tokens of the rows.
-        rows: How many rows there are: of an embedding model with queries, the queries.
+    It is the median, rounded up to a multiple of `ROUNDED`, at most the model's longest sequence. None for images,
+    whose size gives the tokens.
     """
-
-    tokens: int
-    median: float
-    rows: int
-
-
-def row_length(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) -> RowLength | None:
-    """Return the length that stands for the rows of batches of text; None for images, whose size gives the tokens."""
     if model.main_input_name == "pixel_values":
         return None
     lengths: list[int] = []
@@ -50,9 +38,8 @@ def row_length(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) -> 
         # Documents are embedded once, and queries while somebody waits.
         asked = batch["query"] >= 0 if "query" in batch else torch.ones(len(mask), dtype=torch.bool)
         lengths += mask[asked].sum(-1).tolist()
-    median = statistics.median(lengths)
     longest = longest_sequence(model.config) or math.inf
-    return RowLength(int(min(ROUNDED * math.ceil(median / ROUNDED), longest)), median, len(lengths))
+    return int(min(ROUNDED * math.ceil(statistics.median(lengths) / ROUNDED), longest))
 
 
 def model_shapes(

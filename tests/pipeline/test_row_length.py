@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.loading import load_pruning
 from support.models import bert, image_batch, save_project, vit
-from support.reports import make_report, terminal
 
 from hies_export import PruningRecipe
 from hies_export.pipeline.delivery import on_rows
@@ -23,26 +22,22 @@ def masked(*lengths: int) -> dict[str, torch.Tensor]:
 
 
 def test_the_length_is_the_median_of_the_real_tokens_rounded_up() -> None:
-    found = row_length(bert(), [masked(3, 9, 30), masked(17, 11)])
-    assert (found.median, found.tokens, found.rows) == (11, 16, 5)
-    whole = row_length(bert(), [{"input_ids": torch.ones(2, 8, dtype=torch.long)}])
-    assert (whole.median, whole.tokens) == (8, 8)
-    choices = {name: value[:, None].repeat(1, 2, 1) for name, value in masked(5, 7).items()}
-    assert row_length(bert(), [choices]).rows == 4
+    assert row_length(bert(), [masked(3, 9, 30), masked(17, 11)]) == 16
+    assert row_length(bert(), [{"input_ids": torch.ones(2, 8, dtype=torch.long)}]) == 8
+    choices = {name: value[:, None].repeat(1, 2, 1) for name, value in masked(5, 17, 19).items()}
+    assert row_length(bert(), [choices, masked(1, 2)]) == 16
     assert row_length(vit(), [image_batch()]) is None
 
 
 def test_the_length_is_one_that_the_model_takes() -> None:
     longest = bert().config.max_position_embeddings
     short = bert(max_position_embeddings=longest - 3)
-    found = row_length(short, [masked(longest - 4)])
-    assert found.tokens == longest - 3
+    assert row_length(short, [masked(longest - 4)]) == longest - 3
 
 
 def test_of_queries_and_documents_only_queries_count() -> None:
     batch = masked(5, 60, 6, 50) | {"query": torch.tensor([0, -1, 1, -1]), "document": torch.tensor([-1, 0, -1, 1])}
-    found = row_length(bert(), [batch])
-    assert (found.median, found.tokens, found.rows) == (5.5, 8, 2)
+    assert row_length(bert(), [batch]) == 8
 
 
 def recipe_of(folder: Path, budget: dict[str, Any], shapes: list[list[int]]) -> PruningRecipe:
@@ -97,9 +92,3 @@ def test_what_to_deploy_is_timed_at_the_rows_length(
 def test_other_budgets_count_flops_as_before(tmp_path: Path) -> None:
     prepared = load_pruning(recipe_of(tmp_path, {"flops": 0.8}, []))
     assert (list(prepared.shapes), prepared.length) == ([(1, 64), (8, 64)], None)
-
-
-def test_the_report_says_where_the_length_comes_from() -> None:
-    length = {"tokens": 16, "median": 12.5, "rows": 581}
-    said = "it is 16 tokens: the median of 581 rows of the data is 12.5, rounded up."
-    assert said in terminal(make_report(row_length=length))

@@ -27,7 +27,6 @@ TRIED_ROWS = [
     TRIED | {"criterion": name, "quality": 0.9, "stability": 0.9, "chosen": name == "his"} for name in ("hies", "his")
 ]
 APART = DATA | {"held_out_split": "train[:60%]", "evaluation_split": "train[60%:]"}
-LENGTH = {"tokens": 24, "median": 20.0, "rows": 100}
 
 
 def with_rows(*rows: dict[str, Any], **details: Any) -> Report:
@@ -35,7 +34,7 @@ def with_rows(*rows: dict[str, Any], **details: Any) -> Report:
 
 
 def test_every_rendering_begins_with_the_sentence_and_has_all_notes() -> None:
-    details = {"tried": TRIED_ROWS, "family": {"dense": "llama", "slim": "mistral"}, "row_length": LENGTH}
+    details = {"tried": TRIED_ROWS, "family": {"dense": "llama", "slim": "mistral"}}
     report = dataclasses.replace(make_report(**SERVED | details), cascade=CASCADE)
     lead, parts = lead_text(report), report_parts(report)
     assert len(parts) == 7
