@@ -39,7 +39,7 @@ def test_every_recipe_is_valid(path: Path) -> None:
     ("field", "value", "message"),
     [
         ("prun", {}, "prun is not a field of the recipe; did you mean 'prune'"),
-        ("data.zzz", 1, "data.zzz is not a field of the recipe; the fields here are text, image, messages"),
+        ("data.zzz", 1, "data.zzz is not a field of the recipe; leave it out"),
         ("prune.budget.heads", 1.2, "prune.budget.heads must be less than 1, got 1.2"),
         ("prune.budget", {}, "exactly one of heads, flops, parameters, latency, keep must be given"),
         ("prune.alpha", 1.0, r"prune.alpha: alpha must be auto or a number in \[0, 1\), got 1.0;"),

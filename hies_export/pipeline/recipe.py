@@ -13,11 +13,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ValidationError, field_validator, model_validator
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 
 from ..entry_points import AUTO, FORMATS, RUNTIMES, criterion_names
 from ..errors import RecipeError, did_you_mean, one_of, quoted, refusing
@@ -366,8 +365,8 @@ class PruningRecipe(Section):
         return report
 
 
-# Levels of nesting, far above any real recipe: pydantic goes through values by recursion.
-DEEPEST = 20
+# Fields with paths. A name that may be something else, such as a Hub id or a metric, is a path if it exists.
+_PATHS = {"output": False, "data.files": False, "vocabulary.files": False, "model": True, "evaluation.metrics": True}
 # pydantic's kinds of errors that name Python's types -> what a recipe calls them.
 _KINDS = {"model_type": "a mapping of fields", "dict_type": "a mapping", "tuple_type": "a list", "path_type": "a path"}
 
@@ -377,7 +376,9 @@ def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any
     path = Path(path)
     if not os.path.isfile(path):
         raise RecipeError(f"a recipe must be a YAML file, but there is no file {path}")
-    fields = read_yaml(path)
+    with refusing(f"{path} must be a file that can be read", kind=RecipeError):
+        text = path.read_text(encoding="utf-8")
+    fields = parse_yaml(text, source=str(path))
     if not isinstance(fields, dict):
         raise RecipeError(f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}")
     fields = {str(name): value for name, value in fields.items()}
@@ -385,34 +386,10 @@ def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any
     return overridden(fields, overrides)
 
 
-def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds; errors name the file and the line."""
-    with refusing(f"{path} must be a file that can be read", kind=RecipeError):
-        text = path.read_text(encoding="utf-8")
-    return parse_yaml(text, source=str(path))
-
-
 def parse_yaml(text: str, *, source: str) -> Any:
-    """Return the value of a text in YAML 1.2: text, numbers, lists and mappings. A RecipeError names its `source`."""
-    reader = YAML(typ="safe", pure=True)
-    reader.Constructor = _Constructor
-    reader.max_depth = DEEPEST
+    """Return the value of a text in YAML 1.2; a RecipeError names its `source`, and the line."""
     with refusing(f"{source} must be plain YAML", kind=RecipeError):
-        return reader.load(text)
-
-
-class _Constructor(SafeConstructor):
-    """Builds plain values, with dates as text; refuses aliases, of which a few lines can stand for gigabytes."""
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        if node.anchor is not None:
-            raise ConstructorError(
-                None, None, "anchors (&) and aliases (*) are not allowed; quote text", node.start_mark
-            )
-        return super().construct_object(node, deep)
-
-
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+        return YAML(typ="safe", pure=True).load(text)
 
 
 def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -429,27 +406,24 @@ def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
-    """Make relative paths, in place, relative to the recipe's folder; a model that is no folder there is a Hub id."""
+    """Make relative paths, in place, relative to the recipe's folder; see `_PATHS`."""
 
-    def at(path: Any) -> Path:
-        return folder / os.path.expanduser(str(path))
+    def resolved(value: Any, *, named: bool) -> Any:
+        if isinstance(value, dict):
+            return {key: resolved(inner, named=named) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [resolved(inner, named=named) for inner in value]
+        if not isinstance(value, str):
+            return value
+        path = os.path.normpath(folder / os.path.expanduser(value))
+        # os.path.exists, unlike Path.exists, is false for names that no file system takes.
+        return value if named and not os.path.exists(path) else path
 
-    # os.path.exists, unlike Path.exists, is false for names that no file system takes.
-    if isinstance(fields.get("model"), str) and os.path.exists(at(fields["model"])):
-        fields["model"] = os.path.normpath(at(fields["model"]))
-    if isinstance(fields.get("output"), str):
-        fields["output"] = Path(os.path.normpath(at(fields["output"])))
-    evaluation = fields.get("evaluation")
-    if isinstance(evaluation, dict) and isinstance(evaluation.get("metrics"), list):
-        evaluation["metrics"] = [
-            str(at(name)) if "/" in str(name) and os.path.exists(at(name)) else name for name in evaluation["metrics"]
-        ]
-    vocabulary = fields.get("vocabulary")
-    if isinstance(vocabulary, dict) and isinstance(vocabulary.get("files"), list):
-        vocabulary["files"] = [at(v) if isinstance(v, str) else v for v in vocabulary["files"]]
-    data = fields.get("data")
-    if isinstance(data, dict) and isinstance(data.get("files"), dict):
-        data["files"] = {k: at(v) if isinstance(v, str) else v for k, v in data["files"].items()}
+    for dotted, named in _PATHS.items():
+        section, _, field = dotted.rpartition(".")
+        inner = fields.get(section) if section else fields
+        if isinstance(inner, dict) and field in inner:
+            inner[field] = resolved(inner[field], named=named)
 
 
 def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
@@ -457,8 +431,9 @@ def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            known = list(_section_at(recipe, problem["loc"][:-1]).model_fields)
-            nearest = did_you_mean(str(problem["loc"][-1]), known) or f"; the fields here are {', '.join(known)}"
+            schema = recipe.model_json_schema()
+            known = [name for part in (schema, *schema.get("$defs", {}).values()) for name in part["properties"]]
+            nearest = did_you_mean(str(problem["loc"][-1]), known) or "; leave it out"
             yield f"{where} is not a field of the recipe{nearest}"
         elif problem["type"] == "missing":
             yield f"{where} must be given"
@@ -468,12 +443,3 @@ def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
         else:
             message = _KINDS.get(problem["type"], problem["msg"].removeprefix("Input should be "))
             yield f"{where} must be {message}, got {quoted(problem['input'])}"
-
-
-def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
-    """Return the class of the section at a path of fields, through unions with None."""
-    for part in location:
-        annotation = section.model_fields[str(part)].annotation
-        candidates = get_args(annotation) if get_origin(annotation) else (annotation,)
-        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    return section
