@@ -7,18 +7,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, FailFast, Field, FiniteFloat, model_validator
+from pydantic import AllowInfNan, ConfigDict, Field, Strict, StrictFloat, StrictInt
 from torch import Tensor
 
 from ..errors import PlanError
-from ..files import Rule, Schema, parse_json, read_json
+from ..files import Rule, check, parse_json, read_json
 from ..kinds import ATTENTION, MLP
-from ..units.units import Kept, Selection, check_indices
+from ..units.units import Indices, Kept, Selection, check_indices
 from ..version import __version__
 
 PLAN_FORMAT = 2
+
+# Messages name modules, and cards say how a model was compensated.
+_Name = Annotated[str, Field(max_length=500)]
+_Fingerprint = Annotated[tuple[Annotated[float, Strict(), AllowInfNan(False)], ...], Field(min_length=3, max_length=3)]
+_Field = Annotated[str, Field(pattern="^(method|refit)$")]
+_Word = Annotated[str, Field(pattern="^[a-z0-9_]{1,64}$")]
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,17 @@ class PruningPlan:
         True
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     criterion: str
-    alpha: float | None = None
-    seed: int = 0
+    alpha: StrictInt | StrictFloat | None = None
+    seed: StrictInt = 0
     calibration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    model: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    compensation: Mapping[str, str] = field(default_factory=dict)
-    vocabulary: tuple[int, ...] = ()
-    kept: Selection = field(kw_only=True)
+    model: Mapping[_Name, _Fingerprint] = field(default_factory=dict)
+    compensation: Mapping[_Field, _Word] = field(default_factory=dict)
+    vocabulary: Indices = ()
+    kept: Mapping[_Name, Kept] = field(kw_only=True)
 
     def of_kind(self, kind: str) -> Selection:
         """Return the part of the selection that is of one kind of units, "attention" or "mlp"."""
@@ -107,80 +115,17 @@ class PruningPlan:
     @classmethod
     def from_json(cls, text: str) -> PruningPlan:
         """Read a plan from JSON; a text that is no plan is a `PlanError`."""
-        return cls._of_json(parse_json(text, _Plan, _PLAN_RULE, where="it"))
+        return _checked(parse_json(text, dict[str, Any], _PLAN_RULE, where="it"), "it")
 
     @classmethod
     def from_file(cls, path: str | Path) -> PruningPlan:
         """Read a plan from a JSON file; a missing or invalid file is a `PlanError`."""
-        return cls._of_json(read_json(path, _Plan, _PLAN_RULE))
-
-    @classmethod
-    def _of_json(cls, plan: dict[str, Any]) -> PruningPlan:
-        del plan["format"]
-        converted = {
-            "kept": {
-                name: Kept(tuple(of["units"]), of["total"], of["groups"], of.get("kind", ATTENTION))
-                for name, of in plan["kept"].items()
-            },
-            "model": {name: tuple(of) for name, of in plan.get("model", {}).items()},
-            "compensation": plan.get("compensation") or {},
-            "vocabulary": tuple(plan.get("vocabulary", ())),
-        }
-        return cls(**plan | converted)
+        return _checked(read_json(path, dict[str, Any], _PLAN_RULE), str(path))
 
 
 def selection_of(plan: PruningPlan | Selection) -> Selection:
     """Return the selection of a plan, or the selection itself."""
     return plan.kept if isinstance(plan, PruningPlan) else plan
-
-
-_Indices = Annotated[list[int], FailFast()]
-_Size = Annotated[int, Field(ge=1, le=2**20)]
-# Messages name modules.
-_Name = Annotated[str, Field(max_length=500)]
-_Fingerprint = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
-
-
-class _KeptUnits(Schema):
-    units: _Indices
-    total: _Size
-    groups: _Size
-    kind: Literal["attention", "mlp"] = ATTENTION
-
-    @model_validator(mode="after")
-    def _fit(self) -> _KeptUnits:
-        check_indices(self.units, self.total)
-        if self.total % self.groups:
-            raise ValueError(f"total must be a multiple of groups, got {self.total} and {self.groups}")
-        return self
-
-
-class _Compensation(Schema):
-    model_config = ConfigDict(extra="forbid")
-
-    method: Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
-    refit: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = ""
-
-
-class _Plan(Schema):
-    model_config = ConfigDict(extra="forbid")
-
-    format: Literal[2]
-    kept: dict[_Name, _KeptUnits]
-    criterion: str
-    alpha: float | None = None
-    seed: int = 0
-    calibration: dict[str, Any] = Field(default_factory=dict)
-    versions: dict[str, str] = Field(default_factory=dict)
-    model: dict[_Name, _Fingerprint] = Field(default_factory=dict)
-    compensation: _Compensation | None = None
-    vocabulary: _Indices = Field(default_factory=list)
-
-    @model_validator(mode="after")
-    def _vocabulary_ascends(self) -> _Plan:
-        if self.vocabulary:
-            check_indices(self.vocabulary, 2**31, what="tokens of the vocabulary")
-        return self
 
 
 _PLAN_RULE = Rule(
@@ -189,6 +134,23 @@ _PLAN_RULE = Rule(
     PlanError,
     shown=True,
 )
+
+
+def _checked(values: dict[str, Any], where: str) -> PruningPlan:
+    """Return the plan of a file's values; a `PlanError` says what is wrong with them, and `where`."""
+    if values.pop("format", None) != PLAN_FORMAT:
+        raise _PLAN_RULE.refused(f"in {where} format is not {PLAN_FORMAT}")
+    plan: PruningPlan = check(values, PruningPlan, _PLAN_RULE, where=where)
+    try:
+        for kept in plan.kept.values():
+            check_indices(kept.units, kept.total)
+            if kept.total % kept.groups:
+                raise ValueError(f"total must be a multiple of groups, got {kept.total} and {kept.groups}")
+        if plan.vocabulary:
+            check_indices(plan.vocabulary, 2**31, what="tokens of the vocabulary")
+    except ValueError as error:
+        raise _PLAN_RULE.refused(f"in {where} {error}") from error
+    return plan
 
 
 def dump_json(value: Any) -> str:

@@ -11,12 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Annotated
 
 import torch
+from pydantic import FailFast, Field, StrictInt
 from torch import Tensor
 
 from ..errors import quoted
 from ..kinds import ATTENTION
+
+# In files of plans, whose values are checked by these types.
+Indices = Annotated[tuple[StrictInt, ...], FailFast()]
+Size = Annotated[StrictInt, Field(ge=1, le=2**20)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,10 +172,10 @@ class Kept:
         kind: Kind of the units, as in `Units`.
     """
 
-    units: tuple[int, ...]
-    total: int
-    groups: int = 0
-    kind: str = ATTENTION
+    units: Indices
+    total: Size
+    groups: Size = 0
+    kind: Annotated[str, Field(pattern="^(attention|mlp)$")] = ATTENTION
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", self.groups or self.total)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,7 +125,8 @@ def test_a_plan_survives_json_byte_for_byte() -> None:
     assert again == plan
     assert again.to_json() == plan.to_json()
     assert torch.__version__.startswith(plan.versions["torch"])
-    assert PruningPlan.from_json(plan.to_json().replace("{", '{"compensation": null,', 1)) == plan
+    whole = replace(plan, alpha=0)  # a whole number stays one
+    assert PruningPlan.from_json(whole.to_json()).to_json() == whole.to_json()
     for text in ("", '{"format": 99}'):
         with pytest.raises(PlanError, match="a plan must be JSON written by hies_export"):
             PruningPlan.from_json(text)
