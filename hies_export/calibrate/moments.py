@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,18 +35,78 @@ Solve: TypeAlias = Callable[..., "tuple[Tensor, Tensor | None] | None"]
 
 @dataclass
 class Moments:
-    """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64."""
+    """Weighted sums over tokens of inputs x (tokens, inputs) and targets y (tokens, outputs), float64.
 
-    tokens: float  # sum of the weights; the number of tokens if all weigh one
+    Tokens are added in place. After the last one, call `complete`.
+    """
+
+    tokens: Tensor  # (), on the CPU: sum of the weights; the number of tokens if all weigh one
     x: Tensor  # (inputs,) sum of x
-    y: Tensor  # (outputs,) sum of y
     xx: Tensor  # (inputs, inputs) sum of x x^T
+    y: Tensor  # (outputs,) sum of y
     yx: Tensor  # (outputs, inputs) sum of y x^T
-    yy: Tensor  # sum of |y|^2
-    counted: int  # number of tokens
+    yy: Tensor  # () sum of |y|^2
+
+    @classmethod
+    def zeros(cls, inputs: int, device: torch.device, outputs: int = 0) -> Moments:
+        """Return sums over no tokens; without outputs if `of_outputs` shall give the targets."""
+        shapes: tuple[tuple[int, ...], ...] = ((inputs,), (inputs, inputs), (outputs,), (outputs, inputs), ())
+        sums = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
+        return cls(torch.zeros((), dtype=torch.float64), *sums)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the sums, in the order of the fields."""
+        return tuple(vars(self).values())
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        return Moments(*(mine + its for mine, its in zip(self.tensors(), other.tensors(), strict=True)))
+
+    def __mul__(self, factor: float) -> Moments:
+        return Moments(*(factor * mine for mine in self.tensors()))
+
+    @exact_products()
+    def add(self, x: Tensor, y: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Add tokens x (tokens, inputs), with targets y (tokens, outputs), or each times its weight, (tokens,)."""
+        x = x.to(torch.float64 if len(self.xx) < WIDE else torch.float32)
+        self.tokens += len(x) if weights is None else weights.sum(dtype=torch.float64).item()
+        if y is not None:
+            assert weights is None
+            y = y.to(x)
+            self.y += y.sum(0, dtype=torch.float64)
+            self.yx += y.T @ x
+            self.yy += y.pow(2).sum(dtype=torch.float64)
+        root_x = x
+        if weights is not None:
+            weights = weights.to(x)[:, None]
+            x, root_x = x * weights, x * weights.sqrt()
+        self.x += x.sum(0, dtype=torch.float64)
+        # For a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum
+        # is float64; only blocks from the diagonal on are computed. On MiniLM's neurons no entry (i, j) is off by more
+        # than 1e-6 of the root of (i, i) times (j, j), and the held-out error of a fit changes by 1e-6 of itself.
+        rows = BLOCK if len(self.xx) >= WIDE else len(self.xx)
+        for start in range(0, len(self.xx), rows):
+            self.xx[start : start + rows, start:] += root_x[:, start : start + rows].T @ root_x[:, start:]
+
+    def complete(self) -> None:
+        """Fill the blocks of xx that `add` leaves out."""
+        if len(self.xx) >= WIDE:
+            for start in range(0, len(self.xx), BLOCK):
+                end = start + BLOCK
+                self.xx[end:, start:end] = self.xx[start:end, end:].T
+
+    def of_outputs(self, layer: nn.Module, columns: Tensor | None = None) -> Moments:
+        """Return the moments of the inputs `columns`, (columns,) int64, with the outputs W x + b of a layer as targets.
+
+        Sums over targets follow from those over x.
+        """
+        weight = weight_of(layer).detach().to(self.x)
+        bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else weight.new_zeros(len(weight))
+        if not len(self.y):  # once, because it takes outputs x inputs^2 multiplications
+            self.y = weight @ self.x + self.tokens * bias
+            self.yy = ((weight @ self.xx) * weight).sum() + bias @ (2 * self.y - self.tokens * bias)
+        chosen = slice(None) if columns is None else columns.to(self.x.device)
+        rows, x = self.xx[:, chosen], self.x[chosen]
+        return Moments(self.tokens, x, rows[chosen], self.y, weight @ rows + torch.outer(bias, x), self.yy)
 
     def solver(self, weight: Tensor, *, centred: bool) -> Solve:
         """Return the ridge regression of y on x that shrinks towards `weight`, (outputs, inputs), instead of zero.
@@ -88,7 +147,7 @@ class Moments:
         total = ((weight @ self.xx) * weight).sum() - 2 * (weight * self.yx).sum() + self.yy
         if bias is not None:
             total = total + 2 * bias @ (weight @ self.x - self.y) + self.tokens * bias @ bias
-        return total.clamp(min=0).item() / self.tokens
+        return (total.clamp(min=0) / self.tokens).item()
 
 
 @dataclass(frozen=True)
@@ -108,143 +167,44 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class SplitMoments:
-    """Moments of one consumer: over the samples that a fit uses, and over every fifth sample, on which it is judged."""
-
-    fitting: Moments
-    held_out: Moments
-
-
-class Sums:
-    """Sums over the weighted tokens of one part of the samples, added up in place; named as in `Moments`."""
-
-    def __init__(self, inputs: int, device: torch.device):
-        self._counts = torch.zeros(2, dtype=torch.float64)  # the sum of the weights, and the number of tokens
-        self.x, self._xx = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in (inputs, (inputs,) * 2))
-        self._dtype = torch.float64 if inputs < WIDE else torch.float32
-
-    @property
-    def tokens(self) -> float:
-        """Sum of the weights."""
-        return self._counts[0].item()
-
-    @property
-    def counted(self) -> int:
-        """Number of tokens."""
-        return int(self._counts[1])
-
-    @exact_products()
-    def add(self, x: Tensor, y: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """Add tokens x (tokens, inputs), each times its weight, (tokens,); None for ones. `TargetSums` adds y, too."""
-        x = x.to(self._dtype)
-        self._counts[0] += len(x) if weights is None else weights.sum(dtype=torch.float64).item()
-        self._counts[1] += len(x)
-        root_x = x
-        if weights is not None:
-            weights = weights.to(self._dtype)[:, None]
-            x, root_x = x * weights, x * weights.sqrt()
-        self.x += x.sum(0, dtype=torch.float64)
-        # For a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum
-        # is float64; only blocks from the diagonal on are computed. On MiniLM's neurons no entry (i, j) is off by more
-        # than 1e-6 of the root of (i, i) times (j, j), and the held-out error of a fit changes by 1e-6 of itself.
-        rows = BLOCK if len(self._xx) >= WIDE else len(self._xx)
-        for start in range(0, len(self._xx), rows):
-            self._xx[start : start + rows, start:] += root_x[:, start : start + rows].T @ root_x[:, start:]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that `add` changes in place."""
-        return self._counts, self.x, self._xx
-
-    @cached_property
-    def xx(self) -> Tensor:
-        """(inputs, inputs), as in `Moments`; to be read after the last token."""
-        if len(self._xx) >= WIDE:
-            for start in range(0, len(self._xx), BLOCK):
-                end = start + BLOCK
-                self._xx[end:, start:end] = self._xx[start:end, end:].T
-        return self._xx
-
-
-class TargetSums(Sums):
-    """Sums with any targets y; named as in `Moments`."""
-
-    def __init__(self, inputs: int, outputs: int, device: torch.device):
-        super().__init__(inputs, device)
-        shapes: tuple[tuple[int, ...], ...] = ((outputs,), (outputs, inputs), ())
-        self.y, self.yx, self.yy = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
-
-    @exact_products()
-    def add(self, x: Tensor, y: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """Add tokens x (tokens, inputs) and targets y (tokens, outputs), which weigh one."""
-        assert y is not None
-        assert weights is None
-        super().add(x)
-        x, y = x.to(self._dtype), y.to(self._dtype)
-        self.y += y.sum(0, dtype=torch.float64)
-        self.yx += y.T @ x
-        self.yy += y.pow(2).sum(dtype=torch.float64)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that `add` changes in place."""
-        return *super().tensors(), self.y, self.yx, self.yy
-
-
-class LayerSums(Sums):
-    """Sums whose targets are the outputs W x + b of a layer, so that sums over targets follow from those over x."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__(features_of(layer)[1], weight_of(layer).device)
-        self._layer = layer
-
-    def target(self) -> tuple[Tensor, Tensor]:
-        """Return W (outputs, inputs) and b (outputs,), float64."""
-        weight, bias = weight_of(self._layer).detach().to(self.x), self._layer.bias
-        return weight, bias.detach().to(weight) if isinstance(bias, Tensor) else weight.new_zeros(len(weight))
-
-    @cached_property
-    def y(self) -> Tensor:
-        """(outputs,), as in `Moments`."""
-        weight, bias = self.target()
-        return weight @ self.x + self.tokens * bias
-
-    @cached_property
-    def yy(self) -> Tensor:
-        """Sum of |y|^2. It takes outputs x inputs^2 multiplications."""
-        weight, bias = self.target()
-        return ((weight @ self.xx) * weight).sum() + bias @ (2 * self.y - self.tokens * bias)
-
-
-@dataclass(frozen=True)
 class LayerMoments:
-    """Sums of one consumer over fitting and over held-out samples, from which `mixed` makes moments.
+    """Moments of one consumer: over the samples that a fit uses, and over every fifth sample, on which it is judged.
 
-    In `uniform` sums all tokens weigh one. In `weighted` ones, if they were collected, a token weighs the squared norm
-    of the gradient of the sample's prediction with respect to the consumer's input there.
+    In `uniform` moments all tokens weigh one. In `weighted` ones, if they were collected, a token weighs the squared
+    norm of the gradient of the sample's prediction with respect to the consumer's input there. Targets are the outputs
+    of `layer`; without one, they were added with the inputs.
     """
 
-    uniform: tuple[Sums, Sums]
-    weighted: tuple[Sums, Sums] | None = None
+    uniform: tuple[Moments, Moments]
+    weighted: tuple[Moments, Moments] | None = None
+    layer: nn.Module | None = None
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that `add_reading` changes in place."""
-        return [tensor for part in (*self.uniform, *(self.weighted or ())) for tensor in part.tensors()]
+    def parts(self) -> tuple[Moments, ...]:
+        """Return all moments."""
+        return *self.uniform, *(self.weighted or ())
+
+    def add_up(self) -> None:
+        """Add up over all processes, after the last token."""
+        added_up(tensor for part in self.parts() for tensor in part.tensors())
+        for part in self.parts():
+            part.complete()
 
     @property
     def counted(self) -> int:
         """Number of tokens."""
-        return sum(part.counted for part in self.uniform)
+        return round(sum(part.tokens.item() for part in self.uniform))
 
     def spread(self, *, centred: bool, last: bool = False) -> Spread:
         """Return the mean and the second moments of the inputs over all tokens, each weighing one.
 
-        With `last`, the sums are overwritten, which saves memory.
+        With `last`, the moments are overwritten, which saves memory.
         """
         fitting, held_out = self.uniform
         mean = (fitting.x + held_out.x) / self.counted
         found = (fitting.xx.add_(held_out.xx) if last else fitting.xx + held_out.xx).div_(self.counted)
         return Spread(mean, found.sub_(torch.outer(mean, mean)) if centred else found)
 
-    def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> SplitMoments:
+    def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> tuple[Moments, Moments]:
         """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
 
         Here q is the squared norm of the gradient; if q is zero everywhere, because no output depends on the consumer,
@@ -252,44 +212,22 @@ class LayerMoments:
         the sums over targets, takes less time.
         """
         check_mix(mix, weighted=self.weighted is not None)
-        if self.weighted is None or mix == 1:
-            return SplitMoments(*(_moments([(1.0, part)], columns) for part in self.uniform))
-        mean = sum(part.tokens for part in self.weighted) / self.counted
-        if mean == 0:
-            return self.mixed(columns=columns)
-        shares = (mix, (1 - mix) / mean)
-        parts = zip(self.uniform, self.weighted, strict=True)
-        return SplitMoments(*(_moments(list(zip(shares, part, strict=True)), columns) for part in parts))
+
+        def of(part: Moments) -> Moments:
+            return part if self.layer is None else part.of_outputs(self.layer, columns)
+
+        fitting, held_out = self.uniform
+        mean = 0.0 if self.weighted is None else sum(part.tokens.item() for part in self.weighted) / self.counted
+        if self.weighted is None or mix == 1 or mean == 0:
+            return of(fitting), of(held_out)
+        share = (1 - mix) / mean
+        return of(fitting) * mix + of(self.weighted[0]) * share, of(held_out) * mix + of(self.weighted[1]) * share
 
 
 def check_mix(mix: float, *, weighted: bool) -> None:
-    """Refuse a mix of token weights below 1 without weighted sums."""
+    """Refuse a mix of token weights below 1 without weighted moments."""
     if mix < 1 and not weighted:
         raise RequestError(f"token weights of {mix:g} need moments of weighted tokens; collect them with weighted=True")
-
-
-def _moments(parts: Sequence[tuple[float, Sums]], columns: Tensor | None) -> Moments:
-    """Return the moments of one or two sums, each times its factor, for the inputs `columns`; None for all inputs."""
-    sums = parts[0][1]
-    columns = None if columns is None else columns.to(sums.xx.device)
-
-    def total(name: str, columns: Tensor | None = None) -> Tensor:
-        values = [getattr(part, name) for _, part in parts]
-        if columns is not None:
-            values = [value[..., columns] for value in values]
-        if len(parts) == 1:
-            return values[0]
-        (one, _), (other, _) = parts
-        return (values[0] * one).add_(values[1], alpha=other)
-
-    rows, x = total("xx", columns), total("x", columns)  # (inputs, columns), (columns,)
-    if isinstance(sums, LayerSums):
-        weight, bias = sums.target()
-        yx = weight @ rows + torch.outer(bias, x)
-    else:
-        yx = total("yx", columns)
-    tokens, xx = sum(factor * part.tokens for factor, part in parts), rows if columns is None else rows[columns]
-    return Moments(tokens, x, total("y"), xx, yx, total("yy"), sums.counted)
 
 
 class MomentStore:
@@ -354,7 +292,8 @@ class MomentStore:
                     add_reading(sums[one.name], one, first[number])
 
             mapped(self._batches, add)
-            added_up(tensor for found in sums.values() for tensor in found.tensors())
+            for found in sums.values():
+                found.add_up()
             if self.keeps:
                 collected.update(sums)
             if wanted := [*filter(is_wanted, inside)]:
@@ -369,8 +308,10 @@ class MomentStore:
 
     def _new_sums(self, module: PrunableModule) -> LayerMoments:
         layer = self._dense.get_submodule(module.consumer)
-        uniform = LayerSums(layer), LayerSums(layer)
-        return LayerMoments(uniform, (LayerSums(layer), LayerSums(layer)) if self.weighted else None)
+        parts = [
+            Moments.zeros(features_of(layer)[1], weight_of(layer).device) for _ in range(4 if self.weighted else 2)
+        ]
+        return LayerMoments((parts[0], parts[1]), (parts[2], parts[3]) if self.weighted else None, layer)
 
 
 def free_on_cpu() -> int:
@@ -385,8 +326,7 @@ def free_on_cpu() -> int:
 def add_reading(sums: LayerMoments, read: Reading, first: int, targets: Tensor | None = None) -> None:
     """Add a consumer's tokens in one batch, whose first sample has the number `first`, to the sums, in place.
 
-    Tokens of samples that are held out go to the second of each pair of sums. `targets`, (batch, tokens, outputs), are
-    for `TargetSums`.
+    Tokens of samples that are held out go to the second of each pair. `targets` are (batch, tokens, outputs).
     """
     x = read.inputs
     held = torch.arange(first, first + len(x), device=x.device) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1

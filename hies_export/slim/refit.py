@@ -32,8 +32,6 @@ from ..calibrate.moments import (
     Moments,
     MomentStore,
     Solve,
-    SplitMoments,
-    TargetSums,
     add_reading,
     check_mix,
     check_samples,
@@ -45,7 +43,7 @@ from ..data.batches import size_of
 from ..errors import NonFiniteError, RecipeError, RequestError, refusing
 from ..model.linear import features_of, weight_of
 from ..model.tokens import real_tokens
-from ..processes import added_up, mapped
+from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..recipe.sections import CompensationSection
 from ..select.plan import PruningPlan, selection_of
@@ -208,8 +206,8 @@ def _refit_all(
 
     def work(_: int, module: PrunableModule) -> tuple[dict[str, nn.Parameter], LayerFit, list[Warning]]:
         consumer = slim.get_submodule(module.consumer)
-        mixed = moments[module.name].mixed(how.token_weights, columns[module.name])
-        fit, notes = _refit(consumer, module, mixed, how)
+        fitting, held_out = moments[module.name].mixed(how.token_weights, columns[module.name])
+        fit, notes = _refit(consumer, module, fitting, held_out, how)
         return dict(consumer.named_parameters(recurse=False)), fit, notes
 
     refits: Refits = {}
@@ -278,7 +276,7 @@ def _refit_in_order(
                         parameters, fits[module.name] = known[module.name]
                         _set_parameters(slim, module, parameters)
                     else:
-                        added_up(sums.tensors())
+                        sums.add_up()
                         refits = _refit_all(slim, [module], {module.name: sums}, {module.name: None}, how)
                         known.update(refits)
                         fits[module.name] = refits[module.name][1]
@@ -291,7 +289,7 @@ def _refit_in_order(
 def _new_sums(dense: PreTrainedModel, module: PrunableModule, selection: Selection) -> LayerMoments:
     """Return sums of zero for the kept inputs of a consumer, with any targets."""
     layer, inputs = dense.get_submodule(module.consumer), len(selection[module.name].units) * module.unit_width
-    fitting, held_out = (TargetSums(inputs, features_of(layer)[0], weight_of(layer).device) for _ in range(2))
+    fitting, held_out = (Moments.zeros(inputs, weight_of(layer).device, features_of(layer)[0]) for _ in range(2))
     return LayerMoments((fitting, held_out))
 
 
@@ -325,10 +323,10 @@ def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], cons
 
 
 def _refit(
-    layer: nn.Module, module: PrunableModule, moments: SplitMoments, how: Compensation
+    layer: nn.Module, module: PrunableModule, fitting: Moments, held_out: Moments, how: Compensation
 ) -> tuple[LayerFit, list[Warning]]:
     """Refit one consumer in place, unless no fit is better on held-out tokens; return the fit, and what to warn of."""
-    name, fitting, held_out = module.name, moments.fitting, moments.held_out
+    name = module.name
     # The moments are on the device where the dense block computes; the slim layer may be on another.
     weight = weight_of(layer).detach().to(fitting.x)
     bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else None
@@ -378,7 +376,7 @@ def _refit(
         if refitted is not None and refitted is not bias:
             layer.bias.copy_(refitted)  # type: ignore[operator]
     share = error / untouched if untouched > 0 else 1.0
-    return LayerFit(name, chosen, chosen_ridge, everything.counted, share), notes
+    return LayerFit(name, chosen, chosen_ridge, round(everything.tokens.item()), share), notes
 
 
 def _downhill(ridges: Sequence[float], error: Callable[[float], float]) -> tuple[float, float]:
@@ -426,7 +424,7 @@ def _check_finite(module: PrunableModule, moments: Moments) -> None:
     found = (moments.x, moments.y, moments.xx, moments.yx, moments.yy)
     if not all(values.isfinite().all() for values in found):
         raise NonFiniteError(
-            f"every input and output of {module.consumer} must be finite to refit it, but over {moments.counted} "
+            f"every input and output of {module.consumer} must be finite to refit it, but over {moments.tokens:.0f} "
             "calibration tokens they add up to NaN or infinity; check the weights before it, the compensation rows and "
             "the model's dtype (float16 overflows where bfloat16 does not), or leave compensation out"
         )
@@ -436,12 +434,12 @@ def _few_tokens(name: str, moments: Moments, how: Compensation, *, width: int) -
     """Return a warning if there are fewer tokens than four times the unknowns of each output, else nothing."""
     unknowns = {"bias": 0, "least_squares": len(moments.x), "scalars": len(moments.x) // width}[how.method]
     wanted = ENOUGH_TOKENS_PER_INPUT * unknowns
-    if moments.counted >= wanted:
+    if moments.tokens >= wanted:
         return []
     what = "units" if how.method == "scalars" else "inputs"
     return [
         FewTokensWarning(
-            f"{moments.counted} calibration tokens are too few for the {unknowns} {what} of {name}, which need at "
+            f"{moments.tokens:.0f} calibration tokens are too few for the {unknowns} {what} of {name}, which need at "
             f"least {wanted}: raise compensation.samples"
         )
     ]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hies_export import CRITERIA, PrunableModule, load, load_runtime, prune, prune_units, score_units
-from hies_export.calibrate.moments import TargetSums
+from hies_export.calibrate.moments import Moments
 from hies_export.calibrate.readings import LayerEffects
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.checkpoint.load import load_dense
@@ -216,7 +216,7 @@ def test_sums_and_orders_multiply_in_float32() -> None:
     x = torch.randn(20, 512)
     neurons = PrunableModule(name="mlp", kind="mlp", units=512, unit_width=1, consumer="mlp.down")
     with Products():
-        TargetSums(512, 3, x.device).add(x, x[:, :3])
+        Moments.zeros(512, x.device, 3).add(x, x[:, :3])
         of_sums = len(seen)
         removal_chain(LayerEffects(x, x, torch.arange(20), centred=False), neurons, 20)
     assert 0 < of_sums < len(seen)

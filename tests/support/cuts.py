@@ -82,8 +82,10 @@ def effects(
 
 def moments_of(x: Tensor, y: Tensor) -> Moments:
     """Return the moments of x (tokens, inputs) and y (tokens, outputs)."""
-    x, y = x.double(), y.double()
-    return Moments(float(len(x)), x.sum(0), y.sum(0), x.T @ x, y.T @ x, y.pow(2).sum(), len(x))
+    found = Moments.zeros(x.shape[1], x.device, y.shape[1])
+    found.add(x, y)
+    found.complete()
+    return found
 
 
 def moments_by_module(
