@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,32 +17,23 @@ from .readings import run_forward, walking
 from .walk import running
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where to read the residual stream that a consumer's output is added to."""
-
-    layer: str
-    returned: bool  # whether it is the layer's output, or else its first input
-
-
 def residual_places(
     model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Tensor]
-) -> dict[str, Place | None]:
-    """Return module -> where to read the residual stream that its output is added to, in the order of the calls.
+) -> dict[str, str | None]:
+    """Return module -> a layer that reads the residual stream that its output is added to, in the order of the calls.
 
-    The stream is recognised by its numbers: it is the earlier tensor that equals a later layer's input minus the
-    module's output. The place is None if no layer reads such a sum, for example if the output is normalised first.
+    The stream is recognised by its numbers: it is the earlier input that equals a later layer's input minus the
+    module's output. The layer is None if none reads such a sum, for example if the output is normalised first.
 
     Raises:
         RequestError: A module is called more than once, or never.
     """
     consumers = {module.consumer: module.name for module in modules}
     names = {layer: name for name, layer in model.named_modules() if name}
-    earlier: list[tuple[Place, Tensor]] = []  # inputs and outputs of layers since the last consumer
-    # That consumer's module, its output, and the inputs and outputs before it.
-    last: tuple[str, Tensor, list[tuple[Place, Tensor]]] | None = None
+    earlier: list[tuple[str, Tensor]] = []  # layers since the last consumer, and their inputs
+    last: tuple[str, Tensor, list[tuple[str, Tensor]]] | None = None  # its module, its output, and what was before it
     calls: list[str] = []
-    found: dict[str, Place | None] = {}
+    found: dict[str, str | None] = {}
 
     def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
         nonlocal last
@@ -59,22 +48,20 @@ def residual_places(
                 (at for at, t in alike if Difference.of(without, t.to(without.device)).within(SAME_CODE)), None
             )
             last = None if found[name] else last
-        earlier.append((Place(names[layer], returned=False), x))
+        earlier.append((names[layer], x))
 
     def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         nonlocal last, earlier
-        name = names[layer]
-        if name in consumers:
-            calls.append(consumers[name])
-            found.setdefault(consumers[name], None)
-            last, earlier = (consumers[name], output, earlier), []
-        elif isinstance(output, Tensor):
-            earlier.append((Place(name, returned=True), output))
+        name = consumers[names[layer]]
+        calls.append(name)
+        found.setdefault(name, None)
+        last, earlier = (name, output, earlier), []
 
     with ExitStack() as stack:
-        for layer in names:
+        for layer, name in names.items():
             stack.enter_context(layer.register_forward_pre_hook(before))
-            stack.enter_context(layer.register_forward_hook(after))
+            if name in consumers:
+                stack.enter_context(layer.register_forward_hook(after))
         stack.enter_context(walking(model))
         run_forward(model, short_samples(model, batch))
     for module in modules:
@@ -87,16 +74,14 @@ def residual_places(
 
 
 @contextmanager
-def streams(model: nn.Module, places: Mapping[str, Place | None]) -> Iterator[dict[int, Tensor]]:
+def streams(model: nn.Module, places: Mapping[str, str | None]) -> Iterator[dict[int, Tensor]]:
     """Record residual streams in a walk: yield batch number -> the tensor at the last place that the batch reached."""
     found: dict[int, Tensor] = {}
 
-    def keep(place: Place, layer: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
-        found[running()] = output if place.returned else args[0]
+    def keep(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        found[running()] = args[0]
 
     with ExitStack() as stack:
         for place in dict.fromkeys(filter(None, places.values())):
-            layer = model.get_submodule(place.layer)
-            hook = layer.register_forward_hook if place.returned else layer.register_forward_pre_hook
-            stack.enter_context(hook(partial(keep, place)))
+            stack.enter_context(model.get_submodule(place).register_forward_pre_hook(keep))
         yield found
