@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
@@ -159,7 +158,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def cuts(device: str) -> Found:
     """Units that `prune` keeps, as on the CPU, and in half precision that it runs at all."""
     found: Found = {}
-    warnings.filterwarnings("ignore", message=".*calibration tokens are too few")
     for (name, model, batches), how in product(list(_tiny()), OPTIONS):
         wanted = prune(model, batches, **copy.deepcopy(OPTIONS[how])).plan.kept
         for precision, dtype in [*DTYPES.items()][: 3 if device == "cuda" else 2]:

@@ -15,7 +15,6 @@ tuning of Kwon et al. 2022 (https://arxiv.org/abs/2204.09656, section 4.4), fold
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -52,18 +51,9 @@ from ..units.units import PrunableModule, Selection
 # Candidates for lambda, relative to the mean of the diagonal of C_KK, or of the matrix that scalars solve; the error on
 # held-out tokens decides.
 RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-ENOUGH_TOKENS_PER_INPUT = 4
 # Share of the difference between both models' residual streams that a sequential refit of a layer makes up for. On
 # SmolLM2 at 0.8 of the FLOPs, half of it gave a perplexity of 37.8, all of it 38.5, and none 40.6.
 DRIFT = 0.5
-
-
-class FewTokensWarning(UserWarning):
-    """There are fewer calibration tokens than four times the inputs of a projection, so the fit may not generalise."""
-
-
-class SingularInputsWarning(UserWarning):
-    """Some kept inputs of a projection are the same for all tokens, so least squares has no unique solution."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +132,6 @@ def compensate(
         DataError: Fewer than five samples.
         NonFiniteError: An input or output of a consumer is NaN or infinite; that consumer is left as it was cut.
 
-    Warns:
-        FewTokensWarning: Fewer tokens than four times the inputs of a consumer.
-
     Examples:
         >>> fits = compensate(model, slim, plan, modules, batches)
         >>> all(fit.error <= 1 for fit in fits)
@@ -204,16 +191,14 @@ def _refit_all(
 ) -> Refits:
     """Refit consumers in place, each from its moments of the inputs in `columns`; None if these are all it has."""
 
-    def work(_: int, module: PrunableModule) -> tuple[dict[str, nn.Parameter], LayerFit, list[Warning]]:
+    def work(_: int, module: PrunableModule) -> tuple[dict[str, nn.Parameter], LayerFit]:
         consumer = slim.get_submodule(module.consumer)
         fitting, held_out = moments[module.name].mixed(how.token_weights, columns[module.name])
-        fit, notes = _refit(consumer, module, fitting, held_out, how)
-        return dict(consumer.named_parameters(recurse=False)), fit, notes
+        fit = _refit(consumer, module, fitting, held_out, how)
+        return dict(consumer.named_parameters(recurse=False)), fit
 
     refits: Refits = {}
-    for module, (parameters, fit, notes) in zip(modules, mapped(modules, work), strict=True):
-        for note in notes:
-            warnings.warn(note, stacklevel=3)
+    for module, (parameters, fit) in zip(modules, mapped(modules, work), strict=True):
         # Another process may have refitted it.
         refits[module.name] = _set_parameters(slim, module, parameters), fit
     return refits
@@ -324,15 +309,13 @@ def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], cons
 
 def _refit(
     layer: nn.Module, module: PrunableModule, fitting: Moments, held_out: Moments, how: Compensation
-) -> tuple[LayerFit, list[Warning]]:
-    """Refit one consumer in place, unless no fit is better on held-out tokens; return the fit, and what to warn of."""
-    name = module.name
+) -> LayerFit:
+    """Refit one consumer in place, unless no fit is better on held-out tokens."""
     # The moments are on the device where the dense block computes; the slim layer may be on another.
     weight = weight_of(layer).detach().to(fitting.x)
     bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else None
     everything = fitting + held_out
     _check_finite(module, everything)
-    notes: list[Warning] = _few_tokens(name, everything, how, width=module.unit_width)
 
     def solver(of: Moments) -> Solve:
         if how.method == "scalars":
@@ -353,14 +336,6 @@ def _refit(
             return math.inf if found is None else held_out.error(*found)
 
         least, ridge = _downhill(RIDGES if how.ridge is None else (how.ridge,), held_out_error)
-        if least == math.inf:
-            instead = "its bias is refitted" if len(tried) > 1 else "it is left as it was cut"
-            notes.append(
-                SingularInputsWarning(
-                    f"the covariance of the inputs of {name} is singular with every ridge (they may be the same for "
-                    f"all tokens), so least squares cannot be fitted and {instead}; check that layer's weights"
-                )
-            )
         tried.append((least, how.method, ridge))
     error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
     with torch.no_grad():
@@ -376,7 +351,7 @@ def _refit(
         if refitted is not None and refitted is not bias:
             layer.bias.copy_(refitted)  # type: ignore[operator]
     share = error / untouched if untouched > 0 else 1.0
-    return LayerFit(name, chosen, chosen_ridge, round(everything.tokens.item()), share), notes
+    return LayerFit(module.name, chosen, chosen_ridge, round(everything.tokens.item()), share)
 
 
 def _downhill(ridges: Sequence[float], error: Callable[[float], float]) -> tuple[float, float]:
@@ -428,18 +403,3 @@ def _check_finite(module: PrunableModule, moments: Moments) -> None:
             "calibration tokens they add up to NaN or infinity; check the weights before it, the compensation rows and "
             "the model's dtype (float16 overflows where bfloat16 does not), or leave compensation out"
         )
-
-
-def _few_tokens(name: str, moments: Moments, how: Compensation, *, width: int) -> list[Warning]:
-    """Return a warning if there are fewer tokens than four times the unknowns of each output, else nothing."""
-    unknowns = {"bias": 0, "least_squares": len(moments.x), "scalars": len(moments.x) // width}[how.method]
-    wanted = ENOUGH_TOKENS_PER_INPUT * unknowns
-    if moments.tokens >= wanted:
-        return []
-    what = "units" if how.method == "scalars" else "inputs"
-    return [
-        FewTokensWarning(
-            f"{moments.tokens:.0f} calibration tokens are too few for the {unknowns} {what} of {name}, which need at "
-            f"least {wanted}: raise compensation.samples"
-        )
-    ]

@@ -67,7 +67,6 @@ RIGHT: dict[str, tuple[Model, Change, Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")
 @pytest.mark.filterwarnings("ignore:The given model.*:UserWarning")
 @pytest.mark.parametrize("name", RIGHT)
 def test_it_is_cut_and_saved(name: str, tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from hies_export.pipeline.recipe import PruneSection
 PAPER = (("attention",), "hies", None)
 SMALLER = (("attention", "mlp"), "compensated", "least_squares")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")
-
 
 def method_of(section: PruneSection) -> tuple[Any, ...]:
     return section.modules, section.criterion, section.compensation and section.compensation.method

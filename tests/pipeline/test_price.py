@@ -93,7 +93,6 @@ def test_prune_says_what_it_takes(budget: dict[str, float], monkeypatch: pytest.
     assert any("all takes about 1 minute and 0.8 GB of memory" in stage for stage in said.stages) == ("flops" in budget)
 
 
-@pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
 def test_an_encoder_is_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(price, "WORTH_SAYING", 0.0)
     said = Said()

@@ -49,10 +49,7 @@ REFIT = {"method": "least_squares", "samples": 64}
 ONE_LABEL = partial(bert, num_labels=1)
 HALF: dict[str, Any] = {"criterion": "his", "budget": {"heads": 0.5}}
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*calibration tokens are too few"),
-    pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 
 def texts() -> list[dict[str, torch.Tensor]]:

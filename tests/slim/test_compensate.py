@@ -1,6 +1,5 @@
 import copy
 import math
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +15,7 @@ from hies_export import find_attention, find_modules, prune_units
 from hies_export.calibrate import moments as moments_room
 from hies_export.calibrate.moments import MomentStore
 from hies_export.errors import DataError, NonFiniteError, RecipeError, RequestError
-from hies_export.slim.refit import Compensation, FewTokensWarning, SingularInputsWarning, compensate, refit
+from hies_export.slim.refit import Compensation, compensate, refit
 
 
 @pytest.mark.parametrize("method", ["bias", "least_squares"])
@@ -108,8 +107,7 @@ def test_a_fit_that_does_not_carry_over_is_not_kept() -> None:
     batches = [text_batch(5, 3, padding=False, labels=False)]
     slim, plan, sites = random_cut(dense, batches[0])
     weights = [slim.get_submodule(s.consumer).weight.clone() for s in sites]
-    with pytest.warns(FewTokensWarning, match="15 calibration tokens are too few for the"):
-        fits = compensate(dense, slim, plan, sites, batches, Compensation(ridge=1e-9))
+    fits = compensate(dense, slim, plan, sites, batches, Compensation(ridge=1e-9))
     kept = [fit.method for fit in fits]
     assert set(kept) - {"least_squares"}
     assert all(fit.error <= 1 for fit in fits)
@@ -119,7 +117,7 @@ def test_a_fit_that_does_not_carry_over_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("make", [bert, llama])
-def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Callable[[], PreTrainedModel]) -> None:
+def test_least_squares_is_left_out_where_inputs_never_change(make: Callable[[], PreTrainedModel]) -> None:
     dense = make()
     batches = [text_batch(5, 40, padding=False, labels=False) for _ in range(4)]
     sites = find_attention(dense, batches[0])
@@ -130,10 +128,7 @@ def test_inputs_that_never_change_are_said_and_least_squares_left_out(make: Call
         for parameter in (module.value if make is bert else module.v_proj).parameters():
             parameter.zero_()
     slim = prune_units(dense, plan, sites)
-    instead = "its bias is refitted" if make is bert else "it is left as it was cut"
-    said = rf"the inputs of {empty.name} is singular .*, so least squares cannot be fitted and {instead}"
-    with pytest.warns(SingularInputsWarning, match=said):
-        fits = {fit.name: fit.method for fit in compensate(dense, slim, plan, sites, batches)}
+    fits = {fit.name: fit.method for fit in compensate(dense, slim, plan, sites, batches)}
     assert fits.pop(empty.name) in ("bias", "none")
     assert set(fits.values()) <= {"least_squares", "bias"}
     assert torch.isfinite(slim(**batches[0]).logits).all()
@@ -156,9 +151,7 @@ def test_ridges_too_small_for_a_matrix_leave_the_larger_ones(method: str, monkey
                 layer.bias.copy_(layer.bias[:8].repeat(6))
             consumer.weight.copy_(consumer.weight[:, :8].repeat(1, 6))
     slim = prune_units(dense, plan, sites)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SingularInputsWarning)
-        fits = compensate(dense, slim, plan, sites, batches, Compensation(method=method))
+    fits = compensate(dense, slim, plan, sites, batches, Compensation(method=method))
     assert [(fit.method, fit.ridge) for fit in fits] == [(method, 0.03)]
 
 

@@ -1,6 +1,5 @@
 """Refits from moments, with weighted tokens and by scalars, against scikit-learn, NumPy and predictions."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from hies_export import Compensation, PrunableModule, RecipeError, RequestError, compensate, find_attention, prune_units
 from hies_export.calibrate import moments
 from hies_export.calibrate.moments import MomentStore
-from hies_export.slim.refit import FewTokensWarning, refit
+from hies_export.slim.refit import refit
 
 sklearn = pytest.importorskip("sklearn.linear_model")
 
@@ -68,19 +67,6 @@ def test_it_is_the_ridge_regression_of_scikit_learn(
                 np.testing.assert_allclose(found.bias.detach().numpy(), fitted.intercept_, atol=2e-5)
 
 
-def test_how_many_tokens_are_wanted_is_said() -> None:
-    dense, batches = bert(), [text_batch(6, 10, padding=False, labels=False)]
-    modules = neurons(dense)
-    selection = half(modules)
-    slim = prune_units(dense, selection, modules)
-    with pytest.warns(FewTokensWarning, match="60 calibration tokens are too few .* need at least 128") as said:
-        compensate(dense, slim, selection, modules, batches)
-    assert [module.name in str(one.message) for module, one in zip(modules, said, strict=True)] == [True] * 3
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compensate(dense, slim, selection, modules, [text_batch(13, 10, padding=False)])
-
-
 def test_bad_requests() -> None:
     dense, batches = bert(), batches_of(bert())
     with pytest.raises(RecipeError, match="a compensation must be as in a recipe.*token_weights"):
@@ -110,7 +96,6 @@ def by_lstsq(model: Any, module: PrunableModule, units: list[int], batches: list
     return np.linalg.lstsq(design, target.ravel(), rcond=None)[0], weight, columns
 
 
-@pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
 @pytest.mark.parametrize(("make", "kind"), [(bert, "mlp"), (llama, "attention")])
 def test_scalars_are_those_of_least_squares_over_all_tokens(make: Any, kind: str) -> None:
     model = make()
@@ -135,7 +120,6 @@ def test_scalars_are_those_of_least_squares_over_all_tokens(make: Any, kind: str
         assert np.abs(scalars - 1).max() > 0.01
 
 
-@pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
 def test_a_great_ridge_leaves_the_scalars_at_one_and_units_that_all_stay_are_left_alone() -> None:
     model, batch = bert(), text_batch(8, 12, labels=False)
     modules = neurons(model)

@@ -34,9 +34,6 @@ from hies_lab.sweep.page import write_page
 from hies_lab.sweep.results import render_markdown, sweep_tables, terminal_table
 from hies_lab.sweep.sweep import SweepResult, sweep
 
-# Sixty samples of a few tokens: too few for the fits to be good, enough to be compared.
-pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
-
 
 @pytest.fixture(autouse=True)
 def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,6 @@ from hies_lab.sweep.grid import SweepGrid
 from hies_lab.sweep.stopwatch import LatencyRequest
 from hies_lab.sweep.sweep import sweep
 
-pytestmark = pytest.mark.filterwarnings("ignore::hies_export.slim.refit.FewTokensWarning")
-
 CRITERIA = ("hies", "l2", "fisher", "compensated", "kwon", "flap")
 
 
