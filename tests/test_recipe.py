@@ -44,7 +44,7 @@ def test_every_recipe_is_valid(path: Path) -> None:
         ("prune.budget", {}, "exactly one of heads, flops, parameters, latency, keep must be given"),
         ("prune.alpha", 1.0, r"prune.alpha: alpha must be auto or a number in \[0, 1\), got 1.0;"),
         ("prune.alpha", float("nan"), r"in \[0, 1\), got nan"),
-        ("prune.compensation", {"method": "magic"}, "compensation.method must be 'bias', 'least_squares' or 'scalars'"),
+        ("prune.compensation", {"method": "magic"}, "compensation.method must be 'bias' or 'least_squares'"),
         ("prune.compensation", {"sample": 5}, "prune.compensation.sample is not a field .* did you mean 'samples'"),
         ("prune.criterion", "hiess", "criterion must be one of hies, .* got 'hiess'; did you mean 'hies'"),
         ("prune.budget", {"flops": 0.5, "parameters": 0.5}, "must be given, got flops and parameters"),

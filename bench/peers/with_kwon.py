@@ -16,7 +16,8 @@ from peers.program import Given, Way, main
 from transformers import AutoModelForSequenceClassification
 
 from hies_export import prune
-from hies_lab.baselines.kwon import mask_gradients, rearranged
+from hies_export.calibrate.moments import MomentStore
+from hies_lab.baselines.kwon import mask_gradients, rearranged, scale_units
 
 SAMPLES = 2048  # theirs
 BATCH = 32
@@ -32,8 +33,8 @@ def tuned(given: Given, out: Path) -> None:
     found = prune(model, rows, held_out=[], modules=["attention", "mlp"], criterion="fisher", budget=budget)
     modules = found.pruning.scored
     kept = rearranged(found.plan.kept, modules, mask_gradients(model, rows, modules))
-    scalars = {"method": "scalars", "samples": SAMPLES}
-    made = prune(model, rows, held_out=[], plan=replace(found.plan, kept=kept), compensation=scalars)
+    made = prune(model, rows, held_out=[], plan=replace(found.plan, kept=kept))
+    scale_units(made.model, kept, modules, MomentStore(model, modules, rows))
     print(
         f"{made.flops.ratio:.4f} of the FLOPs, {made.plan.removed} heads and {made.plan.removed_neurons} neurons gone"
     )

@@ -269,7 +269,7 @@ class CompensationSection(Section):
 
     Attributes:
         method: "least_squares" refits weights and bias. "bias" only adds the removed units' average output to the bias,
-            so the projections need one. "scalars" multiplies every unit that stays by its own factor.
+            so the projections need one.
         samples: How many rows of the calibration split to use, without their labels.
         ridge: Strength of the ridge, relative to the mean of the diagonal of the inputs' covariance. By default the
             one with the smallest error on held-out tokens is chosen for every layer.
@@ -282,7 +282,7 @@ class CompensationSection(Section):
             rows.
     """
 
-    method: Literal["bias", "least_squares", "scalars"] = "least_squares"
+    method: Literal["bias", "least_squares"] = "least_squares"
     samples: int = Field(512, ge=5)
     ridge: float | None = Field(None, gt=0)
     sequential: bool | None = None

@@ -5,11 +5,9 @@ covariance C:
 
     bias           b' = b + W_M mu_M
     least_squares  W'_K = W_K + W_M C_MK (C_KK + lambda I)^-1,  b' = b + W_M mu_M + (W_K - W'_K) mu_K
-    scalars        W'_u = s_u W_u for every kept unit u, where s minimises E |sum_u s_u W_u x_u + b - y|^2
 
 A consumer without a bias gets none, and its moments are not centred. All methods, and the error on held-out tokens,
-need only the moments of (x_K, y). With token weights, mu and C are weighted means over tokens. Scalars are the mask
-tuning of Kwon et al. 2022 (https://arxiv.org/abs/2204.09656, section 4.4), folded into the weights.
+need only the moments of (x_K, y). With token weights, mu and C are weighted means over tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from ..calibrate.moments import (
     LayerMoments,
     Moments,
     MomentStore,
-    Solve,
     add_reading,
     check_mix,
     check_samples,
@@ -48,8 +45,7 @@ from ..recipe.sections import CompensationSection
 from ..select.plan import PruningPlan, selection_of
 from ..units.units import PrunableModule, Selection
 
-# Candidates for lambda, relative to the mean of the diagonal of C_KK, or of the matrix that scalars solve; the error on
-# held-out tokens decides.
+# Candidates for lambda, relative to the mean of the diagonal of C_KK; the error on held-out tokens decides.
 RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 # Share of the difference between both models' residual streams that a sequential refit of a layer makes up for. On
 # SmolLM2 at 0.8 of the FLOPs, half of it gave a perplexity of 37.8, all of it 38.5, and none 40.6.
@@ -60,11 +56,11 @@ DRIFT = 0.5
 class Compensation:
     """Options for refitting the consumers, by the fields of `CompensationSection`.
 
-    `method` says what is fitted. `ridge` is relative to the mean of the diagonal of C_KK, and pulls scalars towards
-    one; None to choose it on held-out tokens. If `sequential`, layers are refitted one after the other while both
-    models run once. A layer's target is then the dense model's output plus half of the difference between both models'
-    residual streams there (`DRIFT`). With `token_weights` w, each token weighs w + (1 - w) q / mean(q), where q is the
-    squared norm of the gradient of the sample's prediction with respect to the consumer's input at that token.
+    `method` says what is fitted. `ridge` is relative to the mean of the diagonal of C_KK; None to choose it on held-out
+    tokens. If `sequential`, layers are refitted one after the other while both models run once. A layer's target is
+    then the dense model's output plus half of the difference between both models' residual streams there (`DRIFT`).
+    With `token_weights` w, each token weighs w + (1 - w) q / mean(q), where q is the squared norm of the gradient of
+    the sample's prediction with respect to the consumer's input at that token.
 
     Raises:
         RecipeError: An option is out of range.
@@ -85,8 +81,8 @@ class LayerFit:
     """The refit of one consumer, by the method with the smallest error on held-out tokens."""
 
     name: str  # of the module
-    method: str  # "least_squares", "scalars" or "bias", or "none" if the consumer was left as it was cut
-    ridge: float | None  # of "least_squares" or "scalars", as in `Compensation`
+    method: str  # "least_squares" or "bias", or "none" if the consumer was left as it was cut
+    ridge: float | None  # of "least_squares", as in `Compensation`
     tokens: int  # including held-out ones
     error: float  # mean squared error of the output on held-out tokens, as a share of the error without a refit
 
@@ -316,20 +312,14 @@ def _refit(
     bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else None
     everything = fitting + held_out
     _check_finite(module, everything)
-
-    def solver(of: Moments) -> Solve:
-        if how.method == "scalars":
-            return _scaling(of, weight, bias, width=module.unit_width)
-        return of.solver(weight, centred=bias is not None)
-
     untouched = held_out.error(weight, bias)
     # (error on held-out tokens, method, ridge). The method chosen is then fitted again on all tokens.
     tried: list[tuple[float, str, float | None]] = []
-    if bias is not None and how.method != "scalars":
+    if bias is not None:
         tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))
     if how.method != "bias":
         tried.append((untouched, "none", None))
-        solve = solver(fitting)
+        solve = fitting.solver(weight, centred=bias is not None)
 
         def held_out_error(ridge: float) -> float:
             found = solve(ridge, quick=True)
@@ -342,7 +332,8 @@ def _refit(
         refitted = bias
         if chosen_ridge is not None:
             # The matrix over all tokens may need a larger ridge.
-            solve, larger = solver(everything), (ridge for ridge in RIDGES if ridge > chosen_ridge)
+            solve = everything.solver(weight, centred=bias is not None)
+            larger = (ridge for ridge in RIDGES if ridge > chosen_ridge)
             solved = ((ridge, solve(ridge)) for ridge in (chosen_ridge, *larger))
             chosen_ridge, (weight, refitted) = next((ridge, fit) for ridge, fit in solved if fit is not None)
             weight_of(layer).copy_(weight)
@@ -365,33 +356,6 @@ def _downhill(ridges: Sequence[float], error: Callable[[float], float]) -> tuple
     while (best := min(range(max(0, place - 1), min(len(ridges), place + 2)), key=at)) != place:
         place = best
     return at(place)[0], ridges[place]
-
-
-def _scaling(moments: Moments, weight: Tensor, bias: Tensor | None, *, width: int) -> Solve:
-    """Return the solver for a weight whose units are each scaled, with a ridge that pulls the scalars towards one.
-
-    The squared error is s^T A s - 2 s^T c + const, with A_uv = tr(W_u^T W_v E x_v x_u^T) and
-    c_u = tr(W_u^T E (y - b) x_u^T). Moments are of the kept inputs, `weight` is (outputs, inputs), a unit has `width`
-    inputs, and ridges are relative to the mean of the diagonal of A.
-    """
-    xx, yx = moments.xx / moments.tokens, moments.yx / moments.tokens
-    if bias is not None:
-        yx = yx - torch.outer(bias, moments.x / moments.tokens)
-    units = len(xx) // width
-    products = (weight.T @ weight * xx).view(units, width, units, width).sum((1, 3))  # A, (units, units)
-    wanted = (weight * yx).sum(0).view(units, width).sum(1)  # c, (units,)
-    scale = products.diagonal().mean()
-
-    def solve(ridge: float, *, quick: bool = False) -> tuple[Tensor, Tensor | None] | None:
-        damped = products + ridge * scale * torch.eye(units, dtype=xx.dtype, device=xx.device)
-        try:
-            factor = torch.linalg.cholesky(damped)
-        except torch.linalg.LinAlgError:
-            return None
-        change = torch.cholesky_solve((wanted - products.sum(1))[:, None], factor)[:, 0]
-        return weight * (1 + change).repeat_interleave(width), bias
-
-    return solve
 
 
 def _check_finite(module: PrunableModule, moments: Moments) -> None:

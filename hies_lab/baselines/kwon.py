@@ -7,8 +7,8 @@ Their method has three steps, for masks m of heads and neurons at one:
 2. Rearrangement (section 4.3): in every layer, with as many units as the search left there, minimise
    (1 - m)^T I (1 - m) with the Fisher information I of the layer's masks, cross terms included. `rearranged` does it
    greedily, in one round, as their code does (github.com/WoosukKwon/retraining-free-pruning, `greedy_rearrange`).
-3. Tuning (section 4.4): a scalar per unit that stays, by linear least squares, layer by layer. This is the compensation
-   `scalars` of `slim.refit`.
+3. Tuning (section 4.4): a scalar per unit that stays, by linear least squares, layer by layer. This is `scale_units`,
+   the compensation `scalars` of a sweep.
 
 What differs: the search is exact for modules of any cost (theirs assumes that all heads cost the same, and all
 neurons). Scalars are fitted from the dense model's inputs in one pass, towards the consumer's dense output (theirs from
@@ -21,14 +21,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hies_export.calibrate import statistics
+from hies_export.calibrate.moments import LayerMoments, Moments, MomentStore
 from hies_export.calibrate.readings import Gradients, Read, walking
 from hies_export.data.batches import Batch
+from hies_export.model.linear import weight_of
 from hies_export.tasks import task_of
 from hies_export.units.units import PrunableModule, Selection, Units
+
+# Candidates for the ridge, relative to the mean of the diagonal of the system.
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 
 
 def mask_gradients(
@@ -91,3 +96,46 @@ def exchanged(gradients: Tensor, removed: Sequence[int]) -> list[int]:
         gone[back] = False
         total = total - gradients[:, back]
     return gone.nonzero().flatten().tolist()
+
+
+def scale_units(
+    slim: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], moments: MomentStore
+) -> None:
+    """Multiply every unit that stays by a scalar of its own, in place, in the consumers of modules that lost units.
+
+    A module whose error on held-out tokens no ridge makes smaller is left as it was cut.
+    """
+    columns = {m.name: m.columns(selection[m.name].units) for m in modules if selection[m.name].removed}
+
+    def work(inside: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
+        for module in inside:
+            layer = slim.get_submodule(module.consumer)
+            fitting, held_out = sums[module.name].mixed(columns=columns[module.name])
+            weight = weight_of(layer).detach().to(fitting.x)
+            bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else None
+            errors = {0.0: held_out.error(weight, bias)}  # by the ridge; zero stands for scalars of one
+            for ridge in RIDGES:
+                errors[ridge] = held_out.error(weight * scalars(fitting, layer, ridge, module.unit_width), bias)
+            if best := min(errors, key=errors.__getitem__):
+                with torch.no_grad():
+                    weight_of(layer).copy_(weight * scalars(fitting + held_out, layer, best, module.unit_width))
+
+    if columns:
+        moments.each(work, columns)
+
+
+def scalars(moments: Moments, layer: nn.Module, ridge: float, width: int) -> Tensor:
+    """Return the scalar of each input's unit, (inputs,), by least squares with a ridge that pulls scalars towards one.
+
+    The squared error is s^T A s - 2 s^T c + const, with A_uv = tr(W_u^T W_v E x_v x_u^T) and
+    c_u = tr(W_u^T E (y - b) x_u^T). The moments are of the kept inputs, of which a unit has `width`.
+    """
+    weight, xx, yx = weight_of(layer).detach().to(moments.x), moments.xx / moments.tokens, moments.yx / moments.tokens
+    if isinstance(layer.bias, Tensor):
+        yx = yx - torch.outer(layer.bias.detach().to(weight), moments.x / moments.tokens)
+    units = len(xx) // width
+    products = (weight.T @ weight * xx).view(units, width, units, width).sum((1, 3))  # A, (units, units)
+    wanted = (weight * yx).sum(0).view(units, width).sum(1)  # c, (units,)
+    damped = products + ridge * products.diagonal().mean() * torch.eye(units, dtype=xx.dtype, device=xx.device)
+    change = torch.linalg.solve(damped, wanted - products.sum(1))
+    return (1 + change).repeat_interleave(width)

@@ -45,7 +45,7 @@ from hies_export.units.units import Selection
 
 from ..baselines import channels, flap, kwon, slicing
 from ..baselines.names import CHANNELS, FLAP, JUDGED_ONLY, KWON, MARTRA, OWN_SAMPLES, SLICED_TUNED, UNIFORM, WANDA
-from .grid import AUTOMATIC, MODULES, WEIGHTED, Cell, SweepGrid, compensation_of
+from .grid import AUTOMATIC, MODULES, SCALARS, WEIGHTED, Cell, SweepGrid, compensation_of
 from .journal import digest
 
 
@@ -419,6 +419,11 @@ def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
             # The bias needs no moments, which take longer to collect, and models without biases get them only here.
             if how.method == "bias":
                 flap.add_means(slim, pruning.model, selection, pruning.modules, of_seed.averages)
+                return []
+            if cell.compensation == SCALARS:
+                moments = of_seed.statistics.moments
+                assert moments is not None
+                kwon.scale_units(slim, selection, pruning.modules, moments)
                 return []
             if how.sequential:
                 in_turn = Compensation(ridge=how.ridge, sequential=True)

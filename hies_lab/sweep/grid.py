@@ -17,7 +17,7 @@ from ..baselines.names import JUDGED_ONLY, MARTRA, OWN_SAMPLES, sweep_names
 # The largest seed that libraries hold.
 MOST = 2**31 - 1
 # The methods of `CompensationSection`.
-METHODS = ("bias", "least_squares", "scalars")
+METHODS = ("bias", "least_squares")
 # `auto` chooses an alpha for each budget, `auto-area` one alpha for all budgets.
 AUTOMATIC = ("auto", "auto-area")
 SPARSITIES = (0.1, 0.3, 0.5, 0.7)
@@ -26,7 +26,9 @@ MODULES = {ATTENTION: (ATTENTION,), MLP: (MLP,), "both": KINDS}
 # Least squares in which tokens weigh this + (1 - this) times the relative squared gradient of the prediction there.
 WEIGHTED, TOKEN_WEIGHTS = "weighted", 0.3
 SEQUENTIAL = "sequential"
-COMPENSATIONS = ("none", *METHODS, WEIGHTED, SEQUENTIAL)
+# A factor for every unit that stays, see `baselines.kwon`.
+SCALARS = "scalars"
+COMPENSATIONS = ("none", *METHODS, SCALARS, WEIGHTED, SEQUENTIAL)
 
 
 @dataclass(frozen=True)

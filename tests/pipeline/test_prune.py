@@ -141,7 +141,7 @@ def test_a_model_is_pruned_saved_loaded_and_exported(name: str, tmp_path: Path, 
 PRUNE: list[dict[str, Any]] = [
     {"budget": {"heads": 0.4}, "alpha": "auto", "normalize": "layer", "compensation": {"samples": 40}},
     {"budget": {"heads": 0.5}, "criterion": "random", "min_heads": 2},
-    {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "fisher", "compensation": {"method": "scalars"}},
+    {"budget": {"flops": 0.6}, "modules": BOTH, "criterion": "fisher", "compensation": {"method": "bias"}},
     {"budget": {"keep": 0.5}, "modules": BOTH, "criterion": "auto", "compensation": {"samples": 40}},
 ]
 
@@ -250,11 +250,10 @@ def tokens() -> list[dict[str, torch.Tensor]]:
         (causal_lm, tokens, {}, True),
         (causal_lm, tokens, {"sequential": False}, False),
         (causal_lm, tokens, {"token_weights": 0.5}, False),
-        (causal_lm, tokens, {"method": "scalars"}, False),
         (bert, texts, {"sequential": True}, True),
         (llama, unpadded, {}, False),
     ],
-    ids=["decoder", "as asked", "weighted", "scalars", "an encoder as asked", "decoder of classes"],
+    ids=["decoder", "as asked", "weighted", "an encoder as asked", "decoder of classes"],
 )
 def test_layers_of_a_model_that_generates_are_refitted_one_after_the_other(
     make: Any, batches: Any, how: dict[str, Any], sequential: bool, unharmed: Any

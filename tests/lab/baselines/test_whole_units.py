@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.cuts import moments_by_module
 from support.generative import padded
 from support.models import bert, causal_lm, llama, text_batch
 from support.neurons import neurons, one_by_one
-from support.references import layer_tokens
+from support.references import layer_tokens, read_tokens
 from support.tolerance import assert_near
 from torch import Tensor
 
 from hies_export import PrunableModule, collect_statistics, find_attention, prune_units, select_units
+from hies_export.calibrate.moments import MomentStore
 from hies_export.select.cost import CostTable
 from hies_lab.baselines.flap import (
     Averages,
@@ -24,7 +26,7 @@ from hies_lab.baselines.flap import (
     score_martra,
     score_wanda,
 )
-from hies_lab.baselines.kwon import exchanged, mask_gradients, rearranged
+from hies_lab.baselines.kwon import exchanged, mask_gradients, rearranged, scalars, scale_units
 
 
 def units_of(model: Any, batch: dict[str, Tensor]) -> tuple[PrunableModule, ...]:
@@ -108,6 +110,56 @@ def test_groups_are_exchanged_as_wholes_and_counts_stay() -> None:
         assert len(kept.units) == module.units // 2
         assert len(kept.units) == len(kept.kept_groups) * module.group_size
         assert kept.kind == module.kind
+
+
+def by_lstsq(model: Any, module: PrunableModule, units: list[int], batches: list[dict[str, Tensor]]) -> np.ndarray:
+    """Return the consumer's weight, (outputs, inputs) of the kept units, each unit times its best scalar."""
+    x, y, *_ = read_tokens(model, module, batches)
+    layer, width = model.get_submodule(module.consumer), module.unit_width
+    weight = layer.weight.detach().double().numpy()
+    target = y if layer.bias is None else y - layer.bias.detach().double().numpy()
+    columns = [slice(u * width, (u + 1) * width) for u in units]
+    design = np.stack([(x[:, c] @ weight[:, c].T).ravel() for c in columns], 1)  # (tokens * outputs, units)
+    best = np.linalg.lstsq(design, target.ravel(), rcond=None)[0]
+    assert np.abs(best - 1).max() > 0.01
+    return np.concatenate([s * weight[:, c] for s, c in zip(best, columns, strict=True)], 1)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(bert, "mlp"), (llama, "attention")])
+def test_scalars_are_those_of_least_squares_over_all_tokens(make: Any, kind: str) -> None:
+    model = make()
+    batches = [text_batch(5, 12, labels=False) for _ in range(20)]
+    modules = find_attention(model, batches[0]) if kind == "attention" else neurons(model)
+    kept = {m.name: m.kept(range(0, m.units // 2)) for m in modules}
+    slim, found = prune_units(model, kept, modules), moments_by_module(model, modules, batches)
+    for module in modules:
+        units, layer = kept[module.name].units, slim.get_submodule(module.consumer)
+        fitting, held_out = found[module.name].mixed(columns=module.columns(units))
+        scaled = layer.weight.detach().double() * scalars(fitting + held_out, layer, 1e-10, module.unit_width)
+        expected = by_lstsq(model, module, list(units), batches)
+        np.testing.assert_allclose(scaled.numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_units_are_scaled_where_that_brings_outputs_nearer_on_held_out_tokens() -> None:
+    model, batches = bert(), [text_batch(5, 12, labels=False) for _ in range(20)]
+    modules = neurons(model)
+    kept = {m.name: m.kept(range(m.units if i == 0 else 40)) for i, m in enumerate(modules)}
+    slim = prune_units(model, kept, modules)
+    before = {name: p.detach().clone() for name, p in slim.named_parameters()}
+    scale_units(slim, kept, modules, MomentStore(model, modules, batches))
+    found, changed = moments_by_module(model, modules, batches), set()
+    for module in modules:
+        _, held_out = found[module.name].mixed(columns=module.columns(kept[module.name].units))
+        layer, old = slim.get_submodule(module.consumer), before[f"{module.consumer}.weight"]
+        scales = layer.weight.detach() / old
+        assert_near(scales, scales[:1].expand_as(scales))  # neurons: one scalar for each column
+        was, now = (held_out.error(w.double(), layer.bias.detach().double()) for w in (old, layer.weight.detach()))
+        assert now <= was
+        changed |= {module.name} if now < was else set()
+    assert changed
+    assert modules[0].name not in changed
+    untouched = {name for name, p in slim.named_parameters() if torch.equal(p, before[name])}
+    assert before.keys() - untouched == {f"{m.consumer}.weight" for m in modules if m.name in changed}
 
 
 class Averaged(NamedTuple):

@@ -12,6 +12,7 @@ from support.reading import share_same
 from support.sweeps import save_sweep_project
 
 from hies_export import PlanError, PruningRecipe, RecipeError, RequestError, compensate, count_flops, prune_units
+from hies_export.calibrate.moments import MomentStore
 from hies_export.cli.main import main
 from hies_export.evaluate.predict import predict
 from hies_export.kinds import MLP
@@ -19,6 +20,7 @@ from hies_export.pipeline.choose import choose
 from hies_export.pipeline.stages import calibrate, cut_beside
 from hies_export.slim.refit import Compensation
 from hies_export.tasks import TextClassification
+from hies_lab.baselines.kwon import scale_units
 from hies_lab.sweep.grid import SweepGrid
 from hies_lab.sweep.stopwatch import LatencyRequest
 from hies_lab.sweep.sweep import sweep
@@ -62,12 +64,12 @@ def test_there_is_a_row_for_every_cell_within_reach(recipe_file: Path, tmp_path:
 def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, tmp_path: Path) -> None:
     refits = {
         "weighted": Compensation(token_weights=0.3),
-        "scalars": Compensation("scalars"),
+        "scalars": None,
         "sequential": Compensation(sequential=True),
         "least_squares": Compensation("least_squares"),
     }
-    how: dict[str, Any] = {"alphas": (0.5,), "seeds": (0,), "calibration_sizes": (8,), "modules": ("both",)}
-    grid = SweepGrid(**how, flops=(0.7,), criteria=("hies", "l2"), compensations=tuple(refits))
+    some: dict[str, Any] = {"alphas": (0.5,), "seeds": (0,), "calibration_sizes": (8,), "modules": ("both",)}
+    grid = SweepGrid(**some, flops=(0.7,), criteria=("hies", "l2"), compensations=tuple(refits))
     rows = sweep(PruningRecipe.from_yaml(recipe_file), grid, tmp_path / "out").rows
     for criterion, checked in (("hies", ["least_squares"]), ("l2", ["weighted", "scalars", "sequential"])):
         prepared = load_pruning(PruningRecipe.from_yaml(recipe_file, {"prune.criterion": criterion}))
@@ -78,7 +80,11 @@ def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, tmp_path: Path) ->
             (row,) = (r for r in rows if (r["criterion"], r["compensation"]) == (criterion, compensation))
             assert (row["heads_removed"], row["neurons_removed"]) == (plan.removed, plan.removed_neurons)
             slim = prune_units(prepared.model, plan, prepared.modules)
-            compensate(prepared.model, slim, plan, prepared.modules, prepared.rows.refit, refits[compensation])
+            if (how := refits[compensation]) is None:
+                moments = MomentStore(prepared.model, prepared.modules, prepared.rows.refit)
+                scale_units(slim, plan.kept, prepared.modules, moments)
+            else:
+                compensate(prepared.model, slim, plan, prepared.modules, prepared.rows.refit, how)
             assert row["stability"] == share_same(dense, predict(slim, evaluation))
             batch = next(iter(prepared.shapes.values()))
             ratio = count_flops(slim, batch) / count_flops(prepared.model, batch)
