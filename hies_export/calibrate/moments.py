@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,6 @@ WIDE = 512  # from this number of inputs on, sums and fits use a faster algorith
 BLOCK = 256  # rows of the products of a wide layer that are computed at once
 SHARE_OF_FREE = 0.5  # most of the free memory that moments of all modules may take
 FREE_IF_UNKNOWN = 8 << 30  # bytes
-
-Solve: TypeAlias = Callable[..., "tuple[Tensor, Tensor | None] | None"]
-"""Takes a ridge and returns a weight (outputs, inputs) and a bias (outputs,); None where that ridge is too small."""
 
 
 @dataclass
@@ -108,35 +105,31 @@ class Moments:
         rows, x = self.xx[:, chosen], self.x[chosen]
         return Moments(self.tokens, x, rows[chosen], self.y, weight @ rows + torch.outer(bias, x), self.yy)
 
-    def solver(self, weight: Tensor, *, centred: bool) -> Solve:
-        """Return the ridge regression of y on x that shrinks towards `weight`, (outputs, inputs), instead of zero.
+    def ridge_fits(
+        self, weight: Tensor, ridges: Iterable[float], *, centred: bool, quick: bool = False
+    ) -> Iterator[tuple[float, Tensor, Tensor | None]]:
+        """Yield each ridge with the weight (outputs, inputs) and bias (outputs,) of its ridge regression of y on x.
 
-        The ridge is relative to the mean of the diagonal of the moments of x. If `centred`, a bias (outputs,) is fitted
-        as well, from centred moments; else it is None. With `quick`, the system of a wide layer is solved in float32.
+        The regression shrinks towards `weight`, (outputs, inputs), instead of zero. Ridges are relative to the mean of
+        the diagonal of the moments of x; those too small for these are left out. If `centred`, a bias is fitted as
+        well, from centred moments; else it is None. With `quick`, the system of a wide layer is solved in float32.
         """
         mean_x, xx, yx = self.x / self.tokens, self.xx / self.tokens, self.yx / self.tokens
         if centred:
             xx = xx - torch.outer(mean_x, mean_x)
             yx = yx - torch.outer(self.y / self.tokens, mean_x)
-        unexplained = (yx - weight @ xx).T  # (inputs, outputs)
-        scale = xx.diagonal().mean()
+        scale, dtype = xx.diagonal().mean(), torch.float32 if quick and len(xx) >= WIDE else xx.dtype
+        unexplained = (yx - weight @ xx).T.to(dtype)  # (inputs, outputs)
 
-        def solve(ridge: float, *, quick: bool = False) -> tuple[Tensor, Tensor | None] | None:
-            wide = len(xx) >= WIDE
-            dtype = torch.float32 if wide and quick else xx.dtype
+        def solved(ridge: float) -> Tensor | None:
             damped = xx.to(dtype, copy=True)
             damped.diagonal().add_(ridge * scale)
-            try:
-                if wide:
-                    change = torch.cholesky_solve(unexplained.to(dtype), torch.linalg.cholesky(damped))
-                else:
-                    change = torch.linalg.solve(damped, unexplained)
-            except torch.linalg.LinAlgError:  # the moments are singular
-                return None
-            fitted = weight + change.T
-            return fitted, self.fit_bias(fitted) if centred else None
+            factor, failed = torch.linalg.cholesky_ex(damped)
+            return None if failed else weight + torch.cholesky_solve(unexplained, factor).T
 
-        return solve
+        for ridge in ridges:
+            if (fitted := solved(ridge)) is not None:
+                yield ridge, fitted, self.fit_bias(fitted) if centred else None
 
     def fit_bias(self, weight: Tensor) -> Tensor:
         """Return the least-squares bias (outputs,) for a weight (outputs, inputs)."""

@@ -29,7 +29,7 @@ DOUBLE = 1.75  # a multiplication in float64: factorisations and products of mat
 HEAD = 0.75  # a multiplication in a language model's head
 HEADS = 6.0  # a token and two inputs of a projection of heads, in the order of removal, which solves many small systems
 PASSED = 220.0  # a token and a neuron at each step of an order: 8 ns, mostly of memory traffic
-RIDGES = 5.0  # a refit solves for three or four ridges in float32, and for one in float64
+RIDGES = 5.0  # a refit solves for four ridges in float32, and for one in float64
 # Seconds below which nothing is said.
 WORTH_SAYING = 60.0
 # Bytes that Python, torch and this package take, and copies of logits that the loss of a batch holds.
