@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .pipeline.push import push_to_hub
     from .pipeline.recipe import PruningRecipe
     from .pipeline.run import deploy, run
-    from .recipe.sections import Constraints
+    from .recipe.sections import CompensationSection, Constraints
     from .report.report import Report
     from .score.compensated import score_compensated
     from .score.criteria import CRITERIA, Scores, criterion, score_units
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from .slim.bundles import flops_table, parameters_table
     from .slim.check import compare_cut, masked_units
     from .slim.cut import prune_units
-    from .slim.refit import Compensation, compensate
+    from .slim.refit import compensate
     from .tasks.registry import register_task
     from .units.counts import count_flops, count_parameters
     from .units.find import find_modules
@@ -90,7 +90,7 @@ _MODULES = {
     "pipeline.push": ("push_to_hub",),
     "pipeline.recipe": ("PruningRecipe",),
     "pipeline.run": ("deploy", "run"),
-    "recipe.sections": ("Constraints",),
+    "recipe.sections": ("CompensationSection", "Constraints"),
     "report.report": ("Report",),
     "score.compensated": ("score_compensated",),
     "score.criteria": ("CRITERIA", "Scores", "criterion", "score_units"),
@@ -99,7 +99,7 @@ _MODULES = {
     "slim.bundles": ("flops_table", "parameters_table"),
     "slim.check": ("compare_cut", "masked_units"),
     "slim.cut": ("prune_units",),
-    "slim.refit": ("Compensation", "compensate"),
+    "slim.refit": ("compensate",),
     "tasks.registry": ("register_task",),
     "units.counts": ("count_flops", "count_parameters"),
     "units.find": ("find_modules",),

@@ -23,6 +23,7 @@ from ..model.copies import round_each, same_weights, share_weights
 from ..model.internals import dtypes_in
 from ..model.tokens import count_tokens
 from ..recipe.budget import Outcome, TimedSection
+from ..recipe.sections import CompensationSection
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, Scores, needs_of, score_units, uses_alpha
 from ..select.cost import Goal
@@ -31,7 +32,7 @@ from ..select.plan import PruningPlan, library_versions
 from ..select.select import select_units
 from ..slim.check import compare_cut, masked_units
 from ..slim.cut import prune_units
-from ..slim.refit import Compensation, LayerFit, compensate, refit
+from ..slim.refit import LayerFit, compensate, refit
 from ..tasks import Predictions
 from ..units.counts import Both
 from ..units.units import PrunableModule, Selection
@@ -39,7 +40,7 @@ from .pruning import Pruning
 
 # Refits a model that was cut by a selection, in place.
 Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]
-# Weights of tokens that deployments and `criterion: auto` try, see `Compensation`.
+# Weights of tokens that deployments and `criterion: auto` try, see `CompensationSection`.
 TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
 # The alphas that `alpha: auto` tries.
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -202,12 +203,11 @@ def token_weights_of(pruning: Pruning) -> tuple[float, ...]:
     return TOKEN_WEIGHTS if pruning.fast or pruning.options.criterion == AUTO else (1.0,)
 
 
-def _compensation(pruning: Pruning, token_weights: float) -> Compensation:
+def _compensation(pruning: Pruning, token_weights: float) -> CompensationSection:
     """Return how layers are refitted, with these weights of tokens unless the options name others."""
     how = pruning.options.compensation
     assert how is not None
-    weights = how.token_weights or token_weights
-    return Compensation(how.method, ridge=how.ridge, sequential=bool(how.sequential), token_weights=weights)
+    return how.model_copy(update={"token_weights": how.token_weights or token_weights})
 
 
 def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.0) -> Refit | None:
@@ -220,7 +220,7 @@ def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.
         return None
 
     def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
-        how = replace(_compensation(pruning, token_weights), sequential=False)
+        how = _compensation(pruning, token_weights).model_copy(update={"sequential": False})
         fits = refit(slim, selection, pruning.modules, moments, how)
         if pruning.dtype is not None:
             for name in _changed_by(slim, pruning.modules, fits):

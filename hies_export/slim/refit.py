@@ -7,7 +7,12 @@ covariance C:
     least_squares  W'_K = W_K + W_M C_MK (C_KK + lambda I)^-1,  b' = b + W_M mu_M + (W_K - W'_K) mu_K
 
 A consumer without a bias gets none, and its moments are not centred. All methods, and the error on held-out tokens,
-need only the moments of (x_K, y). With token weights, mu and C are weighted means over tokens.
+need only the moments of (x_K, y). lambda is relative to the mean of the diagonal of C_KK. With token weights w, mu and
+C are weighted means, in which each token weighs w + (1 - w) q / mean(q), where q is the squared norm of the gradient of
+the sample's prediction with respect to the consumer's input at that token.
+
+Sequential refits go from layer to layer while both models run once. A layer's target is then the dense model's output
+plus half of the difference between both models' residual streams there (`DRIFT`).
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from ..calibrate.readings import Reading, by_sample, walk_forward, walking
 from ..calibrate.residual import residual_places, streams
 from ..calibrate.walk import Call, Walk, blocks_of
 from ..data.batches import size_of
-from ..errors import NonFiniteError, RecipeError, RequestError, refusing
+from ..errors import NonFiniteError, RequestError
 from ..model.linear import features_of, weight_of
 from ..model.tokens import real_tokens
 from ..processes import mapped
@@ -43,35 +48,11 @@ from ..recipe.sections import CompensationSection
 from ..select.plan import PruningPlan, selection_of
 from ..units.units import PrunableModule, Selection
 
-# Candidates for lambda, relative to the mean of the diagonal of C_KK; the error on held-out tokens decides.
+# Candidates for lambda; the error on held-out tokens decides.
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 # Share of the difference between both models' residual streams that a sequential refit of a layer makes up for. On
 # SmolLM2 at 0.8 of the FLOPs, half of it gave a perplexity of 37.8, all of it 38.5, and none 40.6.
 DRIFT = 0.5
-
-
-@dataclass(frozen=True)
-class Compensation:
-    """Options for refitting the consumers, by the fields of `CompensationSection`.
-
-    `method` says what is fitted. `ridge` is relative to the mean of the diagonal of C_KK; None to choose it on held-out
-    tokens. If `sequential`, layers are refitted one after the other while both models run once. A layer's target is
-    then the dense model's output plus half of the difference between both models' residual streams there (`DRIFT`).
-    With `token_weights` w, each token weighs w + (1 - w) q / mean(q), where q is the squared norm of the gradient of
-    the sample's prediction with respect to the consumer's input at that token.
-
-    Raises:
-        RecipeError: An option is out of range.
-    """
-
-    method: str = "least_squares"
-    ridge: float | None = None
-    sequential: bool = False
-    token_weights: float = 1.0
-
-    def __post_init__(self) -> None:
-        with refusing("a compensation must be as in a recipe", kind=RecipeError):
-            CompensationSection(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -80,7 +61,7 @@ class LayerFit:
 
     name: str  # of the module
     method: str  # "least_squares" or "bias", or "none" if the consumer was left as it was cut
-    ridge: float | None  # of "least_squares", as in `Compensation`
+    ridge: float | None  # of "least_squares"
     tokens: int  # including held-out ones
     error: float  # mean squared error of the output on held-out tokens, as a share of the error without a refit
 
@@ -88,7 +69,7 @@ class LayerFit:
 Refits: TypeAlias = MutableMapping[str, tuple[Mapping[str, Tensor], LayerFit]]
 """Module -> the parameters of its consumer after the refit, by their names there, and how it was refitted."""
 
-LEAST_SQUARES = Compensation()
+LEAST_SQUARES = CompensationSection()
 
 
 def compensate(
@@ -97,7 +78,7 @@ def compensate(
     plan: PruningPlan | Selection,
     modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
-    how: Compensation = LEAST_SQUARES,
+    how: CompensationSection = LEAST_SQUARES,
     *,
     known: Refits | None = None,
     progress: Progress = SILENT,
@@ -113,7 +94,7 @@ def compensate(
         plan: The units that stayed.
         modules: From `find_attention` on the dense model.
         batches: Inputs of the model; padding is excluded by their `attention_mask`.
-        how: Method, ridge, order and weights of tokens.
+        how: Method, ridge, order and weights of tokens; by default all layers are refitted independently.
         known: Earlier refits by a sequential `how`, which are used as they are; new ones are added.
         progress: Shows the loop over the blocks.
 
@@ -136,7 +117,7 @@ def compensate(
     check_samples(batches)
     check_biases(dense, cut, how.method)
     if not how.sequential:
-        moments = MomentStore(dense, cut, batches, weighted=how.token_weights < 1, keep=False)
+        moments = MomentStore(dense, cut, batches, weighted=(how.token_weights or 1) < 1, keep=False)
         return refit(slim, selection, cut, moments, how, progress)
     if not cut:
         return []
@@ -159,13 +140,13 @@ def refit(
     plan: PruningPlan | Selection,
     modules: Sequence[PrunableModule],
     moments: MomentStore,
-    how: Compensation = LEAST_SQUARES,
+    how: CompensationSection = LEAST_SQUARES,
     progress: Progress = SILENT,
 ) -> list[LayerFit]:
     """Refit the consumers of `slim` in place from the dense model's moments of all inputs, which fit any plan."""
     selection = selection_of(plan)
     columns = {m.name: m.columns(selection[m.name].units) for m in modules if selection[m.name].removed}
-    check_mix(how.token_weights, weighted=moments.weighted)
+    check_mix(how.token_weights or 1, weighted=moments.weighted)
     fits: dict[str, LayerFit] = {}
 
     def work(inside: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
@@ -181,13 +162,13 @@ def _refit_all(
     modules: Sequence[PrunableModule],
     moments: Mapping[str, LayerMoments],
     columns: Mapping[str, Tensor | None],
-    how: Compensation,
+    how: CompensationSection,
 ) -> Refits:
     """Refit consumers in place, each from its moments of the inputs in `columns`; None if these are all it has."""
 
     def work(_: int, module: PrunableModule) -> tuple[dict[str, nn.Parameter], LayerFit]:
         consumer = slim.get_submodule(module.consumer)
-        fitting, held_out = moments[module.name].mixed(how.token_weights, columns[module.name])
+        fitting, held_out = moments[module.name].mixed(how.token_weights or 1, columns[module.name])
         fit = _refit(consumer, module, fitting, held_out, how)
         return dict(consumer.named_parameters(recurse=False)), fit
 
@@ -213,7 +194,7 @@ def _refit_in_order(
     selection: Selection,
     modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
-    how: Compensation,
+    how: CompensationSection,
     known: Refits,
     progress: Progress,
 ) -> dict[str, LayerFit]:
@@ -302,7 +283,7 @@ def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], cons
 
 
 def _refit(
-    layer: nn.Module, module: PrunableModule, fitting: Moments, held_out: Moments, how: Compensation
+    layer: nn.Module, module: PrunableModule, fitting: Moments, held_out: Moments, how: CompensationSection
 ) -> LayerFit:
     """Refit one consumer in place, unless no fit is better on held-out tokens."""
     # The moments are on the device where the dense block computes; the slim layer may be on another.
@@ -317,7 +298,7 @@ def _refit(
         tried.append((held_out.error(weight, fitting.fit_bias(weight)), "bias", None))
     if how.method != "bias":
         tried.append((untouched, "none", None))
-        ridges = RIDGES if how.ridge is None else (how.ridge,)
+        ridges = [*RIDGES] if how.ridge is None else [how.ridge]
         for ridge, fitted, fitted_bias in fitting.ridge_fits(weight, ridges, centred=bias is not None, quick=True):
             tried.append((held_out.error(fitted, fitted_bias), "least_squares", ridge))
     error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
@@ -325,7 +306,7 @@ def _refit(
         refitted = bias
         if chosen_ridge is not None:
             # The matrix over all tokens may need a larger ridge.
-            ridges = (chosen_ridge, *(ridge for ridge in RIDGES if ridge > chosen_ridge))
+            ridges = [chosen_ridge, *(ridge for ridge in RIDGES if ridge > chosen_ridge)]
             chosen_ridge, weight, refitted = next(everything.ridge_fits(weight, ridges, centred=bias is not None))
             weight_of(layer).copy_(weight)
         elif chosen == "bias":

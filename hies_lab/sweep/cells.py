@@ -38,7 +38,7 @@ from hies_export.score.criteria import AUTO, COMPENSATED, FALLBACK, Scores, need
 from hies_export.select.constraints import bundles_lost, check_budget
 from hies_export.select.cost import Goal, check_reachable, lowest_ratio
 from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import Compensation, LayerFit, compensate
+from hies_export.slim.refit import LayerFit, compensate
 from hies_export.tasks import Predictions
 from hies_export.units.counts import count_flops
 from hies_export.units.units import Selection
@@ -426,8 +426,7 @@ def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
                 kwon.scale_units(slim, selection, pruning.modules, moments)
                 return []
             if how.sequential:
-                in_turn = Compensation(ridge=how.ridge, sequential=True)
-                return compensate(pruning.model, slim, selection, pruning.modules, of_seed.pruning.rows.refit, in_turn)
+                return compensate(pruning.model, slim, selection, pruning.modules, of_seed.pruning.rows.refit, how)
             refit = stages.refit_of(pruning, of_seed.statistics)
             assert refit is not None
             return refit(slim, selection)

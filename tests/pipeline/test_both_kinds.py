@@ -16,7 +16,15 @@ from support.runs import without_tracing
 from support.tolerance import REFITTED
 
 import hies_export
-from hies_export import PlanError, PruningRecipe, RecipeError, Report, collect_statistics, score_compensated
+from hies_export import (
+    CompensationSection,
+    PlanError,
+    PruningRecipe,
+    RecipeError,
+    Report,
+    collect_statistics,
+    score_compensated,
+)
 from hies_export.calibrate.moments import MomentStore
 from hies_export.data.batches import samples_of
 from hies_export.evaluate.predict import predict
@@ -32,7 +40,7 @@ from hies_export.select.plan import PruningPlan
 from hies_export.select.select import select_units
 from hies_export.slim.bundles import flops_table
 from hies_export.slim.cut import prune_units
-from hies_export.slim.refit import Compensation, refit
+from hies_export.slim.refit import refit
 from hies_export.units.counts import count_flops
 from hies_export.units.units import Selection
 
@@ -164,7 +172,7 @@ def test_what_auto_says_of_its_candidates_is_found_again_by_hand(done: Run) -> N
 
     def judged(selection: Selection, weights: float) -> tuple[float, float]:
         slim = prune_units(prepared.model, selection, prepared.modules)
-        refit(slim, selection, prepared.modules, store, Compensation(token_weights=weights))
+        refit(slim, selection, prepared.modules, store, CompensationSection(token_weights=weights))
         logits = predict(slim, prepared.rows.held_out).values
         return agreement(dense, logits), pearson(prepared, logits)
 

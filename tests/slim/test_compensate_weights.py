@@ -10,7 +10,7 @@ from support.references import read_tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hies_export import Compensation, RecipeError, RequestError, compensate, prune_units
+from hies_export import CompensationSection, RequestError, compensate, prune_units
 from hies_export.calibrate import moments
 from hies_export.calibrate.moments import MomentStore
 from hies_export.slim.refit import refit
@@ -39,7 +39,7 @@ def test_it_is_the_ridge_regression_of_scikit_learn(
     batches, modules = batches_of(dense), neurons(dense)
     selection = half(modules)
     one, other = (prune_units(dense, selection, modules) for _ in range(2))
-    how = Compensation(ridge=0.05, token_weights=mix)
+    how = CompensationSection(ridge=0.05, token_weights=mix)
     fits = compensate(dense, one, selection, modules, batches, how)
     refit(other, selection, modules, MomentStore(dense, modules, batches, weighted=True), how)
     for module, fit in zip(modules, fits, strict=True):
@@ -65,15 +65,11 @@ def test_it_is_the_ridge_regression_of_scikit_learn(
                 np.testing.assert_allclose(found.bias.detach().numpy(), fitted.intercept_, atol=2e-5)
 
 
-def test_bad_requests() -> None:
+def test_weights_of_tokens_need_weighted_moments() -> None:
     dense, batches = bert(), batches_of(bert())
-    with pytest.raises(RecipeError, match="a compensation must be as in a recipe.*token_weights"):
-        Compensation(token_weights=0.0)
-    with pytest.raises(RecipeError, match="sequential refits weigh all tokens alike, got token_weights: 0.5"):
-        Compensation(sequential=True, token_weights=0.5)
     modules = neurons(dense)
     selection = half(modules)
     slim = prune_units(dense, selection, modules)
-    weighted = Compensation(token_weights=0.5)
+    weighted = CompensationSection(token_weights=0.5)
     with pytest.raises(RequestError, match="collect them with weighted=True"):
         refit(slim, selection, modules, MomentStore(dense, modules, batches), weighted)

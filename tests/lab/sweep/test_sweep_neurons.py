@@ -11,14 +11,22 @@ from support.models import save_stories
 from support.reading import share_same
 from support.sweeps import save_sweep_project
 
-from hies_export import PlanError, PruningRecipe, RecipeError, RequestError, compensate, count_flops, prune_units
+from hies_export import (
+    CompensationSection,
+    PlanError,
+    PruningRecipe,
+    RecipeError,
+    RequestError,
+    compensate,
+    count_flops,
+    prune_units,
+)
 from hies_export.calibrate.moments import MomentStore
 from hies_export.cli.main import main
 from hies_export.evaluate.predict import predict
 from hies_export.kinds import MLP
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.stages import calibrate, cut_beside
-from hies_export.slim.refit import Compensation
 from hies_export.tasks import TextClassification
 from hies_lab.baselines.kwon import scale_units
 from hies_lab.sweep.grid import SweepGrid
@@ -63,10 +71,10 @@ def test_there_is_a_row_for_every_cell_within_reach(recipe_file: Path, tmp_path:
 
 def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, tmp_path: Path) -> None:
     refits = {
-        "weighted": Compensation(token_weights=0.3),
+        "weighted": CompensationSection(token_weights=0.3),
         "scalars": None,
-        "sequential": Compensation(sequential=True),
-        "least_squares": Compensation("least_squares"),
+        "sequential": CompensationSection(sequential=True),
+        "least_squares": CompensationSection(),
     }
     some: dict[str, Any] = {"alphas": (0.5,), "seeds": (0,), "calibration_sizes": (8,), "modules": ("both",)}
     grid = SweepGrid(**some, flops=(0.7,), criteria=("hies", "l2"), compensations=tuple(refits))
