@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -151,30 +150,75 @@ def collect_statistics(
         >>> statistics.calibration.samples, statistics.calibration.labels, statistics["his"][modules[0].name].shape
         (32, 'data', torch.Size([6]))
     """
-    calibration = _calibration(model, batches)
+    calibration, task = calibration_of(model, batches), task_of(model)
     brought = {name: OWN[name](model, batches, modules) for name in dict.fromkeys(needs) if name in OWN}
-    found = _SampleSums(model, batches, modules, needs)
-    found.collect(keep=keep, progress=progress)
-    values = found.values(task_of(model).repeats * calibration.samples) | brought
-    return Statistics(values, calibration, gradients=found.gradients if keep else None)
+    attention = [module for module in modules if module.kind == ATTENTION]
+    # Statistic -> module -> sums over samples, (units,); "rows" are samples with attention rows that count, "maps"
+    # batches with attention maps.
+    sums = {
+        what: {m.name: torch.zeros(m.units, dtype=torch.float64) for m in of}
+        for names, of in ((("his", "fisher", "norms", "tokens"), modules), (("entropy", "rows", "maps"), attention))
+        for what in names
+    }
+    entropies, with_norms = Entropies(model, attention), "activation_l2" in needs
+    parts, numbers = _parts(model, batches)
+    gradients = Gradients(model, parts, modules, "loss", numbers=numbers, within=entropies.attached)
+
+    def add(inside: list[PrunableModule], read: Read) -> None:
+        units = {module.name: module.units for module in inside}
+        for number in own(parts):
+            readings = read(number)
+            for name, values in mask_gradients(readings, inside, gradients.counts[number]).items():
+                sums["his"][name] += values.abs().sum(0)
+                sums["fisher"][name] += values.square().sum(0)
+            for one in readings if with_norms else ():
+                tokens = one.inputs[one.real].double().unflatten(1, (units[one.name], -1))
+                sums["norms"][one.name] += tokens.norm(dim=-1).sum(0).cpu()
+                sums["tokens"][one.name] += len(tokens)
+
+    @contextmanager
+    def recorded(number: int) -> Iterator[None]:
+        with entropies.recorded(parts[number]):
+            yield
+        for name, (values, counted) in entropies.take().items():
+            sums["entropy"][name] += values.sum(0)
+            sums["rows"][name] += counted
+            sums["maps"][name] += 1
+
+    gradients.collect(add, keep=keep, around=recorded, name="score", progress=progress)
+    added_up(total for of_modules in sums.values() for total in of_modules.values())
+    samples = task.repeats * calibration.samples
+    found = {what: {name: total / samples for name, total in sums[what].items()} for what in ("his", "fisher")}
+    if all(seen.all() for seen in sums["maps"].values()):
+        rows = sums["rows"]
+        found["entropy"] = {name: total / rows[name].clamp(min=1) for name, total in sums["entropy"].items()}
+    found["weight_l2"] = {module.name: weight_l2(model, module) for module in modules}
+    if with_norms:
+        found["activation_l2"] = {name: total / sums["tokens"][name] for name, total in sums["norms"].items()}
+    return Statistics(found | brought, calibration, gradients=gradients if keep else None)
 
 
-def no_statistics(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Statistics:
-    """Return statistics without values, and without a pass over the batches, for criteria that read none.
-
-    Raises:
-        DataError: There is no batch, or a sample has no label token.
-    """
-    return Statistics({}, _calibration(model, batches))
-
-
-def _calibration(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Calibration:
+def calibration_of(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Calibration:
     """Describe the calibration batches; refuse none at all, and batches without labels that the loss needs."""
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     task_of(model).check_batches(batches)
     labels = "data" if "labels" in batches[0] and OWN_KEY not in batches[0] else "predictions"
     return Calibration(sum(map(size_of, batches)), labels, batches_fingerprint(batches))
+
+
+def _parts(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """Return the batches with labels, in parts that the task computes at once, and the number of each part's batch."""
+    device, task = next(model.parameters()).device, task_of(model)
+    parts, numbers = list[dict[str, Tensor]](), list[int]()
+    with walking(model):
+        for number, batch in enumerate(batches):
+            given = {key: value.to(device) for key, value in batch.items()}
+            for part in in_rows(given, task.at_once(given)):
+                repeated = {key: value.repeat_interleave(task.repeats, 0) for key, value in part.items()}
+                parts.append(task.with_labels(model, repeated))
+                numbers.append(number)
+    return parts, numbers
 
 
 def mask_gradients(readings: Sequence[Reading], modules: Sequence[PrunableModule], counts: Tensor) -> dict[str, Tensor]:
@@ -193,77 +237,3 @@ def mask_gradients(readings: Sequence[Reading], modules: Sequence[PrunableModule
         of_input = (one.inputs.float() * one.gradients.float()).sum(1)  # (batch, inputs)
         found[one.name] += of_input.unflatten(1, (units[one.name], -1)).sum(-1).double().cpu()
     return {name: values / counts.clamp(min=1).cpu()[:, None] for name, values in found.items()}
-
-
-class _SampleSums:
-    """Sums over calibration samples: statistic -> module -> (units,) float64 on the CPU."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        batches: Sequence[dict[str, Tensor]],
-        modules: Sequence[PrunableModule],
-        needs: Collection[str],
-    ):
-        self._model, self._modules = model, modules
-        attention = [module for module in modules if module.kind == ATTENTION]
-        self._entropies = Entropies(model, attention)
-        self._norms = "activation_l2" in needs
-        # "rows" are samples with attention rows that count, "maps" batches with attention maps.
-        self._sums = {name: _zeros(modules) for name in ("his", "fisher", "norms", "tokens")}
-        self._sums |= {name: _zeros(attention) for name in ("entropy", "rows", "maps")}
-        device, task = next(model.parameters()).device, task_of(model)
-        self._batches, numbers = list[dict[str, Tensor]](), list[int]()
-        with walking(model):
-            for number, batch in enumerate(batches):
-                given = {key: value.to(device) for key, value in batch.items()}
-                for part in in_rows(given, task.at_once(given)):
-                    repeated = {key: value.repeat_interleave(task.repeats, 0) for key, value in part.items()}
-                    self._batches.append(task.with_labels(model, repeated))
-                    numbers.append(number)
-        within = self._entropies.attached
-        self.gradients = Gradients(model, self._batches, modules, "loss", numbers=numbers, within=within)
-
-    def collect(self, *, keep: bool, progress: Progress) -> None:
-        """Take the batches forward and backward, and add up over all processes; `keep` the gradients for later use."""
-        self.gradients.collect(self._add, keep=keep, around=self._recorded, name="score", progress=progress)
-        added_up(chain(*(sums.values() for sums in self._sums.values())))
-
-    def _add(self, modules: list[PrunableModule], read: Read) -> None:
-        """Add the statistics of a block's modules over all batches of this process."""
-        for number in own(self._batches):
-            readings = read(number)
-            for name, values in mask_gradients(readings, modules, self.gradients.counts[number]).items():
-                self._sums["his"][name] += values.abs().sum(0)
-                self._sums["fisher"][name] += values.square().sum(0)
-            units = {module.name: module.units for module in modules}
-            for one in readings if self._norms else ():
-                tokens = one.inputs[one.real].double().unflatten(1, (units[one.name], -1))
-                self._sums["norms"][one.name] += tokens.norm(dim=-1).sum(0).cpu()
-                self._sums["tokens"][one.name] += len(tokens)
-
-    @contextmanager
-    def _recorded(self, number: int) -> Iterator[None]:
-        """Add the entropies of the attention that a batch computes inside the block."""
-        with self._entropies.recorded(self._batches[number]):
-            yield
-        for name, (entropies, counted) in self._entropies.take().items():
-            self._sums["entropy"][name] += entropies.sum(0)
-            self._sums["rows"][name] += counted
-            self._sums["maps"][name] += 1
-
-    def values(self, samples: int) -> dict[str, dict[str, Tensor]]:
-        """Return statistic -> module -> (units,) float64 on CPU, averaged over the number of samples."""
-        sums = self._sums
-        found = {what: {name: total / samples for name, total in sums[what].items()} for what in ("his", "fisher")}
-        if all(seen.all() for seen in sums["maps"].values()):
-            rows = sums["rows"]
-            found["entropy"] = {name: total / rows[name].clamp(min=1) for name, total in sums["entropy"].items()}
-        found["weight_l2"] = {module.name: weight_l2(self._model, module) for module in self._modules}
-        if self._norms:
-            found["activation_l2"] = {name: total / sums["tokens"][name] for name, total in sums["norms"].items()}
-        return found
-
-
-def _zeros(modules: Sequence[PrunableModule]) -> dict[str, Tensor]:
-    return {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}

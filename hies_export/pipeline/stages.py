@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import MomentStore
-from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics, no_statistics
+from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, calibration_of, collect_statistics
 from ..data.batches import Batch, batches_fingerprint, size_of
 from ..errors import DropError, NonFiniteError
 from ..evaluate.judge import Quality, Tried
@@ -101,7 +101,7 @@ def calibrate(pruning: Pruning) -> Statistics:
     """
     criterion = pruning.options.criterion
     if pruning.fast and criterion == COMPENSATED:
-        return replace(no_statistics(pruning.model, pruning.rows.score), moments=moments_of(pruning))
+        return Statistics({}, calibration_of(pruning.model, pruning.rows.score), moments_of(pruning))
     pruning.progress.stage("score units: calibration rows forward and backward")
     tried = AUTO_CRITERIA if criterion == AUTO else (criterion,)
     found = collect_statistics(
