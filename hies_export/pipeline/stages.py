@@ -160,7 +160,6 @@ def score_by_removal(pruning: Pruning, statistics: Statistics) -> Scores:
         pruning.scored,
         moments=statistics.moments,
         gradients=statistics.gradients,
-        per_sample=not pruning.task.generative,
         unit=pruning.options.unit,
         known=pruning.chains,
         progress=pruning.progress,

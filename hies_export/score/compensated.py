@@ -22,7 +22,7 @@ single prediction. Units are removed step by step, each time those that raise e 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,40 +32,22 @@ from ..calibrate.moments import LayerMoments, MomentStore, Spread
 from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own
 from ..calibrate.walk import device_of_blocks
 from ..data.batches import size_of
-from ..errors import RecipeError
 from ..kinds import ATTENTION
 from ..model.internals import exact_products
 from ..processes import mapped
 from ..progress import SILENT, Progress
+from ..tasks import task_of
 from ..units.units import PrunableModule
 from .criteria import COMPENSATED, Chain, Removal, Scores, merged
 
+# lambda, relative to the mean of the diagonal of C over all inputs of the module. (`compensate` takes the mean over the
+# kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
+RIDGE = 0.1
 SHARE_PER_STEP = 0.01  # share of a layer's neurons that are removed at once
 # Removed columns are dropped when less than this share of the columns is left, because dropping copies the others.
 STILL_LEFT = 0.8
 TOKENS_AT_ONCE = {"cpu": 512}  # whose numbers for all neurons fit a processor's cache together
 TOKENS_AT_ONCE_ELSEWHERE = 1 << 16
-
-
-@dataclass(frozen=True)
-class RemovalOptions:
-    """Options of greedy removal.
-
-    lambda is `ridge` times the mean of the diagonal of C over all inputs of the module. (`compensate` takes the mean
-    over the kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
-    """
-
-    ridge: float = 0.1
-    per_sample: bool = True  # a sample has a single prediction, so that the effects of its tokens also add up
-    device: str | torch.device = "cpu"  # where orders are computed; effects on other devices are copied there
-    unit: str = "group"  # what an attention layer loses at once: a group, or a head of every group ("query")
-
-    def __post_init__(self) -> None:
-        if not self.ridge > 0:
-            raise RecipeError(f"ridge must be above 0, got {self.ridge}")
-
-
-DEFAULT = RemovalOptions()
 
 
 def score_compensated(
@@ -75,8 +57,6 @@ def score_compensated(
     *,
     moments: MomentStore | None = None,
     gradients: Gradients | None = None,
-    ridge: float = 0.1,
-    per_sample: bool = True,
     unit: str = "group",
     known: MutableMapping[str, Chain] | None = None,
     progress: Progress = SILENT,
@@ -86,13 +66,13 @@ def score_compensated(
     Args:
         model: A classifier, regressor or language model; its weights, mode and gradients are restored.
         batches: Keyword arguments of the model, whose predictions the removals should change least. Labels are read
-            only if they are tokens. Fewer than about 256 samples need a larger ridge, or `moments`.
+            only if they are tokens. Fewer than about 256 samples need `moments`.
         modules: The modules that may lose units, heads or neurons.
         moments: The moments of at least these modules, from rows with more tokens than `batches` have: with few tokens,
             some neurons wrongly look free to remove. By default those of `batches`.
         gradients: Those of the predictions on the batches or, which is the same in a language model, of the loss;
             collected by default. They replace `batches`, and are used up.
-        ridge, per_sample, unit: See `RemovalOptions`.
+        unit: What an attention layer loses at once: a "group", or a head of every group ("query").
         known: Module -> its chain, for modules that were ranked before; new chains are added as soon as they are found.
         progress: Shows the loops over the blocks.
 
@@ -101,7 +81,6 @@ def score_compensated(
         per module.
 
     Raises:
-        RecipeError: The ridge is not positive.
         DataError: There is no batch, or a language model's sample has no label token.
         NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
 
@@ -109,8 +88,9 @@ def score_compensated(
         >>> score_compensated(model, batches, modules).criterion
         'compensated'
     """
-    options = RemovalOptions(ridge, per_sample, device_of_blocks(model), unit)
     batches = batches if gradients is None else gradients.batches
+    # A text is not a single prediction.
+    per_sample, device = not task_of(model).generative, device_of_blocks(model)
     samples, chains = sum(map(size_of, batches)), {} if known is None else known
 
     def rank(modules: Sequence[PrunableModule], read: Read, sums: Mapping[str, LayerMoments]) -> None:
@@ -124,7 +104,7 @@ def score_compensated(
             layer, found = effects.pop(module.name), sums.get(module.name)
             last = moments is not None and not moments.keeps
             spread = None if found is None else found.spread(centred=layer.centred, last=last)
-            return removal_chain(layer, module, samples, spread=spread, options=options)
+            return removal_chain(layer, module, samples, spread=spread, per_sample=per_sample, unit=unit, device=device)
 
         chains.update(zip((module.name for module in modules), mapped(modules, order), strict=True))
 
@@ -150,10 +130,10 @@ def score_compensated(
             rank_again(new, {})
         elif new:
             moments.each(rank_again, {module.name for module in new}, name="modules ranked", progress=progress)
-    return scores_of_chains(modules, [chains[module.name] for module in modules], options)
+    return scores_of_chains(modules, [chains[module.name] for module in modules], per_sample=per_sample)
 
 
-def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], options: RemovalOptions) -> Scores:
+def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], *, per_sample: bool) -> Scores:
     """Return the scores of one chain per module: the rank of a unit in the merged chains of its kind, in [0, 1).
 
     The last removal of every module ranks after all others, because every module keeps something.
@@ -170,8 +150,7 @@ def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain],
             ranks = rank + torch.arange(len(removal.units), dtype=torch.float64) * (kind != ATTENTION)
             scores[removal.module][list(removal.units)] = ranks / total
             rank += len(removal.units)
-    parameters = {"ridge": options.ridge, "per_sample": options.per_sample}
-    return Scores(COMPENSATED, parameters, scores, chains=tuple(chains))
+    return Scores(COMPENSATED, {"ridge": RIDGE, "per_sample": per_sample}, scores, chains=tuple(chains))
 
 
 @exact_products()
@@ -181,21 +160,24 @@ def removal_chain(
     samples: int,
     *,
     spread: Spread | None = None,
-    options: RemovalOptions = DEFAULT,
+    per_sample: bool = True,
+    unit: str = "group",
+    device: str | torch.device = "cpu",
 ) -> Chain:
     """Return the order in which greedy removal takes the groups of one module, with the effect after each step.
 
     Each step removes 1 % of a layer's neurons, one group of heads, or, with the unit "query", one head of every group.
-    `spread` has mu and C from more tokens than the effects have; None to take them from the effects.
+    `spread` has mu and C from more tokens than the effects have; None to take them from the effects. If `per_sample`,
+    a sample has a single prediction, so that the effects of its tokens also add up. Tensors are copied to `device`.
     """
     steps: list[list[tuple[int, range | None]]]
-    if options.unit == "query" and module.group_size > 1:
+    if unit == "query" and module.group_size > 1:
         size, module = module.group_size, replace(module, groups=module.units)
         steps = [[(1, range(start, start + size)) for start in range(0, module.units, size)]] * size
     else:
         step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
         steps = [[(min(step, module.groups - start), None)] for start in range(0, module.groups, step)]
-    state = _Greedy(layer, module, samples, spread, options)
+    state = _Greedy(layer, module, samples, spread, per_sample=per_sample, device=device)
     # Results are read at the end, because a GPU would wait at each read.
     removed = [[state.remove(count, among) for count, among in turns] for turns in steps]
     effects = torch.stack([turns[-1][1] for turns in removed]).tolist()
@@ -217,26 +199,33 @@ class _Greedy:
     """
 
     def __init__(
-        self, layer: LayerEffects, module: PrunableModule, samples: int, spread: Spread | None, options: RemovalOptions
+        self,
+        layer: LayerEffects,
+        module: PrunableModule,
+        samples: int,
+        spread: Spread | None,
+        *,
+        per_sample: bool,
+        device: str | torch.device,
     ):
         self._width = module.unit_width * module.group_size
-        self._samples, self._per_sample = samples, options.per_sample
-        self._sample = layer.sample.to(options.device)
+        self._samples, self._per_sample = samples, per_sample
+        self._sample = layer.sample.to(device)
         # For neurons, whose systems are one by one, single precision is enough and twice as fast.
         dtype = torch.float64 if self._width > 1 else torch.float32
         spread = spread or Spread.of(layer.inputs, centred=layer.centred)
-        mean = spread.mean.to(options.device)
-        damped = spread.moments.to(options.device, dtype, copy=True)
+        mean = spread.mean.to(device)
+        damped = spread.moments.to(device, dtype, copy=True)
         # If all inputs are zero, any damping above zero will do.
-        damped.diagonal().add_(options.ridge * (damped.diagonal().double().mean().item() or 1.0))
+        damped.diagonal().add_(RIDGE * (damped.diagonal().double().mean().item() or 1.0))
         self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-        read = layer.inputs.to(options.device, dtype)
+        read = layer.inputs.to(device, dtype)
         self._read = (read - mean.to(dtype) if layer.centred else read) @ self._inverse  # (tokens, kept columns)
-        self._gradient = layer.gradients.to(options.device, dtype, copy=True)  # likewise; both change in place
+        self._gradient = layer.gradients.to(device, dtype, copy=True)  # likewise; both change in place
         self._of_token = self._read.new_zeros(len(read))  # change of the prediction at each token, d_t
         # The groups of the columns, and which of them are left. Removed columns are dropped now and then.
-        self._groups = torch.arange(module.groups, device=options.device)
-        self._left = torch.ones(module.groups, dtype=torch.bool, device=options.device)
+        self._groups = torch.arange(module.groups, device=device)
+        self._left = torch.ones(module.groups, dtype=torch.bool, device=device)
         self._left_count = module.groups
         self._candidates = self._neurons() if self._width == 1 else self._heads()
 
