@@ -19,7 +19,6 @@ from ..model.tokens import sample_batch
 from ..progress import SILENT, Progress
 from ..select.fingerprint import fingerprint
 from ..select.plan import PruningPlan
-from ..slim.config import families
 from ..slim.cut import prune_units
 from ..tasks import task_of
 from ..units.find import find_modules
@@ -44,7 +43,6 @@ class Applied:
     dense_bytes: int
     slim_bytes: int
     seconds: float  # wall time, all included
-    note: str = ""  # a note if the slim model is of another stock family, which computes the same
 
 
 def apply_plan(
@@ -97,7 +95,6 @@ def apply_plan(
     progress.stage("load the model")
     source, found = _load(model)
     dense, processor, origin = found.model, None, replace(found, model=None, folder=source)
-    own_config = dense.config
     progress.stage("cut")
     if plan.vocabulary:
         kept = KeptTokens(plan.vocabulary, row_count(dense))
@@ -126,7 +123,6 @@ def apply_plan(
         dense_bytes=weight_bytes(source),
         slim_bytes=weight_bytes(folder),
         seconds=time.perf_counter() - start,
-        note=families(own_config, slim.config).note,
     )
 
 

@@ -53,8 +53,6 @@ def run(options: Options) -> dict[str, Any]:
         f"{applied.slim_bytes / 1e6:.1f} MB after, {layers}in {applied.seconds:.1f} s",
         soft_wrap=True,
     )
-    if applied.note:
-        options.console.print(applied.note, soft_wrap=True)
     return {
         "folder": str(options.output),
         **plan_totals(plan),

@@ -15,7 +15,6 @@ def run(options: Options) -> None:
     from ..pipeline.delivery import save
     from ..pipeline.load_recipe import load_recipe
     from ..pipeline.stages import calibrate, cut
-    from ..slim.config import families
     from .terminal import plan_text, print_plan
 
     pruning, delivery = load_recipe(recipe, progress=options.progress)
@@ -29,6 +28,3 @@ def run(options: Options) -> None:
         f"{saved.reload_max_abs:.2g}",
         soft_wrap=True,
     )
-    note = families(pruning.model.config, slim.model.config).note
-    if note:
-        options.console.print(note)

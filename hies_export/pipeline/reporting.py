@@ -19,7 +19,7 @@ from ..report.provenance import RunRecord, model_of
 from ..report.report import Details, FirstMetric, Report, head_map, neuron_counts, plan_counts
 from ..report.words import FIRST_HIT
 from ..select.plan import dump_json
-from ..slim.config import families, is_slim
+from ..slim.config import is_slim
 from .delivery import Delivery
 from .measure import Measured
 from .pruning import Pruning
@@ -110,7 +110,6 @@ def _details(
         kept_low=low,
         kept_high=high,
         custom_code=is_slim(slim.model),
-        family=families(pruning.model.config, slim.model.config),
         auto_class=pruning.task.auto_class,
         **{exported.format: {**names, **exported.facts}},
         **{name: value for name, value in optional.items() if value},

@@ -20,7 +20,6 @@ from ..forms.measured import LatencyRow
 from ..kinds import ATTENTION, MLP
 from ..recipe.budget import Outcome
 from ..select.plan import PruningPlan, dump_json
-from ..slim.config import Family
 from ..slim.refit import LayerFit
 from ..units.counts import Both, Count, Counted, FlopCount, Record, Size, StoredBytes
 from ..units.units import Selection
@@ -133,7 +132,6 @@ class Details(BaseModel):
     kept_low: float | None = None
     kept_high: float | None = None
     custom_code: bool = False
-    family: Family | None = None
     auto_class: str = "AutoModel"
     onnx: dict[str, Any] | None = None
     gguf: dict[str, Any] | None = None

@@ -46,13 +46,12 @@ class Part(NamedTuple):
 def report_parts(report: Report) -> dict[str, Part]:
     """Return the parts that renderings show, by name; those that the report has nothing for are left out."""
     rows, held_out = report.latency, words.held_out_rows(report)
-    family, trimmed, joined = report.details.family, report.vocabulary, report.compound
+    trimmed, joined = report.vocabulary, report.compound
     served, promised = ("As served", joined.text(report.details)) if joined else ("In fewer bits", "")
     vocabulary = words.vocabulary_words(trimmed) if trimmed else ""
     changed = words.budget_text(report), vocabulary
     parts = {
         "changed": Part("What changed", comparison_table(report), changed),
-        "family": Part("", None, (family.note if family else "",)),
         "served": Part(served, forms_table(report), (words.forms_text(report), promised)),
         "chosen": Part(f"How it was chosen, on {held_out}", tried_table(report), (words.tried_text(report),)),
         "checks": Part("Checks", check_table(report)),
@@ -366,7 +365,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
         console.print(map_text(units, console.width))
     parts = report_parts(report)
-    for name in ("changed", "family", "chosen", "latency", "served"):
+    for name in ("changed", "chosen", "latency", "served"):
         if part := parts.get(name):
             print_table(console, part.heading if name == "chosen" else "", part.table, *part.notes)
 

@@ -119,30 +119,6 @@ def changed_config(
     return whole
 
 
-@dataclass(frozen=True)
-class Family:
-    """Model types of the dense and the slim model; they differ if the slim one was written as a sibling."""
-
-    dense: str
-    slim: str
-
-    @property
-    def note(self) -> str:
-        """A sentence about a model that was written as a sibling; empty if it was not."""
-        if self.dense == self.slim:
-            return ""
-        return (
-            f"Written as {self.slim}, which computes the same: a config of {self.dense} does not take this number of "
-            "heads."
-        )
-
-
-def families(dense: PreTrainedConfig, slim: PreTrainedConfig) -> Family:
-    """Return the model types, before and after, of the part that was written as a sibling; of the whole if none was."""
-    types = [(a.model_type, b.model_type) for a, b in zip(configs_in(dense), configs_in(slim), strict=True)]
-    return Family(*next((pair for pair in types if pair[0] != pair[1]), types[0]))
-
-
 def tensor_shapes(model: nn.Module) -> dict[str, Any]:
     """Return the shape of every parameter and buffer, by name; some buffers depend on the number of heads."""
     return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}

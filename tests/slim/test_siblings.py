@@ -19,7 +19,7 @@ from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import KINDS
 from hies_export.model.copies import convert
 from hies_export.slim.check import first_output
-from hies_export.slim.config import SIBLINGS, Family, as_sibling, families, is_slim, tensor_shapes
+from hies_export.slim.config import SIBLINGS, as_sibling, is_slim, tensor_shapes
 
 TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 
@@ -138,12 +138,9 @@ def test_the_language_model_of_a_llava_is_written_as_a_sibling(tmp_path: Path) -
     text = slim.config.text_config
     assert (type(slim), is_slim(slim)) == (transformers.LlavaForConditionalGeneration, False)
     assert (text.model_type, text.num_attention_heads, text.sliding_window) == ("mistral", 6, None)
-    assert families(dense.config, slim.config) == Family("llama", "mistral")
-    assert families(dense.config, dense.config) == Family("llava", "llava")
     save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "slim")
     assert_near(first_output(loaded, batch), first_output(slim, batch))
-    applied = apply_plan(plan, tmp_path / "dense", tmp_path / "applied")
-    assert "Written as mistral" in applied.note
+    apply_plan(plan, tmp_path / "dense", tmp_path / "applied")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "slim" / name).read_bytes() == (tmp_path / "applied" / name).read_bytes(), name
