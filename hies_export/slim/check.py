@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from ..calibrate.readings import walking
 from ..calibrate.walk import Call, Walk, blocks_of, is_float
 from ..data.batches import inputs_of
 from ..equal import IN_FLOAT64, SAME_CODE, SURE_IN_FLOAT32, Difference
-from ..errors import CutMismatchError, PlanError, memory_failure
-from ..kinds import ATTENTION, MLP, UNIT_NAMES
+from ..errors import CutMismatchError, PlanError, memory_failure, quoted
+from ..kinds import UNIT_NAMES
 from ..model.internals import exact_products
 from ..model.modes import evaluating, intercept, output_alone
 from ..select.plan import PruningPlan, selection_of
@@ -59,45 +60,26 @@ def masked_units(
 
 def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:
     """Refuse, by a `PlanError`, a selection that does not fit the modules of a model."""
-    if list(selection) != [module.name for module in modules]:
-        names = {module.name for module in modules}
-        missing = [module.name for module in modules if module.name not in selection]
-        extra = [name for name in selection if name not in names]
-        words = {ATTENTION: "attention modules", MLP: "feed-forward blocks"}
-        kinds = " and ".join(words[kind] for kind in dict.fromkeys(module.kind for module in modules))
-        raise PlanError(
-            f"a plan must name the {kinds} of its model, in the model's order, but {len(missing)} are missing from it "
-            f"{missing[:2]} and {len(extra)} are not in the model {extra[:2]}; make a plan for this model"
-        )
-    for module in modules:
-        kept = selection[module.name]
-        if (kept.total, kept.groups, kept.kind) != (module.units, module.groups, module.kind):
+    planned = [(name, kept.kind, kept.total, kept.groups) for name, kept in selection.items()]
+    actual = [(module.name, module.kind, module.units, module.groups) for module in modules]
+    for one, other in zip_longest(planned, actual):
+        if one != other:
             raise PlanError(
-                f"the plan is for {_in_words(kept.kind, kept.total, kept.groups)} in {module.name}, but the model has "
-                f"{_in_words(module.kind, module.units, module.groups)}; make a plan for this model"
+                "a plan must name the modules of its model with their kinds, units and groups, in the model's order, "
+                f"but it has {quoted(one)} where the model has {other}; make a plan for this model"
             )
-        _check_units(kept.units, module)
-
-
-def _check_units(units: Sequence[int], module: PrunableModule) -> None:
-    """Refuse the kept units of one module if they are out of range or order, or uneven over its groups."""
-    try:
-        check_indices(units, module.units, what=f"kept {UNIT_NAMES[module.kind]}s")
-    except ValueError as error:
-        raise PlanError(f"{error} for {module.name}") from error
-    if module.group_size == 1:
-        return
-    sizes = list(Counter(number // module.group_size for number in units).values())
-    if len(set(sizes)) > 1:
-        raise PlanError(
-            f"every key/value head that stays must keep as many query heads as the others, but in {module.name} "
-            f"the plan keeps query heads {list(units)}, {sizes} per key/value head; cut whole groups (unit: group) "
-            "or the same number in every group (unit: query)"
-        )
-
-
-def _in_words(kind: str, units: int, groups: int) -> str:
-    return f"{units} query and {groups} key/value heads" if kind == ATTENTION else f"{units} {UNIT_NAMES[kind]}s"
+    for module in modules:
+        units = selection[module.name].units
+        try:
+            check_indices(units, module.units, what=f"kept {UNIT_NAMES[module.kind]}s")
+        except ValueError as error:
+            raise PlanError(f"{error} for {module.name}") from error
+        sizes = [*Counter(number // module.group_size for number in units).values()]
+        if len(set(sizes)) > 1:
+            raise PlanError(
+                f"every key/value head that stays must keep as many query heads as the others, but {module.name} keeps "
+                f"{sizes}; cut whole groups (unit: group) or the same number in every group (unit: query)"
+            )
 
 
 def compare_cut(
