@@ -183,12 +183,11 @@ class Gradients:
         steps = iter(progress.track([*self.blocks] * 2, name) if name else ())
         with walking(self._model, gradients=True), self._within():
             with closing(self._walk.forward(gradients=True)) as forward:
-                for block, calls in forward:
+                for _, calls in forward:
                     next(steps, None)
                     for call in calls:
                         with around(call.batch):
                             call.output = self._walk.compute(call)
-                        self._check_output(block, call)
             for block, calls in self._walk.backward():
                 next(steps, None)
                 with self._reading(block, calls, hand_on=True) as read:
@@ -216,17 +215,6 @@ class Gradients:
             return found
 
         return _reading(self._model, modules, self.batches, calls, compute, gradients=True)
-
-    def _check_output(self, block: str, call: Call) -> None:
-        """Refuse hidden states of a batch that are NaN or infinite, by block and row."""
-        hidden = call.output[0] if isinstance(call.output, tuple) else call.output
-        if not isinstance(hidden, Tensor) or hidden.isfinite().all():
-            return
-        rows = (~hidden.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
-        raise NonFiniteError(
-            f"every hidden state must be finite, but {block} gives NaN or infinity for row {rows[0]} (from 0) of batch "
-            f"{self._numbers[call.batch]}; check that row, the weights of the block and the model's dtype"
-        )
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def collect_statistics(
     Raises:
         DataError: There is no batch, labels are needed and missing, or a sample has no label token.
         UnsupportedModelError: The number of rows that a module sees is not the number of samples.
-        NonFiniteError: A hidden state, a loss or a gradient is NaN or infinite; the message names the batch.
+        NonFiniteError: A loss or a gradient is NaN or infinite; the message names the batch.
 
     Examples:
         >>> statistics = collect_statistics(model, batches, modules)
