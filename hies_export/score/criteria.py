@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from ..calibrate.statistics import OWN, Collect, Statistics
@@ -301,45 +303,25 @@ def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str,
         raise RecipeError(problems)
 
 
-class Edge(NamedTuple):
-    """An edge of the lower convex hull of a chain's (saving, effect) points; its removals are those in [start, end)."""
+def in_order_of_slopes(curves: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[tuple[int, int]]:
+    """Return the removals of several curves, each as the number of its curve and its place there, least slope first.
 
-    slope: float
-    start: int
-    end: int
-
-
-def edges_by_slope(curves: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[tuple[int, Edge]]:
-    """Return the edges of the hulls of several curves, each with its curve's number, least slope first.
-
-    A curve has the savings and the effects of the first 1, 2, ... removals. Among equal slopes, edges of later curves
-    come first.
+    A curve has the savings and the effects of the first 1, 2, ... removals. The slope, effect per saving, is that of
+    the lower convex hull of its points from (0, 0) on. Where an estimated effect falls, the highest so far counts.
+    Removals that save nothing go with the next one that saves, and are left out at the end. Among equal slopes, those
+    of later curves come first.
     """
-    edges = [(edge.slope, -number, edge) for number, curve in enumerate(curves) for edge in hull(*curve)]
-    return [(-number, edge) for _, number, edge in sorted(edges)]
-
-
-def hull(saved: Sequence[float], effects: Sequence[float]) -> list[Edge]:
-    """Return the edges of the lower convex hull of a chain's points, from (0, 0) on, by ascending slope.
-
-    `saved` and `effects` are totals over the first 1, 2, ... removals. A point that saves no more than an earlier one
-    is never the end of an edge. The slope is effect per saving. Where an estimated effect falls, the highest so far
-    counts.
-    """
-    points = [(0.0, 0.0, 0)]
-    highest = 0.0
-    for end, (total, effect) in enumerate(zip(saved, effects, strict=True), start=1):
-        highest = max(highest, effect)
-        if total <= points[-1][0]:
-            continue
-        points.append((total, highest, end))
-        while len(points) > 2 and _slope(points[-2], points[-1]) <= _slope(points[-3], points[-2]):
-            del points[-2]
-    return [Edge(_slope(one, other), one[2], other[2]) for one, other in pairwise(points)]
-
-
-def _slope(one: tuple[float, float, int], other: tuple[float, float, int]) -> float:
-    return (other[1] - one[1]) / (other[0] - one[0])
+    found = []
+    for number, curve in enumerate(curves):
+        saved, effects = (np.maximum.accumulate([0.0, *values]) for values in curve)
+        points = np.array([0, *(np.flatnonzero(np.diff(saved)) + 1)])
+        if len(points) > 1:
+            savings = np.diff(saved[points])
+            # The slopes of the hull are the closest ascending ones, up to rounding.
+            points = points[isotonic_regression(np.diff(effects[points]) / savings, weights=savings).blocks]
+            slopes = np.maximum.accumulate(np.diff(effects[points]) / np.diff(saved[points]))
+            found += [(slope, -number, place) for place, slope in enumerate(slopes.repeat(np.diff(points)))]
+    return [(-number, place) for _, number, place in sorted(found)]
 
 
 def merged(chains: Sequence[Chain]) -> Iterator[Removal]:
@@ -348,5 +330,5 @@ def merged(chains: Sequence[Chain]) -> Iterator[Removal]:
         ([*accumulate(len(removal.units) for removal in chain)], [removal.effect for removal in chain])
         for chain in chains
     )
-    for number, edge in edges_by_slope(curves):
-        yield from chains[number][edge.start : edge.end]
+    for number, place in in_order_of_slopes(curves):
+        yield chains[number][place]

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import RecipeError
 from ..recipe.sections import Constraints
-from ..score.criteria import Chain, Removal, Scores, edges_by_slope
+from ..score.criteria import Chain, Removal, Scores, in_order_of_slopes
 from ..units.units import Units
 from .constraints import bundle_count, removable_counts, worst_first
 from .cost import CostTable, check_reachable, saved_by, uniform_counts
@@ -173,18 +173,16 @@ def chains_of(
 def by_slopes(curves: Sequence[_Curve], wanted: float) -> list[int]:
     """Return how many removals of each chain to take so that they save `wanted`, a share of the dense cost.
 
-    The edges of the hulls of all curves are taken in the order of their slopes, the last one only as far as needed.
+    Removals are taken in the order of the slopes of their curves' hulls.
     """
     taken = [0] * len(curves)
     total = 0.0
-    for number, edge in edges_by_slope((saved[1:], effects[1:]) for saved, effects in curves):
+    for number, place in in_order_of_slopes((saved[1:], effects[1:]) for saved, effects in curves):
         if total >= wanted:
             break
         saved = curves[number][0]
-        before = saved[edge.start]
-        enough = (p for p in range(edge.start + 1, edge.end) if total + saved[p] - before >= wanted)
-        taken[number] = next(enough, edge.end)
-        total += saved[taken[number]] - before
+        taken[number] = place + 1
+        total += saved[place + 1] - saved[place]
     return taken
 
 

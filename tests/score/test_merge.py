@@ -1,4 +1,4 @@
-"""Convex hulls of removal curves, and chains merged by their slopes, against brute force."""
+"""Removals by the slopes of the convex hulls of their curves, and merged chains, against brute force."""
 
 import itertools
 import random
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hies_export.score.criteria import Chain, Edge, Removal, hull, merged
+from hies_export.score.criteria import Chain, Removal, in_order_of_slopes, merged
 
 
 def level(effects: Sequence[float]) -> list[float]:
@@ -38,30 +38,23 @@ def curve(seed: int, *, falling: bool, gaps: bool) -> tuple[list[float], list[fl
 @pytest.mark.parametrize("falling", [False, True])
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_hull_is_the_least_of_all_lines(seed: int, falling: bool, gaps: bool) -> None:
+def test_removals_of_a_curve_go_in_their_order_and_hulls_before_steeper_ones(
+    seed: int, falling: bool, gaps: bool
+) -> None:
+    """A straight line of a given slope comes after the removals up to the hull's first point with a steeper edge."""
     saved, effects = curve(seed, falling=falling, gaps=gaps)
-    edges = hull(saved, effects)
-    assert [edge.start for edge in edges] == [0, *(edge.end for edge in edges[:-1])][: len(edges)]
-    slopes = [edge.slope for edge in edges]
-    assert slopes == sorted(slopes)
-    x = y = 0.0
-    for slope, start, end in edges:
-        step = saved[end - 1] - (saved[start - 1] if start else 0.0)
-        assert step > 0
-        x, y = x + step, y + slope * step
-        assert y == pytest.approx(level(effects)[end - 1])
-        # Nothing lies below the edge.
-        for middle in [s for s in saved if x - step <= s <= x]:
-            assert y - slope * (x - middle) == pytest.approx(lowest(saved, effects, middle), abs=1e-12)
-    assert x == (max(saved) if max(saved) > 0 else 0)
-
-
-def test_a_convex_curve_is_its_own_hull_and_a_concave_one_is_a_single_edge() -> None:
-    assert hull([1, 2, 3], [1, 3, 6]) == [Edge(1, 0, 1), Edge(2, 1, 2), Edge(3, 2, 3)]
-    assert hull([1, 2, 3], [3, 5, 6]) == [Edge(2, 0, 3)]
-    assert hull([1, 2, 3], [2, 4, 6]) == [Edge(2, 0, 3)]  # a straight line is a single edge too
-    assert hull([1, 2, 3, 4], [4, 4.5, 5, 9]) == [Edge(5 / 3, 0, 3), Edge(4, 3, 4)]
-    assert hull([], []) == []
+    assert [place for _, place in in_order_of_slopes([(saved, effects)])] == [
+        *range(saved.index(max(saved)) + 1 if max(saved) > 0 else 0)
+    ]
+    for slope in (0.01, 0.1, 0.3, 0.9):
+        order = in_order_of_slopes([(saved, effects), ([1.0], [slope])])
+        before = order.index((1, 0))
+        total = saved[before - 1] if before else 0.0
+        # Of all points of the hull, the one where a line of this slope touches it.
+        points = [(0.0, 0.0), *zip(saved, level(effects), strict=True)]
+        assert min(y - slope * x for x, y in points) == pytest.approx(
+            lowest(saved, effects, total) - slope * total, abs=1e-12
+        )
 
 
 def chain(name: str, *effects: float, width: int = 1) -> Chain:
@@ -85,6 +78,12 @@ def test_of_equal_slopes_the_later_chain_goes_first() -> None:
     assert names([*merged([chain(name, 0, 0) for name in "abc"])]) == "ccbbaa"
 
 
+def points_of_hull(effects: Sequence[float]) -> set[int]:
+    """Return the numbers of removals at which a curve of one unit each touches its lower convex hull."""
+    saved, points = range(1, len(effects) + 1), [0.0, *level(effects)]
+    return {n for n, effect in enumerate(points) if effect <= lowest(saved, effects, n) + 1e-12}
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_merged_orders_are_nested_and_optimal_where_edges_end(seed: int) -> None:
     generator = random.Random(seed)
@@ -96,8 +95,8 @@ def test_merged_orders_are_nested_and_optimal_where_edges_end(seed: int) -> None
     assert len(order) == 15
     for one in chains:
         assert tuple(removal for removal in order if removal.module == one[0].module) == one
-    # Where all edges taken so far are whole, no other choice of as many removals has a smaller total effect.
-    ends = [{0, *(e.end for e in hull(range(1, 6), [r.effect for r in one]))} for one in chains]
+    # Where counts are at points of the hulls, no other choice of as many removals has a smaller total effect.
+    ends = [points_of_hull([r.effect for r in one]) for one in chains]
 
     def total(counts: Sequence[int]) -> float:
         return sum(one[count - 1].effect if count else 0.0 for one, count in zip(chains, counts, strict=True))
