@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ from ..model.internals import (
     select_attention,
     share_tensors,
 )
-from ..model.linear import features_of
 from ..model.modeling_hies import describe_layers
 from ..units.units import PrunableModule, Selection
 
@@ -50,10 +49,11 @@ SIBLINGS: dict[str, tuple[Sibling, ...]] = {
 _IDENTITY = ("model_type", "architectures", "transformers_version")
 # Names of the field with the number of neurons.
 _NEURONS = ("intermediate_size", "ffn_dim", "hidden_dim")
-# A field up to this value may be a ratio of the number of neurons to the width of the model.
-_LARGEST_RATIO = 64
-# Most numbers of neurons that are tried for one field, such as those of an encoder and of a decoder.
-_MOST_COUNTS = 4
+# The same, or a multiple of it, in families whose layers cannot differ by fields.
+_RARE = (
+    *("n_inner", "d_inner", "dim_ff", "dff", "mlp_dim", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_ratio"),
+    "block_multiple_of",
+)
 
 PerLayer = dict[str, dict[str, int]]
 """Index of a layer -> field of the config -> its value in that layer."""
@@ -367,76 +367,35 @@ def _head_settings(model: PreTrainedModel, selection: Selection, modules: Sequen
 def _neuron_settings(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
 ) -> Settings | None:
-    """Return fields that give every module the number of neurons that stay; None if there are none.
+    """Return the fields for the neurons; None if no field is known, or if modules keep different numbers of one.
 
-    They are found by changing fields one at a time. A field is the right one if the stock model built with its new
-    value differs from the dense one only in the shapes of feed-forward blocks, which have the kept numbers of neurons.
+    A field belongs to the innermost config around a module. Whether it says what its name does, the shapes will show.
     """
-    stays = {module.name: len(selection[module.name].units) for module in modules}
-    own = {f"{name}.{kind}" for module in modules for name in module.layers for kind in ("weight", "bias")}
-    own |= {name for module in modules for name in module.parameters}
-    stock = _stock_model(model, {})
-    if stock is None:
-        return None
-    dense = tensor_shapes(stock)
-
-    def governed(position: int, name: str, value: Any) -> dict[str, int]:
-        """Return module -> its neurons with another value of a field; empty if that changes other shapes too."""
-        other = _stock_model(model, {position: {name: value}})
-        shapes = {} if other is None else tensor_shapes(other)
-        changed = {name for name in dense.keys() | shapes.keys() if dense.get(name) != shapes.get(name)}
-        if other is None or not changed <= own:
-            return {}
-        return {
-            module.name: features_of(other.get_submodule(module.consumer))[1]
-            for module in modules
-            if f"{module.consumer}.weight" in changed
-        }
-
+    configs = configs_in(model.config)
+    positions = {id(config): position for position, config in reversed(list(enumerate(configs)))}
     settings: Settings = {}
-    left = {module.name for module in modules}
-    counts = list(dict.fromkeys((module.units, stays[module.name]) for module in modules))
-    for position, name, values in _neuron_fields(model.config, counts[:_MOST_COUNTS]):
-        if not left & governed(position, name, values[0]).keys():
-            continue
-        # The modules that a field governs either agree on one of its values, or no fields describe the cut.
-        for value in values:
-            given = governed(position, name, value)
-            if given and all(stays[module] == units for module, units in given.items()):
-                settings.setdefault(position, {})[name] = value
-                left -= given.keys()
-                break
-        else:
+    for module in modules:
+        parts = module.name.split(".")
+        around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
+        key = next((positions[id(c)] for layer in around if id(c := getattr(layer, "config", None)) in positions), 0)
+        found = _neuron_field(configs[key], module.units, len(selection[module.name].units))
+        if found is None or settings.setdefault(key, {}).setdefault(*found) != found[1]:
             return None
-        if not left:
-            return settings
+    return settings
+
+
+def _neuron_field(config: Any, units: int, stays: int) -> tuple[str, int | float] | None:
+    """Return the first field that may say the number of neurons, with its value after a cut; None if there is none."""
+    known = {field.name for field in dataclasses.fields(config)}
+    for name in (*_NEURONS, *_RARE):
+        value = config_field(config, name)
+        if name in known and value is None:
+            return name, stays
+        if type(value) is int and value * stays % units == 0:
+            return name, value * stays // units
+        if type(value) is float:  # a ratio, a little above because a model may round the product down
+            return name, value * (stays + 0.25) / units
     return None
-
-
-def _neuron_fields(config: Any, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, str, list[Any]]]:
-    """Yield fields that may give the number of neurons: position of the config in `configs_in`, name, and new values.
-
-    First come fields that equal a number of neurons, then ratios, then fields that are not set. `counts` are numbers of
-    neurons before and after the cut.
-    """
-    before, after = counts[0]
-    fields = [
-        (position, field, config_field(part, field.name))
-        for position, part in enumerate(configs_in(config))
-        for field in dataclasses.fields(part)
-    ]
-    for position, known, value in fields:
-        if type(value) is int and (values := [stays for units, stays in counts if value == units]):
-            yield position, known.name, values
-    for position, known, value in fields:
-        if type(value) is float and 1 <= value <= _LARGEST_RATIO:
-            # A model may round the product down, so the second value lies a little above.
-            yield position, known.name, [value * (after + more) / before for more in (0, 0.25)]
-        elif type(value) is int and 1 <= value <= _LARGEST_RATIO and value * after % before == 0:
-            yield position, known.name, [value * after // before]
-    for position, known, value in fields:
-        if value is None and "int" in str(known.type):
-            yield position, known.name, [stays for _, stays in counts]
 
 
 def _stock_model(
