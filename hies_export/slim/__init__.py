@@ -4,7 +4,7 @@ The input is a dense model and a `PruningPlan` or `Selection`; the output is a s
 `PreTrainedModel`.
 
 cut.py     `prune_units`: the removal itself
-config.py  how a config describes what is left: a stock one, that of a sibling family, or one with a slim class
+config.py  how a config describes what is left: a stock one, a Mistral's for a LLaMA, or one with a slim class
 check.py   `masked_units`, the same removal by zeros; `compare_cut`; and whether a plan fits a model
 bundles.py what every bundle of heads or neurons costs, in FLOPs and parameters, for budgets that count them
 refit.py   `compensate`: refit the consumers by least squares, without training

@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..kinds import ATTENTION, MLP
@@ -31,20 +31,6 @@ from ..model.internals import (
 from ..model.modeling_hies import describe_layers
 from ..units.units import PrunableModule, Selection
 
-
-@dataclass(frozen=True)
-class Sibling:
-    """A family that computes the same as another one, if the fields that the other lacks have these values."""
-
-    model_type: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-# tests/slim/test_siblings.py runs every pair on the same weights.
-SIBLINGS: dict[str, tuple[Sibling, ...]] = {
-    "llama": (Sibling("mistral", {"sliding_window": None}),),
-    "cwm": (Sibling("ministral"),),
-}
 # Keys of a config that say what it is, not what it computes.
 _IDENTITY = ("model_type", "architectures", "transformers_version")
 # Names of the field with the number of neurons.
@@ -62,26 +48,24 @@ Settings = dict[int, dict[str, Any]]
 """Position of a config in `configs_in` -> its new fields."""
 
 
-def as_sibling(
+def as_mistral(
     model: PreTrainedModel, settings: Mapping[int, Mapping[str, Any]], shapes: Mapping[str, Any]
 ) -> PreTrainedModel | None:
-    """Return a cut model as one of another family, with the same tensors; None if no family takes it.
+    """Return a cut LLaMA, or a model with one such as a LLaVA, as a Mistral with the same tensors; None if it is none.
 
-    In a model of several parts, one part changes its family, such as the language model of a LLaVA. `settings` are the
-    fields that the cut changed, `shapes` the `tensor_shapes` of the cut model.
+    Mistral computes the same, and takes heads that do not divide the width. `settings` are the fields that the cut
+    changed, `shapes` the `tensor_shapes` of the cut model.
     """
-    own = configs_in(model.config)
     for position, fields in settings.items():
-        for sibling in SIBLINGS.get(own[position].model_type, ()):
-            config = _sibling_config(own[position], fields, sibling)
-            twin = None if config is None else _sibling_model(model, config, position, settings)
-            if twin is not None and tensor_shapes(twin) == shapes:
-                share_tensors(twin, model)
-                if type(twin) is type(model):  # a twin of another class saves tensors under names of its own
-                    save_as_loaded(twin, model)
-                if model.can_generate():
-                    twin.generation_config = model.generation_config
-                return twin.train(model.training)
+        config = _mistral_config(configs_in(model.config)[position], fields)
+        twin = None if config is None else _mistral_model(model, config, position, settings)
+        if twin is not None and tensor_shapes(twin) == shapes:
+            share_tensors(twin, model)
+            if type(twin) is type(model):  # a twin of another class saves tensors under names of its own
+                save_as_loaded(twin, model)
+            if model.can_generate():
+                twin.generation_config = model.generation_config
+            return twin.train(model.training)
     return None
 
 
@@ -124,17 +108,17 @@ def tensor_shapes(model: nn.Module) -> dict[str, Any]:
     return {n: t.shape for n, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
-def _sibling_config(config: PreTrainedConfig, settings: Mapping[str, Any], sibling: Sibling) -> PreTrainedConfig | None:
-    """Return the sibling's config with the same meaning; None if it lacks a field that is in use, or refuses one."""
-    target = CONFIG_MAPPING[sibling.model_type]
-    known = {field.name for field in dataclasses.fields(target)}
-    usual = type(config)()
-    lost = {field.name for field in dataclasses.fields(config)} - known
-    if any(getattr(config, name, None) != getattr(usual, name, None) for name in lost):
+def _mistral_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> MistralConfig | None:
+    """Return a LLaMA's config as a Mistral's; None if Mistral lacks a field that is in use, or refuses one."""
+    if config.model_type != "llama":
         return None
-    values = {**config.to_dict(), **settings, **sibling.fields}
+    usual, known = LlamaConfig(), {field.name for field in dataclasses.fields(MistralConfig)}
+    lost = {field.name for field in dataclasses.fields(config)} - known
+    if any(getattr(config, name) != getattr(usual, name) for name in lost):
+        return None
+    values = {**config.to_dict(), **settings, "sliding_window": None}
     try:
-        made: PreTrainedConfig = target(**{n: v for n, v in values.items() if n not in lost and n not in _IDENTITY})
+        made = MistralConfig(**{n: v for n, v in values.items() if n not in lost and n not in _IDENTITY})
         with attention_undecided([made]):
             made.validate()
     except Exception:  # whatever a config's own code raises on values it does not take
@@ -143,13 +127,12 @@ def _sibling_config(config: PreTrainedConfig, settings: Mapping[str, Any], sibli
     return made
 
 
-def _sibling_model(
-    model: PreTrainedModel, config: PreTrainedConfig, position: int, settings: Mapping[int, Mapping[str, Any]]
+def _mistral_model(
+    model: PreTrainedModel, config: MistralConfig, position: int, settings: Mapping[int, Mapping[str, Any]]
 ) -> PreTrainedModel | None:
-    """Return a model without weights, with a sibling's config at a position of `configs_in`; None if there is none."""
+    """Return a model without weights, with a Mistral's config at a position of `configs_in`; None if there is none."""
     if position == 0:
-        own, other = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
-        stock = getattr(transformers, type(model).__name__.replace(own, other, 1), None)
+        stock = getattr(transformers, type(model).__name__.replace("Llama", "Mistral", 1), None)
         return None if stock is None or stock is type(model) else empty_model(stock, config, model.dtype)
     others = {place: values for place, values in settings.items() if place != position}
     return _stock_model(model, others, {position: config})
@@ -316,8 +299,8 @@ def plain_model(
     """Return a uniformly cut model with a config that alone describes it; None if there is no such config.
 
     The stock class, built from the config on the meta device, must have the slim model's shapes. Each config and
-    sub-config describes the modules that hold it, so the towers of a model may differ. If the model's own config
-    refuses the result, a sibling's is tried; the returned model then has the sibling's class and shares the tensors.
+    sub-config describes the modules that hold it, so the towers of a model may differ. If a LLaMA's own config refuses
+    the result, a Mistral's is tried; the returned model then has that class and shares the tensors.
     """
     if is_slim(model):
         return None
@@ -332,7 +315,7 @@ def plain_model(
         settings = {key: settings.get(key, {}) | found.get(key, {}) for key in (*settings, *found)}
     stock, shapes = _stock_model(model, settings), tensor_shapes(model)
     if stock is None:
-        return as_sibling(model, settings, shapes)
+        return as_mistral(model, settings, shapes)
     if tensor_shapes(stock) != shapes:
         return None
     for position, config in enumerate(configs_in(model.config)):

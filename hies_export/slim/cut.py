@@ -26,16 +26,16 @@ def prune_units(
 
     Producers lose rows, consumers lose columns, and attributes that count units are updated. If a config alone can
     describe the result (a uniform ViT, LLaMA, ...), the config is updated and the model keeps its stock class. If its
-    own config refuses the result and a sibling's accepts it (a LLaMA of 6 heads at width 64, as a Mistral), the model
-    becomes the sibling (`as_sibling`). Otherwise the class becomes the slim version of the stock class
-    (`modeling_hies`), whose code `save_pretrained` writes next to the weights. A config that can describe the heads but
-    not the neurons does so, and the `hies_export` block has only the neurons.
+    own config refuses the result and a Mistral's accepts it (a LLaMA of 6 heads at width 64), the model becomes a
+    Mistral (`as_mistral`). Otherwise the class becomes the slim version of the stock class (`modeling_hies`), whose
+    code `save_pretrained` writes next to the weights. A config that can describe the heads but not the neurons does so,
+    and the `hies_export` block has only the neurons.
 
     Args:
         model: The dense model.
         plan: The units that stay. A plan is checked to be of these weights; a bare selection is not.
         modules: From `find_modules` on this model.
-        inplace: Cut `model` itself instead of a copy. A sibling is another object that shares its tensors.
+        inplace: Cut `model` itself instead of a copy. A Mistral of it is another object that shares its tensors.
 
     Returns:
         The slim model, an ordinary `PreTrainedModel`.

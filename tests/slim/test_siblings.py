@@ -1,4 +1,4 @@
-"""Uniform cuts that a model's own config refuses, written as another stock family that computes the same."""
+"""Uniform cuts that a LLaMA's own config refuses, written as a Mistral, which computes the same."""
 
 import json
 from pathlib import Path
@@ -12,30 +12,18 @@ from support.cuts import random_neurons
 from support.models import causal_lm, llava, shake
 from support.tolerance import assert_near
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
 
 from hies_export import PruningPlan, apply_plan, compare_cut, find_modules, load, prune_units, save_slim
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import KINDS
 from hies_export.model.copies import convert
 from hies_export.slim.check import first_output
-from hies_export.slim.config import SIBLINGS, as_sibling, is_slim, tensor_shapes
+from hies_export.slim.config import as_mistral, is_slim, tensor_shapes
 
 TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 
 
-def stock_class(model_type: str, task: str) -> Any:
-    """Return the class of a family for a task, or None."""
-    return getattr(transformers, CONFIG_MAPPING[model_type].__name__.replace("Config", task), None)
-
-
-CASES = [
-    (own, sibling.model_type, task)
-    for own, siblings in SIBLINGS.items()
-    for sibling in siblings
-    for task in TASKS
-    if stock_class(own, task) and stock_class(sibling.model_type, task)
-]
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -59,15 +47,15 @@ def uniform_cut(dense: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[PreTr
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("own", "other", "task"), CASES)
-def test_both_families_compute_the_same(own: str, other: str, task: str, variant: str) -> None:
-    stock, dimensions = stock_class(own, task), tiny(own)[0].config.to_dict()
+@pytest.mark.parametrize("task", TASKS)
+def test_both_families_compute_the_same(task: str, variant: str) -> None:
+    stock, dimensions = getattr(transformers, f"Llama{task}"), tiny("llama")[0].config.to_dict()
     torch.manual_seed(0)
     model = shake(stock(stock.config_class.from_dict({**dimensions, **VARIANTS[variant]})))
-    twin = as_sibling(model, {0: {}}, tensor_shapes(model))
-    assert type(twin) is stock_class(other, task)
+    twin = as_mistral(model, {0: {}}, tensor_shapes(model))
+    assert type(twin) is getattr(transformers, f"Mistral{task}")
     # Not visible in short texts: a window of 4,096 tokens is Mistral's default.
-    assert getattr(twin.config, "sliding_window", None) == getattr(model.config, "sliding_window", None)
+    assert twin.config.sliding_window is None
     assert_near(first_output(twin, BATCH), first_output(model, BATCH))
     assert [id(p) for p in twin.parameters()] == [id(p) for p in model.parameters()]
 
@@ -79,7 +67,7 @@ def test_both_families_compute_the_same(own: str, other: str, task: str, variant
         ("ForQuestionAnswering", {}),  # its base model has another name in LLaMA than in Mistral
     ],
 )
-def test_what_no_sibling_computes_keeps_its_family_and_its_code(task: str, fields: dict[str, Any]) -> None:
+def test_what_mistral_does_not_compute_keeps_its_family_and_its_code(task: str, fields: dict[str, Any]) -> None:
     config = LlamaConfig(**ODD, vocab_size=32, num_hidden_layers=1, intermediate_size=32, **fields)
     slim, _ = uniform_cut(shake(getattr(transformers, f"Llama{task}")(config)), BATCH)
     assert (is_slim(slim), slim.config.model_type) == (True, "llama")
@@ -127,7 +115,7 @@ def test_the_folder_is_plain_by_every_way_and_goes_on(tmp_path: Path) -> None:
     assert torch.equal(ids, slim.float().generate(**BATCH, max_new_tokens=4, do_sample=False))
 
 
-def test_the_language_model_of_a_llava_is_written_as_a_sibling(tmp_path: Path) -> None:
+def test_the_language_model_of_a_llava_is_written_as_a_mistral(tmp_path: Path) -> None:
     llava(**ODD).save_pretrained(tmp_path / "dense")
     dense = load(tmp_path / "dense")
     batch = image_text_batch(dense)
