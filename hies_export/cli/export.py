@@ -91,7 +91,7 @@ def _options_of_export(options: Options) -> ExportSection:
     try:
         how = ExportSection(**fields)
     except ValidationError as error:
-        raise RequestError("; ".join(sentences(error, ExportSection, within="export."))) from None
+        raise RequestError("; ".join(sentences(error, ExportSection))) from None
     calibrated = how.format == "openvino"
     if calibrated and not options.data:
         raise RequestError("--format openvino needs rows to calibrate on; give --data train=FILE")
