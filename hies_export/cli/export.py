@@ -150,11 +150,12 @@ def load_processor_if_any(path: str, model: Any) -> Any:
     """Return the checkpoint's tokenizer or processor, or None, with a warning, if it has none."""
     from ..data.processors import load_processor
     from ..errors import DataError
-    from ..tasks import TASKS, task_of
+    from ..tasks import TASKS
+    from ..tasks.registry import task_by_class
 
-    task = type(task_of(model))
-    if model.main_input_name == "pixel_values" and not task.images:  # an encoder of images without a head
-        task = TASKS["image-classification"]
+    task = task_by_class(type(model).__name__, model.config)
+    if task is None:  # an encoder without a head
+        task = TASKS["image-classification" if model.main_input_name == "pixel_values" else "text-classification"]
     try:
         return load_processor(path, task=task)
     except DataError as error:
