@@ -138,7 +138,7 @@ def _report(options: Options, exported: Export) -> dict[str, Any]:
     return {
         "folder": str(options.output),
         "bytes": exported.bytes,
-        "max_abs": exported.max_abs,
+        "gguf_max_abs" if exported.format == "gguf" else "onnx_max_abs": exported.max_abs,
         "files": exported.files,
         "inputs": exported.inputs,
         "outputs": exported.outputs,

@@ -70,7 +70,7 @@ def test_runs_count_time_and_export_images_of_the_rows_size(folder: Path, tmp_pa
 def test_without_rows_the_processor_says_it(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert hies("export", folder / "model", "-o", tmp_path / "onnx", "--json") == 0
     exported = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (exported["inputs"], exported["max_abs"] < 1e-3) == (["pixel_values"], True)
+    assert (exported["inputs"], exported["onnx_max_abs"] < 1e-3) == (["pixel_values"], True)
     assert traced(tmp_path / "onnx") == [3, 28, 42]
     shape = ("--shape", "2", "--repeats", 2, "--runtime", "onnxruntime-cpu", "--json")
     assert hies("bench", folder / "model", tmp_path / "onnx", *shape) == 0
