@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..checkpoint.folders import Contents, contents, refuse_other
-from ..entry_points import COMPOUNDS
 from ..errors import PlanError, RecipeError, RequestError, check_path, quoted
 from ..progress import Progress
 
 if TYPE_CHECKING:
     from ..pipeline.recipe import PruningRecipe
-
-# Sections of a recipe that say how much goes, so that it may have no budget.
-_IN_PLACE_OF_A_BUDGET = ("vocabulary", *COMPOUNDS)
 
 
 class Options(Namespace):
@@ -180,8 +176,8 @@ def _propose(
             f"a recipe must be a YAML file, and a model needs --data; got {options.recipe} alone; give --data "
             "train=FILE --data validation=FILE, or --data with the name of a Hub data set"
         )
-    in_its_place = {key: value for key, value in overrides.items() if key.partition(".")[0] in _IN_PLACE_OF_A_BUDGET}
-    if not deploys and not of_budget and not in_its_place:
+    of_vocabulary = {key: value for key, value in overrides.items() if key.partition(".")[0] == "vocabulary"}
+    if not deploys and not of_budget and not of_vocabulary:
         raise RequestError(
             "a model needs to know how much may go: give --flops 0.6, --keep 0.99 or --heads 0.3; hies-export deploy "
             "finds the fastest form that keeps 99 % of the answers"
@@ -197,7 +193,7 @@ def _propose(
         **source,
         **of_model,
         budget=overridden({}, of_budget)["prune"]["budget"] if of_budget else None,
-        sections={} if deploys else overridden({}, in_its_place),
+        sections={} if deploys else overridden({}, of_vocabulary),
         output=options.output or Path("runs") / options.command.__name__.rpartition(".")[2],
     ).with_overrides({key: value for key, value in overrides.items() if key not in of_budget})
     options.console.print(recipe.to_yaml(), style="dim", soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import Any
 from ..checkpoint.folders import Contents, contents, refuse_other
 from ..entry_points import RUNTIMES
 from ..errors import quoted
-from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id, checkpoint_in
+from .arguments import REPEATED, Options, a_number, a_path_or_id, checkpoint_in
 
 EXPORTS = (Contents.ONNX, Contents.OPENVINO, Contents.GGUF)
 
@@ -39,8 +39,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     dtypes = "float32 (the default), float16, bfloat16; on llamacpp q8_0, q4_0; repeatable"
     add("--dtype", dest="dtypes", metavar="DTYPE", help=f"what checkpoints run in: {dtypes}", **REPEATED)
     add("--repeats", metavar="N", type=a_number(int, 1), default=30, help="timed runs of each model (default: 30)")
-    rows = "time on this recipe's evaluation rows as they come, in batches of 1, 8, 32, instead of random inputs"
-    add("--rows", metavar="RECIPE", type=a_path, help=rows)
 
 
 def a_shape(text: str) -> tuple[int, ...]:
@@ -58,11 +56,6 @@ def run(options: Options) -> dict[str, Any]:
         refuse_other(path, Contents.RUN, *EXPORTS, must="a model to time must be a checkpoint, an export or a run")
     for name in options.runtimes:
         RUNTIMES.check(name, what="a runtime")
-    rows = None
-    if options.rows is not None:
-        from ..pipeline.recipe import PruningRecipe
-
-        rows = PruningRecipe.from_yaml(options.rows)
     from ..forms.machine import machine_facts  # after the refusals, because it takes seconds
     from ..pipeline.bench import bench
     from ..report.comparison import Bench, print_bench
@@ -75,7 +68,6 @@ def run(options: Options) -> dict[str, Any]:
         shapes=options.shapes,
         dtypes=options.dtypes,
         repeats=options.repeats,
-        rows=rows,
         progress=options.progress,
     )
     result = {"a": first, "b": second, "latency": [asdict(row) for row in latency], "environment": machine_facts()}

@@ -11,7 +11,7 @@ In the order of reading:
 - `time.py`: `time`, which runs forms in turns, loaded as often as a runtime needs, on a batch or on the rows of a data
   set.
 - `judged.py`: `judge`, and what it returns with the times as the `forms` of report.json; the files of a run.
-- `deployment.py`: the dense model in all forms, and cuts of several sizes, each in a compound.
+- `deployment.py`: try the dense model in all forms, and record what a deployment found.
 - `latency.py`: predict the time of a cut. It is not linear in the units: uniform cuts of each kind are timed, and what
   they save is divided among the modules of that kind in proportion to FLOPs.
 - `measured.py`: count both models of a run, and time them; the times as the `latency` of report.json.

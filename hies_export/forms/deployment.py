@@ -1,26 +1,22 @@
-"""Try the dense model in all forms, and cuts of several sizes in compounds, and record what was found of each."""
+"""Try the dense model in all forms, and record what was found of each, and of compounds of several sizes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from ..data.batches import Batch
 from ..errors import HiesError, MissingRuntimeError, PlanError, RecipeError
 from ..evaluate.judge import Judge
 from ..tasks import Task
 from ..units.counts import Count, Share
-from .form import Compound, Form, Forms
+from .form import Form, Forms
 from .onnx.quantize import check_quantizable
 from .runtimes.base import RUNTIMES, check_runtime, is_for
 from .time import Timed, ratios
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -140,54 +136,10 @@ class SizeTried:
         flops: Share of the dense model's FLOPs that the cut leaves.
         passed_on: Share of the held-out rows that go on to the dense part.
         differ: Number of held-out rows whose answer differs from the dense model's.
-        time: Time of the compound relative to the dense model's; None if it was not timed when the size was chosen.
         problem: Why there is no such compound.
     """
 
     flops: Share
     passed_on: Share | None = None
     differ: Count | None = None
-    time: float | None = None
     problem: str | None = None
-
-
-@dataclass(frozen=True)
-class Joined(Generic[T]):
-    """A cut in a compound: what a report says of it, the cut and the compound's form; None where it failed."""
-
-    tried: SizeTried
-    cut: T | None = None
-    form: Form | None = None
-
-
-def join_sizes(
-    forms: Forms,
-    compound: Compound,
-    cut: Callable[[float], tuple[T, PreTrainedModel, float]],
-    *,
-    batches: Sequence[Batch],
-    answers: torch.Tensor,
-) -> list[Joined[T]]:
-    """Cut the dense model to the shares of its FLOPs in `compound.shares`, and join each cut with it.
-
-    `cut` takes a share, and returns a cut, its model, and the share that it leaves; for the rows and the dense model's
-    answers, see `Compound.join`. A compound that fails is returned with its `problem`.
-    """
-    found: list[Joined[T]] = []
-    name, runtime, bits, dense = compound.name, compound.runtime, compound.bits, forms.plain("dense")
-    for number, share in enumerate(compound.shares):
-        forms.progress.stage(f"cut to {share:g} of the FLOPs for a {name}")
-        left, made = share, None
-        try:
-            made, model, left = cut(share)
-            forms.add(part := f"{share:g}-for-{name}", model)
-            slim, place = forms.plain(part), forms.folder / f"{name}-{runtime}-{bits}-{number}"
-            forms.progress.stage(f"join {left:.2f} of the FLOPs in a {name} on {runtime} in {bits}")
-            joined = compound.join(slim, dense, place, batches=batches, answers=answers)
-        except HiesError as error:
-            found.append(Joined(SizeTried(flops=left, problem=str(error)), made))
-            continue
-        promise = joined.facts["promise"]
-        tried = SizeTried(flops=left, passed_on=promise.passed_on, differ=promise.differ)
-        found.append(Joined(tried, made, compound.form(joined)))
-    return found

@@ -67,7 +67,6 @@ class Compound(ABC):
         runtimes: The runtimes that run it.
         disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
         confidence: The probability that the promise holds, in (0, 1).
-        shares: Shares of the dense model's FLOPs to choose the slim one's size among; empty if the budget says it.
         runtime: The runtime that serves the file, as in `load_runtime`.
         bits: What the linear layers of the slim part are computed in.
     """
@@ -77,7 +76,6 @@ class Compound(ABC):
     runtimes: ClassVar[tuple[str, ...]]
     disagreement: float
     confidence: float = CONFIDENCE
-    shares: tuple[float, ...] = ()
     runtime: str = "onnxruntime-cpu"
     bits: str = "float32"
 

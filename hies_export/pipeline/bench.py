@@ -23,7 +23,7 @@ from ..forms.onnx.multimodal import is_vision_language
 from ..forms.runtimes.base import RUNTIMES, check_dtypes, check_runtime
 from ..forms.runtimes.llamacpp import find_gguf
 from ..forms.runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
-from ..forms.time import rows_by_shape, time
+from ..forms.time import time
 from ..model.internals import empty_model, never_asking
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
@@ -31,8 +31,6 @@ from ..recipe.sections import ExportSection
 from ..tasks import TASKS
 from ..units.counts import FlopCount, Shape, count_both_flops
 from ..units.shapes import check_shapes, image_shape_at, model_shapes
-from .load_recipe import rows_in_order
-from .recipe import PruningRecipe
 
 
 def bench(
@@ -43,7 +41,6 @@ def bench(
     shapes: Sequence[Sequence[int]] = (),
     dtypes: Sequence[str] = (),
     repeats: int = 30,
-    rows: PruningRecipe | None = None,
     progress: Progress = SILENT,
 ) -> list[LatencyRow]:
     """Compare the latency of two checkpoints, ONNX or OpenVINO folders, or GGUF files; the same one twice shows noise.
@@ -58,9 +55,7 @@ def bench(
         shapes: (batch, sequence) pairs, or (batch,) for images; by default a batch of 1 and of 8.
         dtypes: Dtypes to run checkpoints in, each on the runtimes that support it; float32 by default. A folder or
             file of an export keeps its own dtype.
-        repeats: Smallest number of timed runs of each model; on `rows`, every batch is run once.
-        rows: A recipe whose evaluation rows, 512 at most, are run as they come, in place of random ones: the time of a
-            compound depends on them. Of each shape, only the batch size is then used; by default 1, 8 and 32.
+        repeats: Smallest number of timed runs of each model.
         progress: Shows the loops.
 
     Returns:
@@ -75,15 +70,10 @@ def bench(
     skeletons = [_skeleton(folder) for folder in folders]
     images = [image_shape_at(_described(folder), model) for folder, model in zip(folders, skeletons, strict=True)]
     _check_inputs(skeletons, images)
-    if rows is None:
-        batches = _random_batches(skeletons, shapes, images[0])
-        flops = _flops(folders, skeletons, batches)
-        given: Mapping[Shape, Sequence[Mapping[str, Any]]] = {shape: [batch] for shape, batch in batches.items()}
-        how: dict[str, Any] = {"repeats": repeats, "decode": True}
-    else:
-        in_order = rows_in_order(rows)
-        given = rows_by_shape({shape[0]: in_order(shape[0]) for shape in shapes or ((1,), (8,), (32,))})
-        flops, how = {}, {}
+    batches = _random_batches(skeletons, shapes, images[0])
+    flops = _flops(folders, skeletons, batches)
+    in_lists = {shape: [batch] for shape, batch in batches.items()}
+    how: dict[str, Any] = {"repeats": repeats, "decode": True, "progress": progress}
     asked = [(name, dtype) for name in runtimes for dtype in dtypes or ("float32",) if dtype in RUNTIMES[name].dtypes]
     measured: list[LatencyRow] = []
     with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
@@ -95,7 +85,7 @@ def bench(
                 made.get((runtime, dtype)) or _loaded(folder, runtime, dtype)
                 for folder, made in zip(folders, exports, strict=True)
             ]
-            measured += latency_rows(runtime, time(both, given, progress=progress, **how), flops)
+            measured += latency_rows(runtime, time(both, in_lists, **how), flops)
     return measured
 
 

@@ -14,7 +14,7 @@ import datasets
 
 from ..data.rows import common_values, run_end, taken_from, whole_split
 from ..errors import RequestError
-from ..evaluate.interval import LEAST_FOR_LOSS, Looks, confidence_of_each, rate_rows_needed
+from ..evaluate.interval import LEAST_FOR_LOSS, Looks, rate_rows_needed
 from ..evaluate.promise import loss_words
 from ..forms.deployment import SEARCHED, fewer_bits
 from ..recipe.sections import (
@@ -233,7 +233,7 @@ def promise_in(recipe: PruningRecipe, task: Task, metric: str | None) -> Promise
             looks = all_looks(type(task), recipe.deploy, classifies=classifies)
             words, sizes = f"{100 * keep.predictions:g} %", [one.rows(keep.predictions, metric) for one in looks]
     if compound is not None:
-        needed = rate_rows_needed(compound.disagreement, confidence_of_each(len(recipe.shares)))
+        needed = rate_rows_needed(compound.disagreement)
         choices = chosen_on(recipe.options)
         # Held-out rows are divided between what else is chosen on them and the compound, see `draw`.
         sizes = [max(needed + min(choices, needed), 2 * sizes[-1])]

@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from transformers import PreTrainedModel
-
-from .. import processes
 from ..calibrate.statistics import Statistics
 from ..data.batches import Batch, samples_of
 from ..errors import HiesError, PlanError
 from ..evaluate.interval import Looks
 from ..evaluate.judge import Judge
 from ..evaluate.promise import asked_words
-from ..forms.deployment import DeployWay, Joined, SizeTried, find_ways, join_sizes, try_dense
+from ..forms.deployment import DeployWay, SizeTried, find_ways, try_dense
 from ..forms.form import COMPOUNDS, Compound, Form, Forms
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
@@ -45,8 +42,6 @@ UNSURE = 1.1
 # Number of rows to time one at a time where cuts, or forms of the dense model, are compared, and how often each is
 # loaded for that: loading and warming up take longer than the timed runs.
 QUICK_ROWS, QUICK_LOADS = 128, 2
-# Rows in a batch where the times of compounds of several sizes are compared.
-BATCH = 8
 
 
 def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
@@ -247,20 +242,47 @@ class _Search:
         asked = kind(
             disagreement=1 - self.delivery.deploy.keep,
             confidence=(1 + looks_of(self.pruning, self.delivery).confidence) / 2,  # its interval is one-sided
-            shares=FLOPS_TO_TRY,
             runtime=RUNTIMES[way.runtime].full or way.runtime,
             bits=way.bits,
         )
-        try:
-            joined = _in_sizes(self.pruning, asked, self.statistics, self.scored, self.forms, like)
-        except HiesError as error:
-            logger.warning("no %s is deployed on %s in %s: %s", asked.name, way.runtime, way.bits, error)
-            return
-        sizes = tuple(one.tried for one in joined)
-        for one in joined:
-            if one.cut is not None and one.form is not None:
-                cut = replace(one.cut, served=_served(self.pruning, way))
-                self.found.append(_Found(Decision(cut, asked, sizes), one.form))
+        joined, sizes = self._in_sizes(asked, like)
+        for choice, form in joined:
+            cut = replace(choice, served=_served(self.pruning, way))
+            self.found.append(_Found(Decision(cut, asked, sizes), form))
+
+    def _in_sizes(
+        self, asked: Compound, like: Choice | None
+    ) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
+        """Join cuts to the shares `FLOPS_TO_TRY` with the dense model; return those that succeed, and all results."""
+        pruning, forms, rows = self.pruning, self.forms, self.pruning.rows.promise
+        dense, answers = forms.plain("dense"), pruning.dense_predictions(rows).values
+        joined, sizes = [], []
+        for share in FLOPS_TO_TRY:
+            pruning.progress.stage(f"cut to {share:g} of the FLOPs for a {asked.name}")
+            left = share
+            try:
+                choice = self._cut_to(share, like)
+                left = pruning.flops_left(choice.plan.kept)
+                forms.add(part := f"{share:g}-for-{asked.name}", trial_model(pruning, self.statistics, choice.trial))
+                slim, place = forms.plain(part), forms.folder / f"{asked.name}-{share:g}"
+                pruning.progress.stage(f"join {left:.2f} of the FLOPs in a {asked.name} on {asked.runtime}")
+                exported = asked.join(slim, dense, place, batches=rows, answers=answers)
+            except HiesError as error:
+                sizes.append(SizeTried(flops=left, problem=str(error)))
+                continue
+            promise = exported.facts["promise"]
+            sizes.append(SizeTried(flops=left, passed_on=promise.passed_on, differ=promise.differ))
+            joined.append((choice, asked.form(exported)))
+        return joined, tuple(sizes)
+
+    def _cut_to(self, share: float, like: Choice | None) -> Choice:
+        """Return a cut to a share of the FLOPs, by the scores of `like`, or without it as the options ask."""
+        if like is not None:
+            return choose_within(self.pruning, self.statistics, share, like)
+        options = self.pruning.options.model_copy(update={"budget": Budget(flops=share)})
+        within = replace(self.pruning, options=options)
+        check_pruning(within)
+        return choose(within, self.statistics, self.scored)
 
 
 def _largest_too_slow(pruning: Pruning, scores: Scores, sizes: Sequence[Goal], most: float) -> int:
@@ -275,53 +297,3 @@ def _served(pruning: Pruning, way: DeployWay) -> TimedSection:
     return TimedSection.model_validate(
         {"runtime": way.runtime, "batch": batch, "sequence": sequence, "dtype": way.bits}
     )
-
-
-def find_compound(pruning: Pruning, asked: Compound, statistics: Statistics, forms: Forms) -> Decision:
-    """Return the cut whose compound answers the held-out rows fastest, of those to `asked.shares` of the FLOPs.
-
-    Raises PlanError if none has a compound that keeps the promise.
-    """
-    processes.refuse_several(f"a {asked.name} that chooses its size")
-    scored = score(pruning, statistics)
-    dense = forms.form("dense", asked.runtime)
-    joined = _in_sizes(pruning, asked, statistics, scored, forms, None)
-    running = [one.form for one in joined if one.form is not None]
-    if not running:
-        problems = "; ".join(f"with {one.tried.flops:.2f} of the FLOPs, {one.tried.problem}" for one in joined)
-        raise PlanError(f"no {asked.name} keeps the promise: {problems}")
-    pruning.progress.stage(f"time every {asked.name} on the held-out rows")
-    in_batches = rows_by_shape({BATCH: in_mixed_order(pruning.rows.promise, BATCH)})
-    _, *times = ratios(time_forms([dense, *running], in_batches, progress=pruning.progress))
-    choice = next(one.cut for one in joined if one.form is running[times.index(min(times))])
-    left = iter(times)
-    sizes = [one.tried if one.form is None else replace(one.tried, time=next(left)) for one in joined]
-    assert choice is not None
-    return Decision(choice, asked, tuple(sizes))
-
-
-def _in_sizes(
-    pruning: Pruning,
-    asked: Compound,
-    statistics: Statistics,
-    scored: Sequence[Scores],
-    forms: Forms,
-    like: Choice | None,
-) -> list[Joined[Choice]]:
-    """Join cuts to several shares of the FLOPs with the dense model, see `join_sizes`.
-
-    Units are chosen by the scores of `like`, or without it as the options ask.
-    """
-
-    def cut(share: float) -> tuple[Choice, PreTrainedModel, float]:
-        if like is None:
-            options = pruning.options.model_copy(update={"budget": Budget(flops=share)})
-            within = replace(pruning, options=options)
-            check_pruning(within)
-            choice = choose(within, statistics, scored)
-        else:
-            choice = choose_within(pruning, statistics, share, like)
-        return choice, trial_model(pruning, statistics, choice.trial), pruning.flops_left(choice.plan.kept)
-
-    rows = pruning.rows.promise
-    return join_sizes(forms, asked, cut, batches=rows, answers=pruning.dense_predictions(rows).values)

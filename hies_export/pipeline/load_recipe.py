@@ -24,7 +24,6 @@ from ..data.batches import Batch, check_one_size, is_of_documents
 from ..data.processors import load_processor, settle_padding, tokenizer_of
 from ..data.rows import load_rows, taken_from
 from ..errors import RequestError
-from ..evaluate.interval import confidence_of_each
 from ..evaluate.metrics import METRICS, check_metrics
 from ..evaluate.ranking import RowsKind
 from ..forms.form import COMPOUNDS, Compound
@@ -223,20 +222,11 @@ def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Comp
         return None
     compound = COMPOUNDS[asked.name](
         disagreement=asked.disagreement,
-        confidence=confidence_of_each(len(recipe.shares)),
-        shares=recipe.shares,
         runtime=asked.runtime,
         bits="int8" if recipe.export.quantize else asked.dtype,
     )
     compound.check(model, rows.promise)
     return compound
-
-
-def rows_in_order(recipe: PruningRecipe) -> Callable[[int], list[Batch]]:
-    """Return a function of a batch size that gives batches of the first 512 evaluation rows, in their order."""
-    task = _Checkpoint.of(recipe).reading().task
-    splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
-    return _in_order(task, evaluated(splits, partial(task.load, **recipe.data.source)))
 
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
@@ -249,7 +239,7 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     return unlabelled(task.read(rows, size=calibration.batch_size), task)
 
 
-def _in_order(reading: Task | Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
+def _in_order(reading: Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
     """Return a function of a batch size that gives batches of the first 512 rows, in their order, without documents."""
     first = rows.select(range(min(len(rows), ROWS)))
     # Documents are embedded once, and queries while somebody waits.

@@ -43,7 +43,7 @@ from ..tasks import TASKS
 if TYPE_CHECKING:
     from ..report.report import Report
 
-# Shares of the FLOPs that a compound tries if there is no budget.
+# Shares of the FLOPs that `deploy` tries in compounds.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
 # The budget of a recipe that removes neither heads nor neurons.
 NOTHING = Budget.model_construct(heads=0.0)
@@ -90,8 +90,8 @@ class PruneSection(Constraints):
         normalize: Over which heads the two terms of HIES are scaled to [0, 1] before they are blended. "model": over
             all heads, so a layer of weak heads may lose most of them. "layer": over the heads of each layer, so that
             every layer has a head with 0 and one with 1.
-        budget: See `Budget`. A recipe's `deploy` or `cascade` may choose how much is removed in place of it. With
-            `vocabulary` and no budget, only tokens go.
+        budget: See `Budget`. A recipe's `deploy` chooses how much is removed in place of it. With `vocabulary` and no
+            budget, only tokens go.
         towers: The parts of a composite model that lose heads; by default the language model if there is one.
         compensation: See `CompensationSection`; None for no compensation, also where the default is least squares.
     """
@@ -247,7 +247,7 @@ class PruningRecipe(Section):
             raise ValueError(refusal)
         if deploy and given:
             raise ValueError("deploy chooses how much to remove, and prune.budget sets it too; leave out one of them")
-        if not (deploy or compound or given or self.vocabulary):
+        if not (deploy or given or self.vocabulary):
             raise ValueError("prune.budget must be given")
         if self.vocabulary and not task.text:
             raise ValueError(f"vocabulary is for models that read text, got task: {name}; leave it out")
@@ -325,22 +325,15 @@ class PruningRecipe(Section):
 
     @property
     def goal(self) -> Budget:
-        """How much is removed: the budget, the promise of `deploy`, or the smallest cut that a compound tries.
+        """How much is removed: the budget, or the promise of `deploy`.
 
-        Without any of these, as where only the vocabulary is trimmed, it is a budget of no heads.
+        Without either, as where only the vocabulary is trimmed, it is a budget of no heads.
         """
         if self.prune.budget is not None:
             return self.prune.budget
         if self.deploy is not None:
             return Budget(keep=KeepBudget(predictions=self.deploy.keep))
-        return NOTHING if self.compound is None else Budget(flops=max(self.shares))
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Shares of the dense model's FLOPs to choose the size of a compound among; empty if that is not asked."""
-        if self.compound is None or self.prune.budget is not None:
-            return ()
-        return self.compound.flops or FLOPS_TO_TRY
+        return NOTHING
 
     @property
     def options(self) -> PruneSection:

@@ -24,7 +24,7 @@ from ..select.fingerprint import digest_tensors
 from ..select.plan import library_versions
 from .choose import choose
 from .delivery import Delivery, save
-from .fastest import Decision, find_compound, find_fastest
+from .fastest import Decision, find_fastest
 from .journal import Journal, journal
 from .load_recipe import as_drawn, load_recipe, runtimes_of
 from .measure import measure
@@ -71,7 +71,7 @@ def run(
         pruning, delivery = load_recipe(recipe, progress=progress)
         _check_exports(pruning, delivery, formats)
         with ExitStack() as stack:
-            kept = stack.enter_context(_journal(pruning, delivery, recipe.output))
+            kept = stack.enter_context(_journal(pruning, recipe.output))
             pruning = replace(pruning, chains=kept.chains, fits=kept.fits)
             folder = stack.enter_context(output_folder(recipe.output, overwrite=overwrite))
             # Exports that are not kept are written into the output, so that all use the same disk.
@@ -159,18 +159,15 @@ def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str])
 
 
 def _decide(pruning: Pruning, delivery: Delivery, statistics: Statistics, forms: Forms) -> Decision:
-    """Choose the cut: the one of the fastest form, of the fastest compound, or by the budget."""
+    """Choose the cut: the one of the fastest form, or by the budget."""
     if delivery.deploy is not None:
         return find_fastest(pruning, delivery, statistics, forms)
-    if delivery.compound is not None and delivery.compound.shares:
-        return find_compound(pruning, delivery.compound, statistics, forms)
     return Decision(choose(pruning, statistics), delivery.compound)
 
 
-def _journal(pruning: Pruning, delivery: Delivery, output: Path) -> AbstractContextManager[Journal]:
+def _journal(pruning: Pruning, output: Path) -> AbstractContextManager[Journal]:
     """Return a journal beside the output from which a killed run goes on; an empty one for runs that search a cut."""
-    sizes = delivery.compound is not None and delivery.compound.shares
-    if sizes or not pruning.cuts_once or pruning.options.criterion != COMPENSATED:
+    if not pruning.cuts_once or pruning.options.criterion != COMPENSATED:
         return nullcontext(Journal())
     return journal(output, processes.on_main(lambda: _fingerprint(pruning)), pruning.progress)
 

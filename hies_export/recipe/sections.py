@@ -363,8 +363,6 @@ class CascadeSection(Section):
     Attributes:
         disagreement: Largest share of the answers that may differ from the dense model's, with 95 % confidence.
         samples: How many held-out rows to draw.
-        flops: Shares of the dense model's FLOPs to try in place of `prune.budget`. The one whose cascade is fastest on
-            the held-out rows, in batches of 8, is used. If neither is given, the usual shares are tried.
         runtime: The runtime that serves the file; the threshold is chosen by its answers.
         dtype: What that runtime computes in; "bfloat16" is for openvino.
     """
@@ -373,7 +371,6 @@ class CascadeSection(Section):
 
     disagreement: float = Field(gt=0, lt=1)
     samples: int = Field(4096, ge=1)
-    flops: tuple[ShareOfDense, ...] = ()
     runtime: Literal["onnxruntime-cpu", "openvino"] = "onnxruntime-cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -391,8 +388,6 @@ class CascadeSection(Section):
     def check(self, recipe: Any, *, classifies: bool) -> None:
         """Raise a ValueError if something else in a recipe does not go with this section."""
         export = recipe.export
-        if self.flops and recipe.prune.budget:
-            raise ValueError("cascade.flops chooses how much to remove, and prune.budget sets it too; leave out one")
         if recipe.vocabulary:
             raise ValueError(
                 "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary takes some "

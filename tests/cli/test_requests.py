@@ -68,16 +68,13 @@ def test_a_deployment_needs_no_budget_and_takes_none(project: Path) -> None:
         asked("deploy", project / "recipe.yaml", "--set", "prune.budget.keep=0.9")
 
 
-@pytest.mark.parametrize(
-    ("change", "section"), [("vocabulary.min_count=2", "vocabulary"), ("cascade.disagreement=0.01", "cascade")]
-)
-def test_a_section_may_take_the_place_of_a_budget(change: str, section: str, project: Path) -> None:
-    arguments = ("run", project / "model", *data_of(project), "--set", change)
+def test_a_vocabulary_may_take_the_place_of_a_budget(project: Path) -> None:
+    arguments = ("run", project / "model", *data_of(project), "--set", "vocabulary.min_count=2")
     recipe, _ = asked(*arguments)
-    assert [name for name in ("vocabulary", "cascade", "deploy") if getattr(recipe, name) is not None] == [section]
+    assert [name for name in ("vocabulary", "deploy") if getattr(recipe, name) is not None] == ["vocabulary"]
     assert recipe.prune.budget is None
     both, _ = asked(*arguments, "--flops", 0.6)
-    assert (both.goal.flops, both.vocabulary, both.cascade) == (0.6, recipe.vocabulary, recipe.cascade)
+    assert (both.goal.flops, both.vocabulary) == (0.6, recipe.vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,6 @@ export model -o model
 export model -o out --format none
 bench model ./none
 bench model --runtime none
-bench model --rows none.yaml
 inspect ./none
 inspect none.json
 report none

@@ -12,8 +12,7 @@ from support.models import bert, text_batch
 
 from hies_export.errors import ExportError, RecipeError
 from hies_export.forms import measured
-from hies_export.forms.cascade.export import CascadeForm
-from hies_export.forms.deployment import fewer_bits, find_ways, join_sizes
+from hies_export.forms.deployment import fewer_bits, find_ways
 from hies_export.forms.form import Form, Forms
 from hies_export.forms.formats import Export, Exporter, Given, export_options, read_by
 from hies_export.forms.judged import judge_exported, keep_file
@@ -136,21 +135,3 @@ def test_the_file_of_a_model_in_torch_is_its_checkpoint(tmp_path: Path) -> None:
     for model, same, file in (("slim", False, "slim"), ("dense", True, "slim"), ("dense", False, None)):
         form: Any = SimpleNamespace(model=model, runtime="torch-compile", bits="float16")
         assert keep_file(forms, form, tmp_path, same=same) == file
-
-
-def test_a_cascade_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def export(_: CascadeForm, slim: str, dense: str, place: Path, **__: Any) -> Any:
-        if slim.startswith("0.8"):
-            raise ExportError("ONNX Runtime must load model.onnx, and refused")
-        return SimpleNamespace(facts={"promise": SimpleNamespace(passed_on=0.1, differ=0)}, folder=place, bytes=7)
-
-    forms = Forms({"dense": bert()}, Exporter(ExportSection(), Given({})), tmp_path)
-    monkeypatch.setattr(forms, "plain", lambda name: name)
-    monkeypatch.setattr(CascadeForm, "join", export)
-    rows: dict[str, Any] = {"batches": [], "answers": torch.zeros(0)}
-    asked = CascadeForm(disagreement=0.1, shares=(0.8, 0.6))
-    cut = join_sizes(forms, asked, lambda share: (share, bert(), share), **rows)
-    assert [(one.tried.problem, one.form and one.form.bytes) for one in cut] == [
-        ("ONNX Runtime must load model.onnx, and refused", None),
-        (None, 7),
-    ]

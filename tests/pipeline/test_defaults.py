@@ -26,7 +26,7 @@ def method_of(section: PruneSection) -> tuple[Any, ...]:
         ({"budget": {"heads": 0.4}}, PAPER),
         ({"budget": {"flops": 0.6}}, SMALLER),
         ({"budget": {"keep": 0.99}}, SMALLER),
-        ({}, SMALLER),  # a deployment, or a cascade
+        ({}, SMALLER),  # a deployment
         # What is said stays.
         ({"budget": {"flops": 0.6}, "modules": ["attention"]}, (("attention",), *SMALLER[1:])),
         ({"budget": {"flops": 0.6}, "criterion": "his"}, (SMALLER[0], "his", SMALLER[2])),

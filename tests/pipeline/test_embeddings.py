@@ -22,7 +22,7 @@ import hies_export
 from hies_export import PruningRecipe, Report
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import measure as measuring
-from hies_export.pipeline.load_recipe import rows_in_order
+from hies_export.pipeline.load_recipe import load_recipe
 
 Row = dict[str, Any]
 SEARCH = {"query": "query", "document": "document"}
@@ -179,7 +179,9 @@ def test_rows_to_time_are_queries_as_they_come(tmp_path: Path) -> None:
     def varied(count: int, first: int = 0) -> list[Row]:
         return [row | {"query": row["query"] and words(i, 2 + i % 5)} for i, row in enumerate(searches(count, first))]
 
-    batches = rows_in_order(project(tmp_path, varied, columns=SEARCH))(1)
+    _, delivery = load_recipe(project(tmp_path, varied, columns=SEARCH))
+    assert delivery.in_order is not None
+    batches = delivery.in_order(1)
     asked = [row["query"] for row in varied(14, 50) if row["query"]]
     assert [batch["input_ids"].tolist() for batch in batches] == [[ids] for ids in tokenizer(asked)["input_ids"]]
 

@@ -210,9 +210,9 @@ def _recipes(folder: Path) -> list[Read]:
     setting.write_text("prune.alpha=0.5")
     served = project / "served.yaml"
     served.write_text(
-        recipe.read_text().replace("  budget: {heads: 0.5}\n", "").replace("out\n", "served\n")
+        recipe.read_text().replace("out\n", "served\n")
         + "held_out: {split: validation, samples: 4}\nexport: {quantize: int8}\n"
-        "cascade: {disagreement: 0.9, samples: 4, flops: [0.7, 0.5]}\n"
+        "cascade: {disagreement: 0.9, samples: 4}\n"
     )
 
     def read(file: Path, *overrides: str) -> None:
