@@ -31,7 +31,7 @@ from hies_export.pipeline.fastest import Decision, find_fastest
 from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.pruning import Rows
-from hies_export.pipeline.recipe import read_yaml
+from hies_export.pipeline.recipe import parse_yaml
 from hies_export.pipeline.stages import calibrate
 from hies_export.recipe.budget import Found
 from hies_export.recipe.sections import DeploySection
@@ -122,7 +122,8 @@ def test_where_no_cut_keeps_the_promise_the_dense_form_is_the_answer(
     fields = ("--set", "prune.budget=null", "--set", f"deploy={json.dumps(asked)}", "--set", "measure.shapes=[]")
     assert hies("run", folder / "recipe.yaml", *fields, "-o", tmp_path / "out") == 0
     report = Report.from_file(tmp_path / "out")
-    assert read_yaml(tmp_path / "out" / "recipe.yaml")["deploy"] == asked
+    written = (tmp_path / "out" / "recipe.yaml").read_text()
+    assert parse_yaml(written, source="recipe.yaml")["deploy"] == asked
     found = report.details.deployment
     assert f"deploy {tmp_path / 'out' / found.file}" in capsys.readouterr().out.splitlines()
     times = report.details.forms[0].times
