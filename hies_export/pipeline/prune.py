@@ -28,7 +28,6 @@ from ..score.criteria import Scores
 from ..select.plan import PruningPlan
 from ..slim.refit import LayerFit
 from ..tasks import task_of
-from ..tasks.given import batches_of
 from ..units.counts import Counted, FlopCount, count_both_flops, count_both_parameters, si
 from .choose import choose
 from .in_memory import accept, delivery_of, read_rows, take
@@ -38,7 +37,6 @@ from .recipe import PruneSection, sentences
 from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, try_metrics
 
 if TYPE_CHECKING:  # what delivers a slim model is imported when it is first asked for
-    from ..forms.cascade.cascade import Cascade
     from ..forms.formats import Export
     from ..forms.onnx.quantize import Quantize
     from ..forms.runtimes.base import Provider
@@ -167,34 +165,6 @@ class PruneResult:
             return export_served(self.slim.model, folder, options, processor=processor, overwrite=overwrite)
         given = Given(_two_rows(self.pruning.sample), processor, self.delivery.exporter.given.rows)
         return FORMATS["onnx"].write(self.slim.model, Path(folder), options, given, overwrite=overwrite)
-
-    def cascade(self, rows: Any, *, disagreement: float, columns: Mapping[str, Any] | None = None) -> Cascade:
-        """Leave rows that the slim model is unsure of to the dense one, so that few answers change.
-
-        The threshold is chosen on held-out rows, so that with 95 % confidence at most a share of all answers differs
-        from the dense model's; see `choose_threshold`. `export_onnx` of the result writes both models as one graph.
-
-        Args:
-            rows: Held-out rows like those to be served, as batches or a data set, as for `prune`; their labels are not
-                used. Rows that the model was trained on, or that pruning read, make the promise too optimistic.
-            disagreement: Largest share of the answers that may differ, in (0, 1).
-            columns: Columns to read of a data set of texts or images, as for `prune`.
-
-        Raises:
-            RequestError: The model is no classifier, or the rows are too few for the promise.
-
-        Examples:
-            >>> result = prune(model, batches, criterion="his", budget={"heads": 0.5})
-            >>> cascade = result.cascade(batches, disagreement=0.4)
-            >>> cascade.promise.bound <= 0.4, cascade.logits(batches[0]).shape
-            (True, torch.Size([4, 3]))
-        """
-        from ..forms.cascade.cascade import Cascade
-
-        pruning = self.pruning
-        dense, how = pruning.model, {"processor": pruning.processor}
-        batches = batches_of(dense, rows, what="rows", task=pruning.task, columns=columns, **how)
-        return Cascade.choose(self.slim.model, dense, batches, disagreement=disagreement, **how)
 
     def __str__(self) -> str:
         from ..report.tables import map_text, plain_table, plan_maps

@@ -1,4 +1,4 @@
-"""Cascades answer as their two models do: in memory, and as one file in plain ONNX Runtime and in OpenVINO."""
+"""A cascade answers as its two models do, as one file in plain ONNX Runtime and in OpenVINO."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 from support.exported import wide_bert
-from support.models import cut_bert
+from support.models import cut_bert, word_tokenizer
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,7 +21,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hies_export import Cascade, load_runtime
+from hies_export import export_cascade, load_runtime
 from hies_export.errors import ParityError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cascade import export as export_module
@@ -98,25 +98,6 @@ def three_batches(models: Any, batches: Batches, threshold: float) -> dict[str, 
     return {name: {key: value[index] for key, value in rows.items()} for name, index in picked.items()}
 
 
-def test_unsure_rows_are_answered_by_the_dense_model(models: Any) -> None:
-    batches = texts()
-    sure = margins(predict(models[0], batches).values)
-    for threshold in (0.0, between(sure), 1e9):
-        cascade = Cascade(*models, threshold=threshold)
-        for batch in batches:
-            torch.testing.assert_close(cascade.logits(batch), by_hand(models, batch, threshold), atol=1e-5, rtol=0)
-        assert cascade.rows == 48
-        assert cascade.passed_on == int((sure <= threshold).sum())
-
-
-def test_any_two_runtimes(models: Any, parts: list[Export], tmp_path: Path) -> None:
-    batch = texts()[0]
-    cascade = Cascade(load_runtime("onnxruntime-cpu", parts[0].folder), models[1], threshold=1.0)
-    torch.testing.assert_close(cascade.logits(batch), by_hand(models, batch, 1.0), atol=1e-4, rtol=0)
-    with pytest.raises(RequestError, match=r"from two PyTorch models and held-out rows"):
-        cascade.export_onnx(tmp_path / "cascade")
-
-
 def test_one_file_answers_as_both_models(models: Any, exported: Export) -> None:
     threshold = exported.facts["promise"].threshold
     for name, batch in three_batches(models, texts(), threshold).items():
@@ -165,8 +146,9 @@ def inner_nodes(graph: Any) -> list[Any]:
 
 
 def test_one_file_in_8_bits(models: Any, tmp_path: Path) -> None:
-    cascade = Cascade.choose(*models, texts(), disagreement=0.2)
-    exported = cascade.export_onnx(tmp_path / "onnx", quantize="int8")
+    how: dict[str, Any] = {"batches": texts(), "disagreement": 0.2, "processor": word_tokenizer(["a"])}
+    exported = export_cascade(*models, tmp_path / "onnx", quantize="int8", **how)
+    assert (exported.folder / "tokenizer.json").is_file()
     session = onnxruntime.InferenceSession(str(exported.file))
     assert session.get_modelmeta().custom_metadata_map["hies_export.forms.cascade"].startswith('{"disagreement": 0.2')
     answers = np.concatenate([run(exported.file, batch)["logits"] for batch in texts()]).argmax(-1)
@@ -187,7 +169,7 @@ def test_images(tmp_path: Path) -> None:
             parameter.data += 0.6 * parameter.data.std().nan_to_num(0.0) * torch.randn_like(parameter)
     pair = slim, dense
     batches = [{"pixel_values": pixels} for pixels in torch.randn(40, 3, 16, 16).split(8)]
-    exported = Cascade.choose(*pair, batches, disagreement=0.2).export_onnx(tmp_path / "onnx")
+    exported = export_cascade(*pair, tmp_path / "onnx", batches=batches, disagreement=0.2)
     for name, batch in three_batches(pair, batches, exported.facts["promise"].threshold).items():
         wanted = by_hand(pair, batch, exported.facts["promise"].threshold)
         np.testing.assert_allclose(run(exported.file, batch)["logits"], wanted, atol=1e-4, err_msg=name)
@@ -240,7 +222,7 @@ def test_near_the_threshold_either_answer_is_right(
         joined(models, parts, tmp_path / "worse")
 
 
-def test_what_cannot_be_a_cascade_is_refused(models: Any) -> None:
+def test_what_cannot_be_a_cascade_is_refused(models: Any, tmp_path: Path) -> None:
     slim, dense = models
     llama = LlamaForCausalLM(
         LlamaConfig(vocab_size=50, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16)
@@ -255,11 +237,6 @@ def test_what_cannot_be_a_cascade_is_refused(models: Any) -> None:
         ),
     ):
         with pytest.raises(RequestError, match=rf"two classifiers of the same classes.*{said}"):
-            Cascade(slim, other, threshold=0.5)
-    with pytest.raises(RequestError, match="two classifiers of the same classes, got Bert.* with sets of labels"):
-        Cascade(load_runtime("torch", slim), other, threshold=0.5)
-    for threshold in (-0.1, float("nan")):
-        with pytest.raises(RequestError, match=rf"threshold must be .* 0 or more, got {threshold}"):
-            Cascade(slim, dense, threshold=threshold)
+            export_cascade(slim, other, tmp_path / "onnx", batches=texts(), disagreement=0.2)
     with pytest.raises(RequestError, match=r"from 299 held-out rows or more, and there are 1; give more rows"):
-        Cascade.choose(slim, dense, texts(rows=1, size=1), disagreement=0.01)
+        export_cascade(slim, dense, tmp_path / "onnx", batches=texts(rows=1, size=1), disagreement=0.01)

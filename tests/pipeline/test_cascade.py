@@ -14,9 +14,9 @@ import torch
 from support.loading import load_pruning
 from support.models import save_project, save_text_model
 from support.runs import deploy_on, hies
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
-from hies_export import PruningRecipe, Report, RequestError, load_runtime, prune, run
+from hies_export import PruningRecipe, Report, RequestError, load_runtime, run
 from hies_export.forms.time import time
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import fastest
@@ -113,22 +113,6 @@ def test_it_stands_beside_both_models_in_every_rendering(folder: Path, capsys: p
     pushed = _contents(folder, report, "somebody/model", {})
     files = {"onnx/model.onnx", "onnx-int8/model_quantized.onnx", "onnx-int8/ort_config.json"}
     assert files | {"onnx-cascade/model.onnx"} <= set(pushed)
-
-
-def test_in_memory(tmp_path: Path) -> None:
-    recipe = make_project(tmp_path)
-    model, tokenizer = (
-        auto.from_pretrained(tmp_path / "model") for auto in (AutoModelForSequenceClassification, AutoTokenizer)
-    )
-    batches = load_pruning(PruningRecipe.from_yaml(recipe, {"cascade": None})).rows.evaluation[:10]
-    result = prune(model, batches[:2], processor=tokenizer, criterion="l2", budget={"heads": 0.5})
-    cascade = result.cascade(batches[2:], disagreement=0.2)
-    assert cascade.promise is not None
-    assert cascade.promise.rows == 40
-    exported = cascade.export_onnx(tmp_path / "onnx")
-    assert (exported.folder / "tokenizer.json").is_file()
-    # The file's is higher by what a margin may move, 1e-4 of the largest logit.
-    assert 0.9e-4 < exported.facts["promise"].threshold - cascade.promise.threshold < 1e-3
 
 
 OPENVINO = {"disagreement": 0.2, "runtime": "openvino"}

@@ -6,7 +6,6 @@ and one ONNX graph that computes the dense part only for the rows that need it.
 In the order of reading:
 
 - `threshold.py`: choose the threshold by a finite-sample bound.
-- `cascade.py`: `Cascade`, two models in memory or in any runtime.
 - `join.py`: both models in one graph.
 - `export.py`: write that graph, prove that it answers as the two models do, and say what a report says of it.
 """

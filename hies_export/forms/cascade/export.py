@@ -17,19 +17,22 @@ from ...data.batches import Batch, samples_of
 from ...equal import OTHER_PROGRAM, REGROUPED_IN_FEWER_BITS
 from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
-from ...evaluate.predict import logits_by
+from ...evaluate.predict import logits_by, predict
+from ...model.tokens import first_samples
 from ...tasks.classification import Classification
+from ...tasks.given import batches_of
 from ...tasks.registry import task_by_class, task_of
 from ...units.counts import Both, Count, Record, Share, Size, si
 from ..deployment import SizeTried
 from ..form import COMPOUNDS, Compound
 from ..formats import Export, export_options
-from ..onnx.export import copy_beside, save_program
+from ..onnx.export import copy_beside, export_onnx, save_program
+from ..onnx.quantize import Quantize, check_quantizable
 from ..runtimes.base import load_runtime
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
 from .join import LOGITS, PASSED_ON, join_graphs
-from .threshold import check_rows, choose_threshold, margins
+from .threshold import check_disagreement, check_rows, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
 PROMISE = "hies_export.forms.cascade"
@@ -221,6 +224,67 @@ class CascadeForm(Compound):
 
 
 COMPOUNDS[CascadeForm.name] = CascadeForm
+
+
+def export_cascade(
+    slim: PreTrainedModel,
+    dense: PreTrainedModel,
+    folder: str | Path,
+    *,
+    batches: Any,
+    disagreement: float,
+    processor: Any = None,
+    quantize: Quantize | None = None,
+    overwrite: bool = False,
+) -> Export:
+    """Write a slim and its dense classifier as one ONNX graph for the CPU, which changes few of the dense answers.
+
+    The slim model answers the rows that it is sure of, and the dense one the others. How sure it must be is chosen on
+    held-out rows, so that with 95 % confidence at most a share of all answers differs from the dense model's; see
+    `choose_threshold`. The output `logits` is as in `export_onnx`; `passed_on`, (rows,), marks the rows that the dense
+    part answered.
+
+    Args:
+        slim: A classifier of the same classes as the dense one.
+        dense: The model whose answers are kept.
+        folder: Where to write; appears only when everything is written and checked.
+        batches: Held-out rows like those to be served, as for `prune`; their labels are not used. Rows that the model
+            was trained on, or that pruning read, make the promise too optimistic.
+        disagreement: Largest share of the answers that may differ, in (0, 1).
+        processor: Tokenizer or image processor, which reads a data set and is saved with the graph.
+        quantize: "int8" writes the linear layers of the slim part in 8 bits.
+        overwrite: Replace an existing folder.
+
+    Returns:
+        The folder's files and their size in bytes; `facts["promise"]` has the threshold and the evidence for it.
+
+    Raises:
+        RequestError: The models are no classifiers of the same classes, or the rows are too few for the promise.
+        OutputExistsError: The folder exists and `overwrite` is off.
+        MissingRuntimeError: onnx or onnxruntime is not installed.
+        ParityError: The file answers differently from the two models; nothing is kept.
+
+    Examples:
+        >>> result = prune(model, batches, criterion="his", budget={"heads": 0.5})
+        >>> exported = export_cascade(result.model, model, folder / "cascade", batches=batches, disagreement=0.4)
+        >>> exported.facts["promise"].bound <= 0.4, exported.outputs
+        (True, ('logits', 'passed_on'))
+    """
+    check_disagreement(disagreement)
+    check_classes(slim, dense)
+    refuse_existing(Path(folder), overwrite=overwrite)
+    if quantize is not None:
+        check_quantizable(slim, quantize)
+    rows = batches_of(dense, batches, what="batches", task=task_of(dense), processor=processor, columns=None)
+    check_rows(samples_of(rows), disagreement)
+    answers, sample = predict(dense, rows).values, first_samples(rows[0])
+    asked = CascadeForm(disagreement=disagreement, bits=quantize or "float32")
+    with TemporaryDirectory(prefix="hies-cascade-") as temporary:
+        first, second = (
+            export_onnx(model, Path(temporary) / name, batch=sample, processor=processor)
+            for name, model in (("slim", slim), ("dense", dense))
+        )
+        return asked.join(first, second, folder, batches=rows, answers=answers, overwrite=overwrite)
 
 
 def check_classes(*models: PreTrainedModel) -> None:
