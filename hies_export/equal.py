@@ -29,9 +29,6 @@ OTHER_PROGRAM = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.1, "q8_0": 0.2,
 # A graph in 8 or 4 bits and the float32 graph, as root mean squares. Rounding errors are at most 0.05 on the models
 # tried; an overflowing kernel or a wrong scale gives 1 and more.
 FEWER_BITS = 0.3
-# The joined graph of two models and its two graphs run separately, in fewer bits than float32. The dense part of the
-# joined graph gets batches of fewer rows and less padding, so it rounds differently.
-REGROUPED_IN_FEWER_BITS = 5e-2
 
 
 @dataclass(frozen=True)

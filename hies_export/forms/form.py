@@ -64,19 +64,19 @@ class Compound(ABC):
     Attributes:
         name: Its name in `COMPOUNDS`.
         folder: Name of its folder in that of a run.
-        runtimes: The runtimes that run it.
+        runtime: The runtime that serves the file, as in `load_runtime`.
+        runtimes: The runtimes of whose bits its slim part may be.
         disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
         confidence: The probability that the promise holds, in (0, 1).
-        runtime: The runtime that serves the file, as in `load_runtime`.
         bits: What the linear layers of the slim part are computed in.
     """
 
     name: ClassVar[str]
     folder: ClassVar[str]
+    runtime: ClassVar[str]
     runtimes: ClassVar[tuple[str, ...]]
     disagreement: float
     confidence: float = CONFIDENCE
-    runtime: str = "onnxruntime-cpu"
     bits: str = "float32"
 
     @abstractmethod

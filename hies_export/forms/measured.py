@@ -41,7 +41,7 @@ class MeasureOptions:
             ways = [way for way in ways if way[1] != "float32"]
             ways = [_FULL, *([] if own is None else [(own, export.quantize)]), *ways]
         if compound is not None:
-            ways = [_FULL, *ways, *([] if compound.bits == "int8" else [(compound.runtime, compound.bits)])]
+            ways = [_FULL, *ways]
         elif all(bits == "float32" for _, bits in ways):
             return []
         return list(dict.fromkeys(ways))

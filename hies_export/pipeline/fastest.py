@@ -242,7 +242,6 @@ class _Search:
         asked = kind(
             disagreement=1 - self.delivery.deploy.keep,
             confidence=(1 + looks_of(self.pruning, self.delivery).confidence) / 2,  # its interval is one-sided
-            runtime=RUNTIMES[way.runtime].full or way.runtime,
             bits=way.bits,
         )
         joined, sizes = self._in_sizes(asked, like)

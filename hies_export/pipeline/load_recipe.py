@@ -222,8 +222,7 @@ def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Comp
         return None
     compound = COMPOUNDS[asked.name](
         disagreement=asked.disagreement,
-        runtime=asked.runtime,
-        bits="int8" if recipe.export.quantize else asked.dtype,
+        bits=recipe.export.quantize or "float32",
     )
     compound.check(model, rows.promise)
     return compound
@@ -287,7 +286,7 @@ def _ways(recipe: PruningRecipe) -> tuple[tuple[str, str | None], ...]:
     ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
     """
     names, dtypes, task, timed = runtimes_of(recipe), recipe.measure.dtypes, TASKS[recipe.task], recipe.goal.timed
-    for name in (*names, *([] if recipe.compound is None else [recipe.compound.runtime])):
+    for name in names:
         check_runtime(name, task=task)
     check_dtypes(dtypes, names)
     if timed is not None and timed.dtype is not None:

@@ -363,22 +363,12 @@ class CascadeSection(Section):
     Attributes:
         disagreement: Largest share of the answers that may differ from the dense model's, with 95 % confidence.
         samples: How many held-out rows to draw.
-        runtime: The runtime that serves the file; the threshold is chosen by its answers.
-        dtype: What that runtime computes in; "bfloat16" is for openvino.
     """
 
     name: ClassVar[str] = "cascade"
 
     disagreement: float = Field(gt=0, lt=1)
     samples: int = Field(4096, ge=1)
-    runtime: Literal["onnxruntime-cpu", "openvino"] = "onnxruntime-cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-
-    @model_validator(mode="after")
-    def _is_computed_there(self) -> CascadeSection:
-        if self.dtype == "bfloat16" and self.runtime != "openvino":
-            raise ValueError(f"dtype: bfloat16 needs runtime: openvino, got {self.runtime}; set it, or leave dtype out")
-        return self
 
     @property
     def promise(self) -> str:
@@ -400,11 +390,6 @@ class CascadeSection(Section):
         if export.shown != ExportSection().shown:
             raise ValueError(
                 f"cascade needs export: onnx for provider cpu in float32, got {export.shown}; leave them out"
-            )
-        if export.quantize and self.runtime == "openvino":
-            raise ValueError(
-                "a cascade in 8 bits needs runtime: onnxruntime-cpu, whose operators it has, got openvino; leave out "
-                "export.quantize, and set cascade.dtype: bfloat16"
             )
 
 

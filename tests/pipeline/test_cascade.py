@@ -1,7 +1,6 @@
 """What a run says of its cascade and of its files in fewer bits, judged by hand on the rows that it evaluated."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from support.models import save_project, save_text_model
 from support.runs import deploy_on, hies
 from transformers import AutoModelForSequenceClassification
 
-from hies_export import PruningRecipe, Report, RequestError, load_runtime, run
+from hies_export import PruningRecipe, Report, RequestError, run
 from hies_export.forms.time import time
 from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import fastest
@@ -115,20 +114,16 @@ def test_it_stands_beside_both_models_in_every_rendering(folder: Path, capsys: p
     assert files | {"onnx-cascade/model.onnx"} <= set(pushed)
 
 
-OPENVINO = {"disagreement": 0.2, "runtime": "openvino"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too few rows": ({"cascade": {"disagreement": 0.01}}, "from 299 held-out rows or more, and there are 16"),
     "no share": ({"cascade": {"disagreement": 0}}, "cascade.disagreement must be greater than 0, got 0"),
     "half": ({"export": {"dtype": "float16"}}, "cascade needs export: onnx for provider cpu in float32"),
-    "int8 in OpenVINO": ({"export": {"quantize": "int8"}, "cascade": OPENVINO}, "in 8 bits needs runtime: onnxruntime"),
-    "bfloat16": ({"cascade": {"disagreement": 0.2, "dtype": "bfloat16"}}, "dtype: bfloat16 needs runtime: openvino"),
     "8 bits in GGUF": (
         {"export": {"quantize": "int8", "format": "gguf"}, "cascade": None},
         "quantize belongs to format: onnx, got int8 for gguf; set dtype",
     ),
     "no budget": ({"prune": {}}, "prune.budget must be given"),
     "numbers": ({"model": "numbers"}, "two classifiers of the same classes, got BertForSequenceClassification with no"),
-    "not installed": ({"cascade": OPENVINO}, 'pip install "hies-export[openvino]"'),
 }
 
 
@@ -137,33 +132,12 @@ def test_a_recipe_that_cannot_be_met_is_refused(
     tmp_path: Path,
     sections: dict[str, Any],
     said: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "openvino", None)
     save_text_model(tmp_path / "numbers", num_labels=1)
     assert hies("run", make_project(tmp_path, **sections)) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
-
-
-def test_in_bfloat16_on_openvino(tmp_path: Path) -> None:
-    pytest.importorskip("openvino", reason="OpenVINO is not installed")
-    asked = {"disagreement": 0.2, "runtime": "openvino", "dtype": "bfloat16"}
-    assert hies("run", make_project(tmp_path, cascade=asked)) == 0
-    report: Any = Report.from_file(tmp_path / "out")
-    assert [(form.model, form.runtime, form.bits) for form in report.details.forms] == [
-        *((model, "onnxruntime-cpu", "float32") for model in ("dense", "slim")),
-        *((model, "openvino", "bfloat16") for model in ("dense", "slim", "cascade")),
-    ]
-    served = load_runtime("openvino", tmp_path / "out" / "onnx-cascade", dtype="bfloat16")
-    dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
-    same = []
-    for batch in load_pruning(PruningRecipe.from_yaml(tmp_path / "recipe.yaml")).rows.evaluation:
-        with torch.no_grad():
-            wanted = dense(**{name: value for name, value in batch.items() if name != "labels"}).logits
-        same += (served.prediction(batch).argmax(-1) == wanted.argmax(-1)).tolist()
-    assert report.cascade.stability == pytest.approx(np.mean(same))
 
 
 def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.folders import new_folder, refuse_existing
 from ...data.batches import Batch, samples_of
-from ...equal import OTHER_PROGRAM, REGROUPED_IN_FEWER_BITS
+from ...equal import OTHER_PROGRAM
 from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
 from ...evaluate.predict import logits_by, predict
@@ -36,9 +36,8 @@ from .threshold import check_disagreement, check_rows, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
 PROMISE = "hies_export.forms.cascade"
-# How far a margin may move in another graph or batch, relative to the largest logit: in float32, and by the rounding of
-# both logits in bfloat16.
-RESOLUTION, RESOLUTION_BITS = 1e-4, torch.finfo(torch.bfloat16).eps
+# How far a margin may move in another graph or batch, relative to the largest logit.
+RESOLUTION = 1e-4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,11 +103,8 @@ class CascadeForm(Compound):
 
     name = "cascade"
     folder = "onnx-cascade"
-    runtimes = ("onnxruntime-cpu", "onnxruntime-cpu-int8", "openvino")
-
-    @property
-    def _dtype(self) -> str:
-        return "float32" if self.bits == "int8" else self.bits
+    runtime = "onnxruntime-cpu"
+    runtimes = ("onnxruntime-cpu", "onnxruntime-cpu-int8")
 
     def check(self, model: PreTrainedModel, rows: Sequence[Batch]) -> None:
         """Refuse, by a RequestError, a model that is no classifier, and rows that are too few for the promise."""
@@ -127,14 +123,14 @@ class CascadeForm(Compound):
     ) -> Export:
         """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
 
-        Both exports are for provider cpu in float32. The threshold is chosen by their logits on the runtime that will
-        serve them. `answers` are the logits of the dense model in torch, (rows, classes), which the promise is about.
-        The written file then answers all held-out rows.
+        Both exports are for provider cpu in float32. The threshold is chosen by the logits of the slim graph. `answers`
+        are the logits of the dense model in torch, (rows, classes), which the promise is about. The written file then
+        answers all held-out rows.
 
         In the result, `max_abs` is the largest difference from the two graphs' logits on these rows. The facts are the
         `promise`, which has the threshold, and `shared_bytes`, the size of the weights that are stored once. Raises
-        ParityError if the file does not agree with the graphs or breaks the promise, RequestError if the exports differ
-        in inputs or the rows are too few, and PlanError if the dense graph itself changes too many answers.
+        ParityError if the file does not agree with the graphs or breaks the promise, and RequestError if the exports
+        differ in inputs or the rows are too few.
         """
         import onnx_ir
 
@@ -145,18 +141,16 @@ class CascadeForm(Compound):
             quantize_graph(slim_program.graph, tables=False)
 
         def logits(file: Path) -> torch.Tensor:
-            return logits_by(load_runtime(self.runtime, file, dtype=self._dtype).prediction, batches)
+            return logits_by(load_runtime(self.runtime, file).prediction, batches)
 
         with new_folder(folder, overwrite=overwrite) as staging, TemporaryDirectory() as temporary:
             slim_file, joined_file = Path(temporary) / ONNX_FILE, staging / ONNX_FILE
             save_program(slim_program, slim_file)
             of_slim, of_dense = logits(slim_file), logits(dense.file)
             largest = max(1.0, *(found.abs().max().item() for found in (of_slim, of_dense)))
-            resolution, tolerance = RESOLUTION * largest, OTHER_PROGRAM["float32"] * largest
-            if self._dtype != "float32":
-                resolution, tolerance = RESOLUTION_BITS * largest, REGROUPED_IN_FEWER_BITS * largest
-            how: dict[str, Any] = {"confidence": self.confidence, "resolution": resolution}
-            promise = choose_threshold(of_slim, answers, self.disagreement, passed_on=of_dense, **how)
+            near, tolerance = RESOLUTION * largest, OTHER_PROGRAM["float32"] * largest
+            how = {"confidence": self.confidence, "resolution": near}
+            promise = choose_threshold(of_slim, answers, self.disagreement, **how)
             program = onnx_ir.load(slim_file)
             shared = join_graphs(program.graph, dense_program.graph, promise.threshold)
             program.metadata_props[PROMISE] = json.dumps(asdict(promise))
@@ -164,13 +158,13 @@ class CascadeForm(Compound):
             size = save_program(program, joined_file)
             joined = logits(joined_file)
             apart = margins(of_slim) - promise.threshold
-            max_abs = _largest_difference(joined, of_slim, of_dense, apart=apart, near=resolution, tolerance=tolerance)
+            max_abs = _largest_difference(joined, of_slim, of_dense, apart=apart, near=near, tolerance=tolerance)
             differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
             if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
                 raise ParityError(
                     f"the graph of a cascade must keep the promised disagreement of {promise.disagreement:g}, but "
                     f"changes {differ} of {promise.rows:,} held-out answers (its two models in torch: "
-                    f"{promise.differ}); serve it in float32"
+                    f"{promise.differ}); report the model"
                 )
         return Export(
             format="onnx",
@@ -198,7 +192,7 @@ class CascadeForm(Compound):
         """Return the summary and the details of a cascade for a report, see `Compound.facts`."""
         promise = exported.facts["promise"]
         assert exported.max_abs is not None
-        runtime = load_runtime(self.runtime, exported.folder, dtype=self._dtype)
+        runtime = load_runtime(self.runtime, exported.folder)
         found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
         summary = CascadeSummary(
             disagreement=promise.disagreement,

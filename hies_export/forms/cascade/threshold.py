@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import DataError, PlanError, RequestError
+from ...errors import DataError, RequestError
 from ...evaluate.interval import CONFIDENCE, rate_rows_needed, upper_rate
 
 
@@ -50,7 +50,6 @@ def choose_threshold(
     dense: torch.Tensor,
     disagreement: float,
     *,
-    passed_on: torch.Tensor | None = None,
     confidence: float = CONFIDENCE,
     resolution: float = 0.0,
 ) -> Promise:
@@ -59,33 +58,22 @@ def choose_threshold(
     The share of answers that differ only falls as the threshold rises. So the smallest threshold whose Clopper-Pearson
     bound is small enough keeps the promise with the confidence of a single bound, although it is chosen among many.
 
-    All logits are (rows, classes), of the same held-out rows: `slim` as served, `dense`, whose largest are the right
-    answers, and `passed_on`, the dense model's as served, which may be in other bits; by default as `dense`.
-    `resolution` is how far a margin may move when rows are served; the threshold is higher by it. Raises RequestError
-    if `disagreement` is out of range or the rows are too few to promise it, and PlanError if the dense model as served
-    changes too many answers itself.
+    Both logits are (rows, classes), of the same held-out rows: `slim` as served, and `dense`, whose largest are the
+    right answers. `resolution` is how far a margin may move when rows are served; the threshold is higher by it. Raises
+    RequestError if `disagreement` is out of range or the rows are too few to promise it.
 
     Source: Bates et al., "Distribution-free, risk-controlling prediction sets", J. ACM 68 (2021), theorem 1.
     """
     check_disagreement(disagreement)
     count = len(slim)
     check_rows(count, disagreement, confidence)
-    answers = dense.argmax(-1)
-    margin, wrong = margins(slim), slim.argmax(-1) != answers
-    # Counted as different even if the slim model keeps it, so that the share still only falls as the threshold rises.
-    lost = torch.zeros_like(wrong) if passed_on is None else passed_on.argmax(-1) != answers
+    margin, wrong = margins(slim), slim.argmax(-1) != dense.argmax(-1)
     # The bound rises with the number of answers that differ; `check_rows` says that it is low enough for none.
     allowed = bisect(range(count), disagreement, key=lambda n: upper_rate(n, count, confidence)) - 1
-    allowed -= int(lost.sum())
-    if allowed < 0:
-        raise PlanError(
-            f"a cascade may change {100 * disagreement:g} % of the answers, but the dense model alone, as it is "
-            f"served, changes {int(lost.sum())} of {count:,}; serve it in more bits, or promise less"
-        )
-    worst = margin[wrong & ~lost].sort(descending=True).values
+    worst = margin[wrong].sort(descending=True).values
     threshold = _between(margin, worst[allowed]) + resolution if len(worst) > allowed else 0.0
     unsure = margin <= threshold
-    differ = int((lost | (wrong & ~unsure)).sum())
+    differ = int((wrong & ~unsure).sum())
     return Promise(
         disagreement=disagreement,
         confidence=confidence,

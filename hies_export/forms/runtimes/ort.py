@@ -170,7 +170,6 @@ class QuantizedOnnxRuntime(OnnxRuntime):
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
     bits: ClassVar[tuple[str, ...]] = ("int8",)
-    full: ClassVar[str | None] = "onnxruntime-cpu"
 
     def _open(self, file: Path) -> Any:
         import onnx_ir
@@ -181,7 +180,7 @@ class QuantizedOnnxRuntime(OnnxRuntime):
         if not quantize_graph(program.graph)["int8"]:
             raise ExportError(
                 f"runtime {self.name!r} needs a linear layer of {SMALLEST:,} weights or more in float32, and "
-                f"{file.name} has none; use {self.full}"
+                f"{file.name} has none; use {OnnxRuntime.name}"
             )
         # On Linux and macOS the file may be deleted while the session is open: ONNX Runtime has read it by then.
         with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary:
