@@ -22,11 +22,10 @@ from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import SILENT, Progress, without_reports
-from ..recipe.budget import Budget, Outcome
+from ..recipe.budget import Budget
 from ..recipe.sections import Allocation, ComparisonSection, CompensationSection, MultipleOf
 from ..score.criteria import Scores
 from ..select.plan import PruningPlan
-from ..slim.refit import LayerFit
 from ..tasks import task_of
 from ..units.counts import Counted, FlopCount, count_both_flops, count_both_parameters, si
 from .choose import choose
@@ -93,16 +92,6 @@ class PruneResult:
     def scores(self) -> Scores | None:
         """One score per unit, higher means keep; None for a given plan."""
         return self.choice.scores
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """The budget, with the prediction for the plan; None for a given plan."""
-        return self.choice.outcome
-
-    @property
-    def fits(self) -> list[LayerFit]:
-        """How well each layer was refitted; empty without compensation."""
-        return self.slim.fits
 
     def save_pretrained(self, folder: str | Path, *, processor: Any = None, overwrite: bool = False) -> None:
         """Save the slim checkpoint with its plan, load it again in every way that users do, and compare the outputs.

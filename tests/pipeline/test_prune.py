@@ -217,11 +217,11 @@ def test_a_given_plan_is_cut_and_refitted(unharmed: Any) -> None:
     model, batches = unharmed(bert()), texts()
     plan = prune(model, batches, modules=BOTH, criterion="fisher", budget={"flops": 0.7}).plan
     again = prune(model, batches, plan=plan)
-    assert (again.plan.kept, again.scores, again.fits) == (plan.kept, None, [])
+    assert (again.plan.kept, again.scores, again.slim.fits) == (plan.kept, None, [])
     refitted = prune(model, batches, plan=plan, compensation=REFIT)
     assert refitted.plan.kept == plan.kept
     assert refitted.plan.compensation["method"] == "least_squares"
-    assert len(refitted.fits) == sum(bool(kept.removed) for kept in plan.kept.values())
+    assert len(refitted.slim.fits) == sum(bool(kept.removed) for kept in plan.kept.values())
     with pytest.raises(hies_export.RequestError, match="with plan=, of the options only compensation applies, got bu"):
         prune(model, batches, plan=plan, budget={"heads": 0.5})
 
