@@ -51,7 +51,7 @@ def test_every_recipe_is_valid(path: Path) -> None:
         ("prune.modules", [], r"prune.modules: modules must be attention, mlp or both, each once, got \[\]"),
         ("prune.modules", ["mlp", "mlp"], r"must be attention, mlp or both, each once, got \['mlp', 'mlp'\]"),
         ("prune.modules", ["mlp"], r"budget.heads is for modules: \[attention\], got modules: \[mlp\]; set budget"),
-        ("prune.multiple_of", 0, "prune.multiple_of.heads must be greater than or equal to 1, got 0"),
+        ("prune.multiple_of", {"heads": 0}, "prune.multiple_of.heads must be greater than or equal to 1, got 0"),
         ("prune.compensation", {"token_weights": 0.3, "sequential": True}, "alike, got token_weights: 0.3; leave out"),
         ("prune.allocation", {"heads": "uniform"}, "one for each of attention and mlp, .* got {'heads': 'uniform'}"),
         ("prune.allocation", [1], r"allocation must be global or uniform, .* got \[1\]"),
@@ -82,15 +82,10 @@ def test_all_problems_at_once() -> None:
     assert len(error.value.problems) == 3
 
 
-def test_modules_and_multiples_have_one_form() -> None:
+def test_modules_have_one_order() -> None:
     fields = changed("prune.budget", {"flops": 0.6})
-    fields["prune"] |= {"modules": ["mlp", "attention"], "multiple_of": 2}  # type: ignore[operator]
-    prune = PruningRecipe(**fields).prune
-    assert prune.modules == ("attention", "mlp")
-    assert (prune.multiple_of.heads, prune.multiple_of.neurons) == (2, None)  # a number is for heads
-    fields["prune"] |= {"multiple_of": {"neurons": 64}}  # type: ignore[operator]
-    prune = PruningRecipe(**fields).prune
-    assert (prune.multiple_of.heads, prune.multiple_of.neurons) == (1, 64)
+    fields["prune"] |= {"modules": ["mlp", "attention"]}  # type: ignore[operator]
+    assert PruningRecipe(**fields).prune.modules == ("attention", "mlp")
 
 
 def write(folder: Path, fields: object) -> Path:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:  # what delivers a slim model is imported when it is first ask
 logger = logging.getLogger(__name__)
 
 AnySection = TypeVar("AnySection", PruneSection, ComparisonSection)
+# The default of `multiple_of`, which restricts nothing.
+ANY_NUMBER = MultipleOf()
 # Width of the table of a result, in characters.
 WIDTH = 100
 
@@ -198,7 +200,7 @@ def prune(
     towers: Sequence[str] = (),
     min_heads: int = 1,
     keep_layers: Sequence[int] = (),
-    multiple_of: int | MultipleOf | Mapping[str, int] = 1,
+    multiple_of: MultipleOf | Mapping[str, int] = ANY_NUMBER,
     compensation: CompensationSection | Mapping[str, Any] | Literal["usual"] | None = "usual",
     plan: PruningPlan | None = None,
     held_out: Any = None,
@@ -241,7 +243,7 @@ def prune(
         towers: Parts of a composite model that lose units; by default the language model.
         min_heads: Query heads that every layer keeps, at least 1.
         keep_layers: Layers that lose nothing, counted from 0; -1 is the last.
-        multiple_of: Divisor of the number of units left in a layer.
+        multiple_of: Divisors of the numbers of units left in a layer, as in `{"heads": 2, "neurons": 64}`.
         compensation: How layers are refitted, see `CompensationSection`; None for no refit, "usual" as above.
         plan: Cut by this plan instead of choosing. Of the options, only `compensation` applies then; "usual" is None.
         held_out: Batches that alpha, the criterion or the size of the cut is chosen on, and that the agreement in the

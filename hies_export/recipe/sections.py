@@ -208,7 +208,7 @@ class Constraints(Section):
             two are the same: every head is its own group, and takes its part of the cache along.
         min_heads: Query heads that every layer keeps, however low they score.
         keep_layers: Layers that lose neither heads nor neurons, counted from 0; -1 is the last.
-        multiple_of: Divisor of the number of units left in a layer: a number, for heads, or see `MultipleOf`.
+        multiple_of: Divisors of the number of units left in a layer, see `MultipleOf`.
     """
 
     allocation: Allocation | dict[str, Allocation] = "global"
@@ -227,11 +227,6 @@ class Constraints(Section):
                 f"uniform, mlp: global}}, got {value!r}"
             )
         return value
-
-    @field_validator("multiple_of", mode="before")
-    @classmethod
-    def _number_is_for_heads(cls, value: Any) -> Any:
-        return {"heads": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
     def parts(self, modules: Sequence[Units]) -> list[list[Units]]:
         """Return the modules that share an allocation: all, or those of each kind if each has its own."""

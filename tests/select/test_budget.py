@@ -43,16 +43,16 @@ def test_the_program_knows_every_total() -> None:
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_multiple_of_is_kept_by_a_budget_of_heads(allocation: str) -> None:
     scores, sites = scores_of(torch.rand(3, 8, generator=torch.Generator().manual_seed(1))), sites_of(8, 8, 8)
-    plan = plan_of(scores, sites, heads=0.5, allocation=allocation, multiple_of=4)
+    plan = plan_of(scores, sites, heads=0.5, allocation=allocation, multiple_of={"heads": 4})
     kept = [len(k.units) for k in plan.kept.values()]
     assert plan.removed == 12
     assert set(kept) <= {4, 8}
     with pytest.raises(PlanError, match="and multiple_of let 4 to"):
-        plan_of(scores, sites, heads=0.1, allocation=allocation, multiple_of=4)
+        plan_of(scores, sites, heads=0.1, allocation=allocation, multiple_of={"heads": 4})
     # Of all choices that keep 4 or 8 in every layer, the one that loses least.
     if allocation == "global":
         lost = [float(row.sort().values[:4].sum()) for row in scores.scores.values()]
-        plan = plan_of(scores, sites, heads=0.2, multiple_of=4)
+        plan = plan_of(scores, sites, heads=0.2, multiple_of={"heads": 4})
         assert [len(k.units) for k in plan.kept.values()].index(4) == lost.index(min(lost))
 
 

@@ -20,8 +20,12 @@ MODULES = (
 @pytest.mark.parametrize(
     ("modules", "constraints", "problems"),
     [
-        (MODULES[:1], Constraints(multiple_of=5), ["a0 has 12 heads, and would keep a multiple of 5"]),
-        (MODULES, Constraints(unit="query", multiple_of=8), ["a1 has 12 heads, and would keep a multiple of 8"]),
+        (MODULES[:1], Constraints(multiple_of={"heads": 5}), ["a0 has 12 heads, and would keep a multiple of 5"]),
+        (
+            MODULES,
+            Constraints(unit="query", multiple_of={"heads": 8}),
+            ["a1 has 12 heads, and would keep a multiple of 8"],
+        ),
         (
             MODULES,
             Constraints(multiple_of={"heads": 3, "neurons": 7}),
@@ -41,12 +45,19 @@ def test_a_multiple_of_each_kind_may_differ_and_is_nothing_to_the_other() -> Non
     check_constraints(MODULES, Constraints(multiple_of={"heads": 4, "neurons": 16}))
     check_constraints(MODULES, Constraints(unit="query", multiple_of={"heads": 6, "neurons": 8}))
     check_constraints(MODULES[:2], Constraints(multiple_of={"neurons": 5}))
-    check_constraints(MODULES[2:], Constraints(multiple_of=5, min_heads=40))
+    check_constraints(MODULES[2:], Constraints(multiple_of={"heads": 5}, min_heads=40))
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"multiple_of": 0}, {"min_heads": 0}, {"unit": "heads"}, {"allocation": {"mlp": "best"}}, {"allocation": "best"}],
+    [
+        {"multiple_of": 2},
+        {"multiple_of": {"heads": 0}},
+        {"min_heads": 0},
+        {"unit": "heads"},
+        {"allocation": {"mlp": "best"}},
+        {"allocation": "best"},
+    ],
 )
 def test_constraints_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"1 validation error for Constraints|{next(iter(wrong))}"):
@@ -62,7 +73,7 @@ def test_what_may_go_is_by_kind() -> None:
     assert most_removable(MODULES, Constraints(keep_layers=(-1,))) == [11, 0, 63, 0]
     found = removable_counts(MODULES, Constraints(multiple_of={"heads": 2, "neurons": 16}))
     assert found == [[0, 2, 4, 6, 8, 10], [0, 2], [0, 16, 32, 48], [0, 16, 32]]
-    assert removable_counts(MODULES, Constraints(unit="query", multiple_of=8))[1] == [0, 1]
+    assert removable_counts(MODULES, Constraints(unit="query", multiple_of={"heads": 8}))[1] == [0, 1]
     assert removable_counts(MODULES, Constraints()) == [[*range(12)], [0, 1, 2, 3], [*range(64)], [*range(48)]]
 
 
@@ -85,9 +96,9 @@ HEADS = (Units(name="a0", units=12), Units(name="a1", units=12, groups=4))
         (0.4, Constraints(unit="query"), 6),  # of 12 + 3 bundles
         (0.5, Constraints(allocation="uniform", unit="query"), [6, 2]),
         (0.5, Constraints(allocation="uniform", keep_layers=(1,)), [6, 0]),
-        (0.4, Constraints(allocation="uniform", multiple_of=4), [4, 0]),
+        (0.4, Constraints(allocation="uniform", multiple_of={"heads": 4}), [4, 0]),
         (14 / 16, Constraints(), 14),  # all but one of each
-        (2 / 16, Constraints(multiple_of=2), 2),  # the fewest that may go
+        (2 / 16, Constraints(multiple_of={"heads": 2}), 2),  # the fewest that may go
     ],
 )
 def test_a_budget_of_heads_in_bundles(share: float, constraints: Constraints, expected: int | list[int]) -> None:
@@ -101,7 +112,11 @@ def test_a_budget_of_heads_in_bundles(share: float, constraints: Constraints, ex
         (0.95, Constraints(unit="query"), "remove 14 of 15 query heads per group, but .* let 1 to 13 go"),
         (0.9, Constraints(allocation="uniform", min_heads=3, keep_layers=(1,)), "remove 11 of 12 .* let 1 to 9 go"),
         (0.03, Constraints(), "remove 0 of 16 key/value groups, but .* let 1 to 14 go"),
-        (1 / 16, Constraints(multiple_of=2), "remove 1 of 16 key/value groups, .* and multiple_of let 2 to 14 go"),
+        (
+            1 / 16,
+            Constraints(multiple_of={"heads": 2}),
+            "remove 1 of 16 key/value groups, .* and multiple_of let 2 to 14 go",
+        ),
     ],
 )
 def test_a_budget_that_cannot_be_met_says_how_much_can(share: float, constraints: Constraints, message: str) -> None:
