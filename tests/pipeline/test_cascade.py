@@ -172,19 +172,6 @@ def test_deploy_tries_cascades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         PruningRecipe.from_yaml(recipe, {"cascade": {"disagreement": 0.1}})
 
 
-@pytest.mark.usefixtures("untraced")
-def test_a_dtype_that_is_timed_is_judged(tmp_path: Path) -> None:
-    measure = {"runtimes": ["torch"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 16]], "repeats": 2}
-    report = run(PruningRecipe.from_yaml(make_project(tmp_path, measure=measure, cascade=None)))
-    forms = report.details.forms
-    assert [(form.model, form.runtime, form.bits) for form in forms] == [
-        (model, "torch", bits) for bits in ("float32", "bfloat16") for model in ("dense", "slim")
-    ]
-    assert forms[2].bytes is None
-    for form in forms:
-        assert [(at.batch, at.sequence, at.phase) for at in form.times] == [(2, 16, "forward")]
-
-
 @pytest.mark.parametrize(
     "asked", [{"export": {"quantize": "int8"}}, {"measure": {"runtimes": ["onnxruntime-cpu-int8"]}}]
 )

@@ -84,6 +84,11 @@ def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
     if "prune.unit=query" in options:
         assert all(count == 2 for count in report.heads["kept_per_layer"])
         assert report.cache_bytes_per_token == {"dense": 128, "slim": 128}
+        # A dtype that is timed is judged.
+        assert [(form.model, form.runtime, form.bits, form.bytes) for form in report.details.forms] == [
+            (model, "torch", bits, None) for bits in ("float16", "bfloat16") for model in ("dense", "slim")
+        ]
+        assert all(form.times for form in report.details.forms)
         assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
 
 
