@@ -56,10 +56,10 @@ class LatencyRow(Record):
     Attributes:
         dtype: Dtype that they computed in; both, joined by " / ", if they differ.
         sequence: Tokens per row, as the attention sees them.
-        dense_ms, slim_ms: Median times; on rows, the mean times of a batch.
+        dense_ms, slim_ms: Median times.
         ratio, ratio_low, ratio_high: Ratio slim / dense, with a 95 % interval.
         realised: Share of time saved / share of FLOPs saved; None without `flops_ratio`, or if no FLOPs were saved.
-        flops_ratio: FLOPs slim / dense; None for a decode step and on rows.
+        flops_ratio: FLOPs slim / dense; None for a decode step.
         tokens_per_second: Over all rows: new tokens in a decode step, tokens read in a prefill; else None.
         control_ratio, control_low, control_high: The same ratio of a second copy of the dense model to the first (A/A).
         noisy: Whether the control shows too much noise for the ratio to be trusted.
