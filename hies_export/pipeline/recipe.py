@@ -358,8 +358,8 @@ class PruningRecipe(Section):
         return report
 
 
-# Fields with paths. A name that may be something else, such as a Hub id or a metric, is a path if it exists.
-_PATHS = {"output": False, "data.files": False, "vocabulary.files": False, "model": True, "evaluation.metrics": True}
+# Fields with paths.
+_PATHS = ("output", "data.files", "vocabulary.files", "model", "evaluation.metrics")
 # pydantic's kinds of errors that name Python's types -> what a recipe calls them.
 _KINDS = {"model_type": "a mapping of fields", "dict_type": "a mapping", "tuple_type": "a list", "path_type": "a path"}
 
@@ -399,24 +399,27 @@ def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
-    """Make relative paths, in place, relative to the recipe's folder; see `_PATHS`."""
+    """Make the relative paths of `_PATHS`, in place, relative to the recipe's folder.
 
-    def resolved(value: Any, *, named: bool) -> Any:
+    A model that is no folder there is a Hub id, and a metric without a slash, or that is no file there, a name.
+    """
+
+    def resolved(value: Any, field: str) -> Any:
         if isinstance(value, dict):
-            return {key: resolved(inner, named=named) for key, inner in value.items()}
+            return {key: resolved(inner, field) for key, inner in value.items()}
         if isinstance(value, list):
-            return [resolved(inner, named=named) for inner in value]
-        if not isinstance(value, str):
+            return [resolved(inner, field) for inner in value]
+        if not isinstance(value, str) or (field == "metrics" and "/" not in value):
             return value
         path = os.path.normpath(folder / os.path.expanduser(value))
         # os.path.exists, unlike Path.exists, is false for names that no file system takes.
-        return value if named and not os.path.exists(path) else path
+        return value if field in ("model", "metrics") and not os.path.exists(path) else path
 
-    for dotted, named in _PATHS.items():
+    for dotted in _PATHS:
         section, _, field = dotted.rpartition(".")
         inner = fields.get(section) if section else fields
         if isinstance(inner, dict) and field in inner:
-            inner[field] = resolved(inner[field], named=named)
+            inner[field] = resolved(inner[field], field)
 
 
 def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:
