@@ -13,7 +13,7 @@ from support.reads import Read, outcome
 EXAMPLES = settings(
     derandomize=True,
     database=None,
-    max_examples=30,
+    max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -61,6 +61,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "T5": {"encoder": "T5"},
     "UMT5": {"encoder": "UMT5"},
 }
+SERVED = ("last", "layers", "call", "T5")  # a trace takes seconds; the exporter compares every graph with torch itself
 
 
 def folder_of(name: str, folder: Path) -> Path:
@@ -101,7 +102,7 @@ def test_dense_slim_and_served_folders_give_one_set_of_numbers(name: str, tmp_pa
     assert there.similarity_fn_name == FOLDERS[name].get("options", {}).get("similarity_fn_name", "cosine")
     there.save_pretrained(str(tmp_path / "again"))
     torch.testing.assert_close(ours(slim), theirs(tmp_path / "again"), atol=1e-5, rtol=0)
-    if name != "UMT5":
+    if name in SERVED:
         assert hies("export", tmp_path / "slim", "-o", tmp_path / "served") == 0
         torch.testing.assert_close(ours(slim), theirs(tmp_path / "served"), atol=1e-4, rtol=0)
 
@@ -111,6 +112,7 @@ def test_what_is_served_is_sent_to_other_processes_and_saved(tmp_path: Path) -> 
     assert hies("export", source, "-o", tmp_path / "served") == 0
     model = st.SentenceTransformer(str(tmp_path / "served"), trust_remote_code=True)
     expected = model.encode(TEXTS)
+    torch.testing.assert_close(theirs(tmp_path / "served"), theirs(source), atol=1e-4, rtol=0)
     np.testing.assert_allclose(pickle.loads(pickle.dumps(model)).encode(TEXTS), expected, atol=1e-6)
     model.max_seq_length = 4
     model.save_pretrained(str(tmp_path / "again"))

@@ -193,10 +193,13 @@ CAUSAL = {"vocab_size": 64, "max_position_embeddings": 64, "num_labels": 3}
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-@pytest.mark.parametrize("ending", ["", "[SEP]"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
-    ("family", "pad"), [("Llama", 0), ("Llama", 40), ("Llama", None), ("GPT2", 3), ("Roberta", 3), ("Roberta", 40)]
+    ("family", "pad", "ending"),
+    [
+        *(("Llama", 0, ""), ("Llama", 40, "[SEP]"), ("Llama", None, "[SEP]")),
+        *(("GPT2", 3, "[SEP]"), ("Roberta", 3, "[SEP]"), ("Roberta", 40, "")),
+    ],
 )
 def test_a_padded_text_is_classified_as_it_is_alone(family, pad, side, ending):
     """The tokenizer pads with 0; with None, the model takes a text alone, as it reads the last token of all."""
