@@ -18,7 +18,7 @@ from hies_export.errors import DataError, RequestError
 from hies_export.model.text_encoder import TextEncoder
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TASKS, Task, Use, task_of
-from hies_export.tasks.given import batches_of, check_batches, usual_columns
+from hies_export.tasks.given import batches_of, check_batches
 
 WORDS = [*"abcdefghijklmnop", "query", "passage", "B"]
 EMBEDS = TASKS["feature-extraction"]
@@ -309,18 +309,3 @@ def test_a_data_set_of_queries_describes_its_rows_when_judged() -> None:
     assert [set(batch) >= {"query", "document", "relevant", "grades"} for batch in found] == [True, True]
     # What readers made passes as batches do.
     assert len(check_batches(encoder(), found, task_of(encoder()))) == 2
-
-
-@pytest.mark.parametrize(
-    ("columns", "found"),
-    [
-        ({"id": [1], "words": ["a"]}, {"text": ("words",)}),
-        ({"one": ["a"], "two": ["b"], "score": [0.5]}, {"text": ("one", "two"), "label": "score"}),
-        ({"query": ["a"], "passage": ["b"], "id": ["c"]}, {"query": "query", "document": "passage"}),
-        ({"query": ["a"], "document": [["b"]], "label": [[1.0]]}, ASKED | {"label": "label"}),
-        ({"one": ["a"], "two": ["b"]}, {}),
-    ],
-)
-def test_usual_columns_of_texts_to_embed(columns: dict[str, Any], found: dict[str, Any]) -> None:
-    usual = usual_columns(rows_of(**columns), EMBEDS) or {}
-    assert {key: value for key, value in usual.items() if value} == found

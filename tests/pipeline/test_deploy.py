@@ -9,9 +9,10 @@ from typing import Any
 import datasets
 import pytest
 from scipy.stats import binomtest
+from support.answers import reading_model
 from support.hub import Hub
 from support.loading import load_pruning, recipe_of
-from support.models import save_regressor, save_text_model
+from support.models import causal_lm, save_regressor, save_text_model
 from support.references import same_in_onnxruntime
 from support.runs import deploy_on, hies
 from transformers import BertForNextSentencePrediction, BertModel
@@ -299,40 +300,67 @@ def test_labels_of_other_names_that_nobody_asked_for_are_left_out(
     assert propose_recipe(str(model), **asked, label="label").data.label == "label"
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [
-        ({"query": "a", "passage": "b", "score": 1}, {"query": "query", "document": "passage", "label": "score"}),
-        ({"query": "a", "document": ["b"], "id": "c"}, {"query": "query", "document": "document"}),
-        ({"sentence1": "a", "sentence2": "b", "score": 0.5, "id": "c"}, {"text": PAIR, "label": "score"}),
-        ({"text": "a", "title": "b", "label": 1}, {"text": ("text",)}),
-        ({"words": "a", "id": 1}, {"text": ("words",)}),
-    ],
-)
-def test_a_model_without_a_head_embeds_texts(folder: Path, tmp_path: Path, rows: dict[str, Any], columns: Any) -> None:
-    BertModel.from_pretrained(folder / "model").save_pretrained(tmp_path / "bare")
-    recipe = proposed(tmp_path / "bare", tmp_path / "rows.jsonl", rows)
-    assert (recipe.task, columns_of(recipe)) == ("feature-extraction", columns)
+@pytest.fixture(scope="module")
+def models(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A saved model for each task whose columns are known by their names; `classes` has no group of candidates."""
+    place = tmp_path_factory.mktemp("models")
+    BertModel.from_pretrained(folder / "model").save_pretrained(place / "feature-extraction")
+    causal_lm().save_pretrained(place / "text-generation")
+    reading_model().save_pretrained(place / "question-answering")
+    save_text_model(place / "classes")
+    return {path.name: path for path in place.iterdir()} | {"text-classification": folder / "model"}
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [
-        (
-            {"query": "a", "passage": "b", "label": 1},
-            {"text": ("query", "passage"), "label": "label", "group": "query"},
-        ),
-        ({"query": "a", "document": "b", "query_id": 7}, {"text": ("query", "document"), "group": "query_id"}),
-        ({"sentence1": "a", "sentence2": "b", "group": 7, "query_id": 1}, {"text": PAIR, "group": "group"}),
-        ({"sentence1": "a", "sentence2": "b", "label": 0.5}, {"text": PAIR, "label": "label"}),
-    ],
-)
-def test_a_model_with_one_label_orders_candidates(
-    folder: Path, tmp_path: Path, rows: dict[str, Any], columns: Any
+EMBEDS, READS, ORDERS, ANSWERS = "feature-extraction", "text-generation", "text-classification", "question-answering"
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+ALPACA = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+WITHOUT_INPUT = ALPACA.replace("### Input:\n{input}\n\n", "")
+ANSWER = {"text": ["b"], "answer_start": [0]}
+LABELLED = {"document": "document", "label": "label"}
+# A task, the columns of a row, and which of them are read, as what.
+USUAL: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (EMBEDS, {"query": "a", "passage": "b", "score": 1}, {"query": "query", "document": "passage", "label": "score"}),
+    (EMBEDS, {"query": "a", "document": ["b"], "id": "c"}, {"query": "query", "document": "document"}),
+    (EMBEDS, {"query": "a", "document": ["b"], "label": [1.0]}, {"query": "query"} | LABELLED),
+    (EMBEDS, {"sentence1": "a", "sentence2": "b", "score": 0.5, "id": "c"}, {"text": PAIR, "label": "score"}),
+    (EMBEDS, {"one": "a", "two": "b", "score": 0.5}, {"text": ("one", "two"), "label": "score"}),
+    (EMBEDS, {"text": "a", "title": "b", "label": 1}, {"text": ("text",)}),
+    (EMBEDS, {"words": "a", "id": 1}, {"text": ("words",)}),
+    (
+        ORDERS,
+        {"query": "a", "passage": "b", "label": 1},
+        {"text": ("query", "passage"), "label": "label", "group": "query"},
+    ),
+    (ORDERS, {"query": "a", "document": "b", "query_id": 7}, {"text": ("query", "document"), "group": "query_id"}),
+    (ORDERS, {"sentence1": "a", "sentence2": "b", "group": 7, "query_id": 1}, {"text": PAIR, "group": "group"}),
+    (ORDERS, {"sentence1": "a", "sentence2": "b", "label": 0.5}, {"text": PAIR, "label": "label"}),
+    (READS, {"messages": CHAT, "text": "a"}, {"messages": ("messages",)}),
+    (READS, {"chat": CHAT, "source": "a", "id": "b"}, {"messages": ("chat",)}),
+    (READS, {"prompt": CHAT[:1], "completion": CHAT[1:]}, {"messages": ("prompt", "completion")}),
+    (READS, {"prompt": "a", "completion": "b", "id": "c"}, {"messages": ("prompt", "completion")}),
+    (READS, {"instruction": "a", "input": "b", "output": "c"}, {"prompt": ALPACA, "answer": "output"}),
+    (READS, {"instruction": "a", "output": "c"}, {"prompt": WITHOUT_INPUT, "answer": "output"}),
+    (
+        ANSWERS,
+        {"question": "a", "context": "b", "answers": ANSWER},
+        {"text": ("question", "context"), "label": "answers"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "columns"), USUAL)
+def test_usual_columns_are_known_by_their_names(
+    task: str, row: dict[str, Any], columns: dict[str, Any], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert columns_of(proposed(folder / "model", tmp_path / "rows.jsonl", rows)) == columns
-    classes = save_text_model(tmp_path / "classes")
-    assert proposed(classes, tmp_path / "rows.jsonl", rows).data.group is None
+    recipe = proposed(models[task], tmp_path / "rows.jsonl", row)
+    assert (recipe.task, columns_of(recipe)) == (task, columns)
+    if task == ORDERS:
+        assert proposed(models["classes"], tmp_path / "rows.jsonl", row).data.group is None
+
+
+def test_two_texts_without_a_number_leave_a_choice(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needs to know which columns to read"):
+        proposed(models[EMBEDS], tmp_path / "rows.jsonl", {"one": "a", "two": "b"})
 
 
 def test_ids_of_a_model_and_of_a_data_set_are_enough(

@@ -18,7 +18,6 @@ from hies_export import prune
 from hies_export.cli.arguments import Options, read_recipe
 from hies_export.cli.main import build_parser
 from hies_export.errors import DataError, RequestError
-from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.recipe.sections import Columns
 from hies_export.tasks.given import batches_of
@@ -138,28 +137,6 @@ def test_columns_that_hold_no_conversation() -> None:
         read(TALK, chatting(), messages=["a"])
     with pytest.raises(DataError, match="no text may be blank, but row 0"):
         read(Columns(messages=("a", "b")), chatting(), a=["a"], b=[" "])
-
-
-ALPACA = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-WITHOUT_INPUT = ALPACA.replace("### Input:\n{input}\n\n", "")
-
-
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"messages": LONG, "text": "a"}, {"messages": ("messages",)}),
-        ({"chat": LONG, "source": "a", "id": "b"}, {"messages": ("chat",)}),
-        ({"prompt": LONG[:1], "completion": LONG[1:2]}, {"messages": ("prompt", "completion")}),
-        ({"prompt": "a", "completion": "b", "id": "c"}, {"messages": ("prompt", "completion")}),
-        ({"instruction": "a", "input": "b", "output": "c"}, {"prompt": ALPACA, "answer": "output"}),
-        ({"instruction": "a", "output": "c"}, {"prompt": WITHOUT_INPUT, "answer": "output"}),
-    ],
-)
-def test_a_model_and_such_rows_are_enough_for_a_recipe(row: Any, columns: dict[str, Any], tmp_path: Path) -> None:
-    causal_lm().save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text(5 * (json.dumps(row) + "\n"))
-    found = propose_recipe(str(tmp_path / "model"), files={"train": tmp_path / "rows.jsonl"}, output=tmp_path / "out")
-    assert found.data.model_dump(exclude_unset=True, exclude={"files"}) == columns
 
 
 def test_the_advice_for_other_columns_works_when_followed(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import inputs_of, samples_of
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict, predict_by, references
-from hies_export.pipeline.propose import propose_recipe
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.recipe.sections import Columns
 from hies_export.report.report import Report
@@ -272,13 +271,6 @@ def test_a_decoder_reads_questions_with_padding_on_any_side() -> None:
     alone = [predict(model, batches_of(model, rows.select([n]), **how)).values for n in range(len(rows))]
     assert torch.equal(predict(model, batches).values, torch.cat(alone))
     assert prune(model, rows, budget={"heads": 0.3}, processor=tokenizer).held_out is not None
-
-
-def test_a_recipe_is_proposed_by_the_names_of_columns(tmp_path: Path) -> None:
-    save_questions(tmp_path, train=20, validation=10)
-    files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "validation")}
-    found = propose_recipe(str(tmp_path / "model"), files=files, output=tmp_path / "out")
-    assert (found.task, found.data.text, found.data.label) == (TASK.name, ("question", "context"), "answers")
 
 
 def test_metrics_of_other_tasks_are_refused(tmp_path: Path) -> None:
