@@ -8,6 +8,7 @@ import onnx
 import onnx_ir
 import pytest
 import torch
+from support.exported import run_onnx
 from support.models import bert, cut_bert, text_batch, vit
 from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -29,15 +30,6 @@ from hies_export.progress import quiet
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids")
 BATCH = text_batch(2, 9, padding=False, labels=False)
-
-
-def onnx_run(folder, batch):
-    """ONNX Runtime by hand, so that the tests do not lean on our own runner."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
-    feed = {name: tensor.numpy() for name, tensor in batch.items()}
-    return dict(zip([o.name for o in session.get_outputs()], session.run(None, feed), strict=True))
 
 
 class Processor:
@@ -62,7 +54,7 @@ def test_uneven_bert_equals_torch_with_mask_and_token_types_at_every_shape(uneve
     batch["token_type_ids"] = (batch["input_ids"] % 2).contiguous()
     with torch.no_grad():
         want = model(**batch).logits.numpy()
-    np.testing.assert_allclose(onnx_run(exported.folder, batch)["logits"], want, atol=1e-5)
+    np.testing.assert_allclose(run_onnx(exported.file, batch)["logits"], want, atol=1e-5)
 
 
 def test_names_axes_fusions_and_files_are_optimums(uneven_export):
@@ -116,7 +108,7 @@ def test_vit_has_an_open_batch_and_fuses_without_a_sound_and_with_its_weights_be
     batch = {"pixel_values": torch.randn(16, 3, 16, 16)}
     with torch.no_grad():
         want = model(**batch).logits.numpy()
-    np.testing.assert_allclose(onnx_run(exported.folder, batch)["logits"], want, atol=1e-5)
+    np.testing.assert_allclose(run_onnx(exported.file, batch)["logits"], want, atol=1e-5)
 
 
 def fake_trace(model, sample, provider):

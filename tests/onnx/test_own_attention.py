@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 import transformers
 from support.cuts import random_neurons
+from support.exported import run_onnx
 from support.models import SIX_HEADS, shake, text_batch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -43,13 +43,6 @@ def padded(rows: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, 100, (rows, length)), "attention_mask": mask}
 
 
-def ran(file: Path, batch: dict[str, Tensor]) -> np.ndarray:
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    names = {given.name for given in session.get_inputs()}
-    (first, *_) = session.run(None, {name: value.numpy() for name, value in batch.items() if name in names})
-    return np.asarray(first)
-
-
 @pytest.mark.parametrize(
     ("name", "head"),
     [
@@ -63,11 +56,12 @@ def test_a_cut_encoder_is_exported_for_its_task(name: str, head: str, tmp_path: 
     slim = cut(shake(getattr(transformers, name + head)(CONFIGS[name])))
     exported = export_onnx(slim, tmp_path / "onnx", batch=text_batch(labels=False))
     quantised = quantize_onnx(exported, tmp_path / "int8", batch=text_batch(labels=False), smallest=1)
+    first = "last_hidden_state" if head == "Model" else "logits"
     for batch in (padded(3, 12), padded(2, 30)):  # longer than position_buckets, and than the batch of the export
         with torch.no_grad():
             expected = slim(**batch)[0].numpy()
-        assert np.abs(ran(exported.file, batch) - expected).max() < 1e-4
+        assert np.abs(run_onnx(exported.file, batch)[first] - expected).max() < 1e-4
         real = batch["attention_mask"].bool().numpy() if expected.ndim == 3 else slice(None)
-        rounded = ran(quantised.file, batch)
+        rounded = run_onnx(quantised.file, batch)[first]
         assert np.corrcoef(rounded[real].ravel(), expected[real].ravel())[0, 1] > 0.95
         assert np.abs(rounded - expected).max() > 1e-4  # it is in 8 bits

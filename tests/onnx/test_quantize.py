@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir
-import onnxruntime
 import pytest
 import torch
-from support.exported import wide_bert
+from support.exported import run_onnx, wide_bert
 from support.models import bert as tiny_bert
 from support.models import cut_bert, llava
 from support.runs import hies
@@ -59,13 +58,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory, batch: Batch) -> Export:
     return export_onnx(cut_bert(wide_bert(), [5]), tmp_path_factory.mktemp("float") / "onnx", batch=batch)
 
 
-def logits(file: Path, batch: Batch) -> np.ndarray:
-    """ONNX Runtime as its own users run it."""
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    given = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
-    return session.run(["logits"], {node.name: given[node.name].numpy() for node in session.get_inputs()})[0]
-
-
 def test_a_folder_has_optimums_names_and_gives_nearly_the_same(exported: Export, batch: Batch, tmp_path: Path) -> None:
     before = exported.file.read_bytes()
     found = quantize_onnx(exported, tmp_path / "onnx-int8", batch=batch)
@@ -78,7 +70,7 @@ def test_a_folder_has_optimums_names_and_gives_nearly_the_same(exported: Export,
     assert (found.how.quantize, found.facts["layers"]) == ("int8", {"int8": 3, "float32": 5})
     kinds = Counter(node.op_type for node in onnx.load(found.file).graph.node)
     assert (kinds["MatMulIntegerToFloat"], kinds["MatMul"] + kinds["Gemm"]) == (3, 5)
-    one, two = logits(exported.file, batch), logits(found.file, batch)
+    one, two = run_onnx(exported.file, batch)["logits"], run_onnx(found.file, batch)["logits"]
     assert found.max_abs == pytest.approx(np.abs(one - two).max(), rel=1e-3)
     assert 0 < np.sqrt(np.mean((one - two) ** 2)) < 0.1 * np.sqrt(np.mean(one**2))
 
@@ -133,7 +125,7 @@ def test_weights_beside_the_float32_graph_come_along(
         found.append(quantize_onnx(beside, tmp_path / f"int8-{limit}", batch=batch))
     shutil.rmtree(folder)
     for one, count in zip(found, (2, 1), strict=True):
-        assert np.isfinite(logits(one.file, batch)).all()
+        assert np.isfinite(run_onnx(one.file, batch)["logits"]).all()
         files = [path for path in one.folder.iterdir() if path.name.startswith("model")]
         assert len(files) == count
         assert one.bytes == sum(path.stat().st_size for path in files)

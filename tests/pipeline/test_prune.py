@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import onnxruntime
 import pytest
 import torch
 from support.checkpoints import llava_batch
+from support.exported import run_onnx
 from support.generative import padded, with_images
 from support.loading import load_pruning
 from support.models import (
@@ -128,9 +128,7 @@ def test_a_model_is_pruned_saved_loaded_and_exported(name: str, tmp_path: Path, 
         exported = result.export_onnx(tmp_path / "onnx")
     assert (tmp_path / "onnx" / "tokenizer.json").is_file() is ("processor" in how)
     if traced:
-        session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
-        feeds = {"token_type_ids": torch.zeros_like(next(iter(inputs.values()))), **inputs}
-        (logits,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
+        logits = run_onnx(tmp_path / "onnx" / "model.onnx", inputs)["logits"]
         torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-4, rtol=1e-4)
     assert exported.max_abs < 1e-3
     text = str(result)
