@@ -91,10 +91,6 @@ def test_what_a_page_includes_is_there(path: Path) -> None:
         assert include[2] is None or f"[start:{include[2]}]" in text
 
 
-def test_the_readme_stays_short() -> None:
-    assert len((ROOT / "README.md").read_bytes()) <= 8_700
-
-
 def test_the_reference_has_every_public_name() -> None:
     text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     listed = set(re.findall(r"^::: hies_export\.(\w+)$", text, re.MULTILINE))
@@ -108,18 +104,9 @@ def test_tables_are_those_of_the_code(path: Path) -> None:
     assert page == REFERENCE.with_table(page, REFERENCE.TABLES[path]()), "run scripts/reference"
 
 
-def test_the_recipe_reference_has_every_field() -> None:
-    page = (DOCS / "reference" / "recipe.md").read_text()
-    fields = PruningRecipe.model_json_schema()
-    for section in [fields, *fields["$defs"].values()]:
-        for name, value in section["properties"].items():
-            assert re.search(rf"^\| `{name}` \| .* \| .* \| .* \|$", page, re.MULTILINE), name
-            assert all(f"`{word}`" in page for word in value.get("enum", ())), name
+def test_every_field_of_a_recipe_has_a_meaning() -> None:
     for path, model in REFERENCE.sections(PruningRecipe):
         assert [name for name in model.model_fields if not REFERENCE.meaning(model, name)] == [], path
-    # Two of them by hand: nothing above knows how a type, a bound or a default is written.
-    assert re.search(r"^\| `samples` \| integer, at least 5 \| `512` \|", page, re.MULTILINE)
-    assert re.search(r"^\| `normalize` \| `model`, `layer` \| `model` \|", page, re.MULTILINE)
 
 
 class Page(HTMLParser):
@@ -166,20 +153,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(folder: Path) -> dict[str, Page]:
     """The pages of the site by their path in it."""
     return {path.relative_to(folder).as_posix(): Page(path) for path in folder.rglob("*.html")}
-
-
-@pytest.mark.slow
-def test_the_site_has_the_docstrings(site: dict[str, Page]) -> None:
-    stages = site["reference/stages/index.html"]
-    pages = [page for path, page in site.items() if path.startswith("reference/")]
-    for name in hies_export.__all__:
-        assert any({f"hies_export.{name}", f"hies_export.errors.{name}"} & page.ids for page in pages), name
-    # Sections as tables, examples as code.
-    assert stages.text.count("Parameters:") >= 15
-    assert "collect_statistics(model, batches, modules)" in stages.text
-    # The registry is empty in the source, so its value would say nothing; a page of its own lists what it holds.
-    assert "CRITERIA =" not in stages.text
-    assert all(name in site["reference/criteria/index.html"].text for name in hies_export.CRITERIA)
 
 
 @pytest.mark.slow
