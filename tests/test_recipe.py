@@ -16,6 +16,9 @@ GOOD = {
     "data": {"name": "nyu-mll/glue/sst2", "text": "sentence", "label": "label"},
     "prune": {"budget": {"heads": 0.3}},
 }
+OPENVINO = {"format": "openvino", "quantize": "int8"}
+DECODER = {"task": "text-generation", "data": {"files": {"train": "a.jsonl"}, "text": "text"}}
+TRIMMED: dict[str, object] = {"vocabulary": {}}
 
 
 def changed(dotted: str, value: object) -> dict[str, object]:
@@ -61,6 +64,17 @@ def test_every_recipe_is_valid(path: Path) -> None:
         ("data.text", ["a", "b", "c"], r"needs data.text \(one or two columns\)"),
         ("measure.runtimes", ["torsh"], "a runtime must be one of torch, .*, got 'torsh'; did you mean 'torch'"),
         ("measure.shapes", [[1, 2, 3]], "measure.shapes.0 must be .* at most 2 items"),
+        ("prune.budget", {"latency": {"ratio": 1.1}}, "latency.ratio.*less than 1"),
+        ("prune.budget", {"latency": {"ratio": 0.9, "runtime": "torsh"}}, "got 'torsh'; did you mean 'torch'"),
+        ("prune.budget", {"keep": {"metric": "accurcy", "by": 0.01}}, "got 'accurcy'; did you mean 'accuracy'"),
+        ("prune.budget", {"keep": {"metric": "accuracy", "by": -0.01}}, "keep.by.*greater than or equal to 0"),
+        ("export", {"dtype": "q8_0"}, "dtype must be float32 or float16 for format: onnx, got q8_0; set format: gg"),
+        ("export", {"format": "gguf", "provider": "cuda"}, "provider belongs to format: onnx, got cuda"),
+        ("export", {"format": "gguf"}, "gguf is for text-generation, got task: text-classification"),
+        ("export", OPENVINO | {"quantize": None}, "needs quantize: int8, got None; set it, or set format: onnx"),
+        ("export", OPENVINO | {"quantize": "int4"}, "format: openvino needs quantize: int8, got int4"),
+        ("export", OPENVINO | {"provider": "cuda"}, "needs provider: cpu and dtype: float32, got cuda"),
+        ("vocabulary", {"words": 3}, "vocabulary.words is not a field of the recipe"),
     ],
 )
 def test_what_is_wrong_is_said(field: str, value: object, message: str) -> None:
@@ -69,10 +83,28 @@ def test_what_is_wrong_is_said(field: str, value: object, message: str) -> None:
     assert error.value.exit_code == 2
 
 
-def test_sections_that_do_not_fit_each_other() -> None:
-    timed = changed("prune.budget", {"latency": {"ratio": 0.8}})
-    with pytest.raises(RecipeError, match="measure.dtypes must not be given, got float32, float16; time other dtypes"):
-        PruningRecipe(**timed, measure={"dtypes": ["float32", "float16"]})
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"prune": {"budget": {"latency": {"ratio": 0.8}}}, "measure": {"dtypes": ["float32", "float16"]}},
+            "measure.dtypes must not be given, got float32, float16; time other dtypes",
+        ),
+        ({"export": OPENVINO} | DECODER, "export.format openvino is for encoders, got task: text-generation"),
+        ({"cascade": {"disagreement": 0.1}, "prune": {}} | TRIMMED, "a cascade promises the answers of a dense model"),
+        (
+            {"task": "image-classification", "data": {"name": "a", "image": "i"}} | TRIMMED,
+            "vocabulary is for models that read",
+        ),
+    ],
+)
+def test_sections_that_do_not_fit_each_other(sections: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        PruningRecipe(**(GOOD | sections))
+
+
+def test_a_gguf_file_has_dtypes_of_its_own() -> None:
+    assert PruningRecipe(**(GOOD | DECODER | {"export": {"format": "gguf", "dtype": "q8_0"}})).export.dtype == "q8_0"
 
 
 def test_all_problems_at_once() -> None:

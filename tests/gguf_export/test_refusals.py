@@ -14,7 +14,7 @@ from support.runs import hies
 from tokenizers import models, normalizers, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hies_export import PruningRecipe, RecipeError, RequestError, UnsupportedModelError, export_gguf
+from hies_export import RecipeError, RequestError, UnsupportedModelError, export_gguf
 from hies_export.forms.gguf.architecture import find_layout
 from hies_export.forms.gguf.export import check_exportable
 from hies_export.forms.gguf.vocabulary import find_vocabulary
@@ -138,21 +138,6 @@ def test_the_command_refuses_in_a_line_with_exit_code_2(tmp_path: Path, capsys: 
         (good / name).unlink()
     assert hies("export", good, "--format", "gguf", "-o", tmp_path / "out") == 2
     assert not (tmp_path / "out").exists()
-
-
-def test_a_recipe_is_held_to_what_the_format_knows() -> None:
-    files = {"train": "a.txt", "validation": "b.txt"}
-    fields: dict[str, Any] = {"model": "m", "task": "text-generation", "prune": {"budget": {"heads": 0.3}}}
-    fields["data"] = {"files": files, "text": "text"}
-    assert PruningRecipe(**fields, export={"format": "gguf", "dtype": "q8_0"}).export.dtype == "q8_0"
-    classifying = {"task": "text-classification", "data": {"files": files, "text": "text", "label": "label"}}
-    for changed, message in (
-        ({"export": {"dtype": "q8_0"}}, "dtype must be float32 or float16 for format: onnx, got q8_0; set format: gg"),
-        ({"export": {"format": "gguf", "provider": "cuda"}}, "provider belongs to format: onnx, got cuda"),
-        ({"export": {"format": "gguf"}, **classifying}, "gguf is for text-generation, got task: text-classification"),
-    ):
-        with pytest.raises(RecipeError, match=message):
-            PruningRecipe(**(fields | changed))
 
 
 def test_a_runtime_of_decoders_is_refused_for_other_tasks() -> None:

@@ -197,16 +197,3 @@ def test_what_it_refuses(exported: Export, rows: list[Batch], tmp_path: Path, mo
     ):
         quantize_openvino(exported, tmp_path / "int8", rows=rows)
     assert not (tmp_path / "int8").exists()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"quantize": None}, "format: openvino needs quantize: int8, got None; set it, or set format: onnx"),
-        ({"quantize": "int4"}, "format: openvino needs quantize: int8, got int4"),
-        ({"quantize": "int8", "provider": "cuda"}, "needs provider: cpu and dtype: float32, got cuda"),
-    ],
-)
-def test_sections_that_are_refused(fields: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ExportSection(format="openvino", **fields)
