@@ -31,7 +31,7 @@ from support.browser import Browser
 from support.hub import TOKEN, Hub
 from support.lab import LAB
 from support.models import SHARED
-from support.runs import without_tracing
+from support.runs import made_once, run_small_project, without_tracing
 from support.traced import counted_once, operators_read_once, traced_once
 from transformers.utils import logging
 
@@ -106,6 +106,12 @@ def untraced() -> Iterator[None]:
     """Let runs write an ONNX file that is no graph, in a fraction of the time."""
     with without_tracing():
         yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with its graphs, for all modules; its dense model is `model` beside it. Nobody writes there."""
+    return made_once(tmp_path_factory, "finished", run_small_project) / "out"
 
 
 @pytest.fixture(scope="session")

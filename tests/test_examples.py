@@ -1,7 +1,6 @@
 """The example scripts, as a newcomer starts them: no arguments, no network, in a folder of their own."""
 
 import importlib
-import os
 import re
 import shutil
 import sys
@@ -13,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
-from support.runs import run_script, without_tracing
+from support.runs import made_once, run_script, without_tracing
 from transformers import BertForSequenceClassification
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,12 +38,7 @@ def trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     monkeypatch.syspath_prepend(ROOT / "examples")
     tiny = importlib.import_module("tiny")
     monkeypatch.setitem(sys.modules, "tiny", sys.modules.pop("tiny"))  # the scripts' own import of it, only here
-    base = tmp_path_factory.getbasetemp()
-    trained = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sentiment"
-    with FileLock(f"{trained}.lock"):
-        if not trained.is_dir():
-            tiny.sentiment(making := tmp_path_factory.mktemp("making"))
-            making.rename(trained)
+    trained = made_once(tmp_path_factory, "sentiment", tiny.sentiment)
     monkeypatch.setattr(
         tiny, "sentiment", lambda folder: shutil.copytree(trained, folder, dirs_exist_ok=True) / "model"
     )

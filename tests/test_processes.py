@@ -180,9 +180,8 @@ def test_the_first_process_speaks_first(monkeypatch: pytest.MonkeyPatch, capsys:
         assert waited == expected
 
 
-@pytest.mark.parametrize(("multi_gpu", "worlds"), [("", 1), ("--multi_gpu", 2)])
 @pytest.mark.slow
-def test_what_accelerate_starts_on_cpus(tmp_path: Path, multi_gpu: str, worlds: int) -> None:
+def test_what_accelerate_starts_on_cpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() > 1:
         pytest.skip("with several GPUs accelerate starts what it is told to")
     script = tmp_path / "script.py"
@@ -192,9 +191,7 @@ def test_what_accelerate_starts_on_cpus(tmp_path: Path, multi_gpu: str, worlds: 
         "    rank = os.environ.get('RANK', '0')\n"
         "    open('of-' + rank, 'w').write(str(processes.world()))\n"
     )
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", *multi_gpu.split()]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", "--multi_gpu"]
     subprocess.run([*launch, str(script)], capture_output=True, timeout=300, check=True, cwd=tmp_path)
     # A file a process: what two processes print into one pipe can interleave.
-    assert {file.name: file.read_text() for file in tmp_path.glob("of-*")} == {
-        f"of-{rank}": str(worlds) for rank in range(worlds)
-    }
+    assert {file.name: file.read_text() for file in tmp_path.glob("of-*")} == {"of-0": "2", "of-1": "2"}

@@ -95,6 +95,7 @@ def test_what_is_missing_is_said(arguments: list[str], problem: str, project: Pa
 
 REFUSED = """\
 run RECIPE --set foo=1
+run RECIPE --set data.text=[]
 run RECIPE --set prune.criterion=none
 run RECIPE --set measure.runtimes=[none]
 run RECIPE --set export.format=none

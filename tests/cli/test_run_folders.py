@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.models import causal_lm, generative_tokenizer
-from support.runs import run_project, without_tracing
+from support.runs import without_tracing
 
 import hies_export
 from hies_export.checkpoint.folders import Contents, contents
@@ -16,20 +16,13 @@ from hies_export.errors import RequestError
 TAKEN = "is the folder of a run: using its {}"
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run; its dense model is `model` beside it."""
-    prune = {"alpha": 0.5, "budget": {"heads": 0.4}}
-    return run_project(tmp_path_factory.mktemp("project"), train=12, validation=8, prune=prune)
-
-
-def test_inspect_and_export_take_the_slim_model(ran: Path, tmp_path: Path, told: Any) -> None:
-    code, err, shown = told("inspect", ran, "--json")
-    assert (code, shown["model"], shown["slim"]) == (0, str(ran / "slim"), True)
+def test_inspect_and_export_take_the_slim_model(finished: Path, tmp_path: Path, told: Any) -> None:
+    code, err, shown = told("inspect", finished, "--json")
+    assert (code, shown["model"], shown["slim"]) == (0, str(finished / "slim"), True)
     assert TAKEN.format("slim/") in err
-    assert shown["cut"]["heads"] == {"total": 18, "removed": 7}
+    assert shown["cut"]["heads"] == {"total": 12, "removed": 5}
     with without_tracing():
-        code, err, _ = told("export", ran, "-o", tmp_path / "onnx")
+        code, err, _ = told("export", finished, "-o", tmp_path / "onnx")
     assert code == 0
     assert TAKEN.format("slim/") in err
     assert (tmp_path / "onnx" / "tokenizer.json").is_file()
@@ -47,18 +40,19 @@ def test_generate_takes_the_slim_model(tmp_path: Path, told: Any) -> None:
         hies_export.generate_text(tmp_path / "run", ["a"])
 
 
-def test_apply_takes_the_plan(ran: Path, tmp_path: Path, told: Any) -> None:
-    code, err, shown = told("apply", ran, ran.parent / "model", "-o", tmp_path / "slim", "--json")
-    assert (code, shown["heads"]["removed"]) == (0, 7)
+def test_apply_takes_the_plan(finished: Path, tmp_path: Path, told: Any) -> None:
+    code, err, shown = told("apply", finished, finished.parent / "model", "-o", tmp_path / "slim", "--json")
+    assert (code, shown["heads"]["removed"]) == (0, 5)
     assert TAKEN.format("plan.json") in err
+    assert told("apply", finished, finished.parent / "model", "-o", tmp_path / "slim", "--overwrite")[0] == 0
     # A plan of the dense model is not one of the slim model.
-    assert told("apply", ran, ran, "-o", tmp_path / "more")[0] == 2
+    assert told("apply", finished, finished, "-o", tmp_path / "more")[0] == 2
 
 
-def test_bench_compares_the_dense_and_the_slim_model_of_a_run(ran: Path, told: Any) -> None:
-    code, err, found = told("bench", ran, "--shape", "1x8", "--repeats", "2", "--json")
-    assert (code, found["a"], found["b"]) == (0, str(ran.parent / "model"), str(ran / "slim"))
-    assert f"A is its dense model, {ran.parent / 'model'}; B is {ran / 'slim'}" in err
+def test_bench_compares_the_dense_and_the_slim_model_of_a_run(finished: Path, told: Any) -> None:
+    code, err, found = told("bench", finished, "--shape", "1x8", "--repeats", "2", "--json")
+    assert (code, found["a"], found["b"]) == (0, str(finished.parent / "model"), str(finished / "slim"))
+    assert f"A is its dense model, {finished.parent / 'model'}; B is {finished / 'slim'}" in err
 
 
 @pytest.fixture
@@ -74,10 +68,10 @@ def compared(monkeypatch: Any, told: Any) -> Any:
     return run
 
 
-def test_bench_without_the_dense_model_measures_the_noise(ran: Path, tmp_path: Path, compared: Any) -> None:
-    values = json.loads((ran / "report.json").read_text())
+def test_bench_without_the_dense_model_measures_the_noise(finished: Path, tmp_path: Path, compared: Any) -> None:
+    values = json.loads((finished / "report.json").read_text())
     values["model"] = str(tmp_path / "nowhere")
-    (tmp_path / "slim").symlink_to(ran / "slim")
+    (tmp_path / "slim").symlink_to(finished / "slim")
     (tmp_path / "report.json").write_text(json.dumps(values))
     both, said = compared(tmp_path)
     assert both == (str(tmp_path / "slim"), str(tmp_path / "slim"))
@@ -85,26 +79,26 @@ def test_bench_without_the_dense_model_measures_the_noise(ran: Path, tmp_path: P
 
 
 def test_bench_takes_the_commit_of_the_dense_model_that_the_run_read(
-    ran: Path, tmp_path: Path, compared: Any, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, compared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Path(shutil.copytree(ran, tmp_path / "run"))
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
     values = json.loads((run / "report.json").read_text())
     values["model"] = "me/dense"
     values["details"]["run"]["digests"]["model"] = "c0ffee"
     (run / "report.json").write_text(json.dumps(values))
     fetched: list[Any] = []
     fetch = "hies_export.report.provenance.fetch"
-    monkeypatch.setattr(fetch, lambda *asked: fetched.append(asked) or ran.parent / "model")
-    assert compared(run)[0] == (str(ran.parent / "model"), str(run / "slim"))
+    monkeypatch.setattr(fetch, lambda *asked: fetched.append(asked) or finished.parent / "model")
+    assert compared(run)[0] == (str(finished.parent / "model"), str(run / "slim"))
     assert fetched == [("me/dense", "c0ffee")]
 
 
-def test_bench_of_two_takes_the_slim_model_of_a_run(ran: Path, compared: Any) -> None:
-    graph, slim, dense = (str(path) for path in (ran / "onnx", ran / "slim", ran.parent / "model"))
+def test_bench_of_two_takes_the_slim_model_of_a_run(finished: Path, compared: Any) -> None:
+    graph, slim, dense = (str(path) for path in (finished / "onnx", finished / "slim", finished.parent / "model"))
     ort = ("--runtime", "onnxruntime-cpu")
     for asked, both in (
-        ((ran, ran, *ort), (slim, slim)),
-        ((ran, dense), (slim, dense)),
+        ((finished, finished, *ort), (slim, slim)),
+        ((finished, dense), (slim, dense)),
         ((graph, graph, *ort), (graph, graph)),
     ):
         assert compared(*asked)[0] == both, asked
@@ -129,13 +123,13 @@ def test_what_is_no_checkpoint_is_named(command: tuple[str, ...], tmp_path: Path
         assert (code, f"{folder} is {what}" in err) == (2, True), err
 
 
-def test_the_slim_model_nearby_is_named(ran: Path, told: Any) -> None:
-    with pytest.raises(RequestError, match=rf"but {ran} is the folder of a run; give {ran}/slim$"):
-        hies_export.load(ran)
-    code, err, _ = told("export", ran / "onnx", "-o", "nowhere")
-    assert (code, f"{ran / 'onnx'} is an ONNX folder; give {ran / 'slim'}" in err) == (2, True)
-    code, err, _ = told("push", ran / "slim", "user/repo")
-    assert (code, f"{ran / 'slim'} is a checkpoint; give {ran}" in err) == (2, True)
+def test_the_slim_model_nearby_is_named(finished: Path, told: Any) -> None:
+    with pytest.raises(RequestError, match=rf"but {finished} is the folder of a run; give {finished}/slim$"):
+        hies_export.load(finished)
+    code, err, _ = told("export", finished / "onnx", "-o", "nowhere")
+    assert (code, f"{finished / 'onnx'} is an ONNX folder; give {finished / 'slim'}" in err) == (2, True)
+    code, err, _ = told("push", finished / "slim", "user/repo")
+    assert (code, f"{finished / 'slim'} is a checkpoint; give {finished}" in err) == (2, True)
 
 
 def test_a_checkpoint_with_a_graph_beside_it_and_what_was_pushed_are_checkpoints(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-import sklearn.metrics
 import torch
 from support.reading import classifying, given
+from support.references import ranked
 from torch import Tensor
 
 from hies_export.data.batches import samples_of
@@ -62,31 +62,6 @@ def column(batches: Batches, key: str) -> Tensor:
     return torch.cat([one[key] for one in batches])
 
 
-def dcg(gains: Any) -> float:
-    return sum(gain / np.log2(rank + 2) for rank, gain in enumerate(gains[:10]))
-
-
-def loops(scores: np.ndarray, dense: np.ndarray, grades: np.ndarray | None, depth: int) -> dict[str, float]:
-    """The numbers of one query whose candidates have different scores."""
-    order, own = np.argsort(-scores), np.argsort(-dense)
-    deep = dense[own[:depth]]
-    gains = np.clip((dense - deep[-1]) / (deep[0] - deep[-1]), 0, 1)
-    found = {
-        "own_ndcg": dcg(gains[order]) / dcg(gains[own]),
-        "top1": float(order[0] == own[0]),
-        "top10": len(set(order[:10]) & set(own[:10])) / min(10, len(own)),
-    }
-    if grades is not None:
-        ideal = dcg(np.sort(grades)[::-1])
-        right = [rank for rank, place in enumerate(order[:10], 1) if grades[place] > 0]
-        found["ndcg"] = dcg(grades[order]) / ideal if ideal else 0.0
-        found["recall"] = len(right) / max(1, int((grades > 0).sum()))
-        found["mrr"] = 1 / right[0] if right else 0.0
-        if ideal:
-            assert found["ndcg"] == pytest.approx(sklearn.metrics.ndcg_score([grades], [scores], k=10))
-    return found
-
-
 def cosines(one: Tensor, two: Tensor) -> np.ndarray:
     one, two = (of.double() / of.double().norm(dim=-1, keepdim=True) for of in (one, two))
     return (one @ two.T).numpy()
@@ -120,7 +95,7 @@ def test_queries_rank_documents_as_loops_do(old_index: bool, documents: int, mon
     for of_query, relevant, known in zip(grades, column(batches, "relevant"), column(batches, "grades"), strict=False):
         of_query[relevant[relevant >= 0]] = known[relevant >= 0]
     scores, own = cosines(slim[:9], (dense if old_index else slim)[rows]), cosines(dense[:9], dense[rows])
-    expected = [loops(*of, 100) for of in zip(scores, own, grades, strict=True)]
+    expected = [ranked(*of, 100) for of in zip(scores, own, grades, strict=True)]
     if documents == 6:
         expected = [{name: of[name] for name in ("own_ndcg", "top1", "ndcg", "mrr")} for of in expected]
     check(found, expected)
@@ -134,7 +109,7 @@ def test_texts_alone_are_ranked_among_the_others(old_index: bool) -> None:
     dense, slim = vectors(130)
     found = RankedTexts.of(dense, batches).rankings(slim, old_index=old_index)
     tables = cosines(slim, dense if old_index else slim), cosines(dense, dense)
-    expected = [loops(*(np.delete(table[row], row) for table in tables), None, 100) for row in range(130)]
+    expected = [ranked(*(np.delete(table[row], row) for table in tables), None, 100) for row in range(130)]
     check(found, expected)
     assert found.ndcg is None
 
@@ -157,7 +132,7 @@ def test_embeddings_are_compared_by_the_similarity_of_their_model(similarity: Si
     tables = [
         np.array([[alike(a, b) for b in of] for a in of]) for of in (slim.double().numpy(), dense.double().numpy())
     ]
-    expected = [loops(*(np.delete(table[row], row) for table in tables), None, 100) for row in range(60)]
+    expected = [ranked(*(np.delete(table[row], row) for table in tables), None, 100) for row in range(60)]
     check(judge.rankings(embedded(slim)), expected)
 
     batches = pairs()
@@ -202,7 +177,7 @@ def test_pairs_are_judged_by_their_similarity_and_their_first_texts_rank_the_sec
             assert quality["pearson"] == pytest.approx(np.corrcoef(alike, score)[0, 1])
     distinct = dense[[row for pair, row in enumerate(second) if pair != 5]]
     scores, own = (cosines(of[first], distinct) for of in (slim, dense))
-    check(judge.rankings(embedded(slim)), [loops(*of, None, 100) for of in zip(scores, own, strict=True)])
+    check(judge.rankings(embedded(slim)), [ranked(*of, None, 100) for of in zip(scores, own, strict=True)])
     assert samples_of(batches) == 40
 
 
@@ -231,7 +206,7 @@ def test_a_reranker_is_judged_by_the_order_of_the_candidates(graded: bool) -> No
                 expected[-1] |= dict.fromkeys(("ndcg", "recall", "mrr"), float(grade))
             continue
         grades = column(batches, "grades")[rows].double().numpy() if graded else None
-        expected.append(loops(slim[rows].flatten().numpy(), dense[rows].flatten().numpy(), grades, 10**6))
+        expected.append(ranked(slim[rows].flatten().numpy(), dense[rows].flatten().numpy(), grades, 10**6))
     found = judge.rankings(given(slim))
     check(found, expected)
     means = {name: np.mean([of[name] for of in expected]) for name in expected[0]}

@@ -10,13 +10,9 @@ from support.models import save_project
 from support.runs import hies
 from support.sentences import WIDTH, dense, sentence_folder
 
-from hies_export import RecipeError
 from hies_export.checkpoint.sentence import read_served
-from hies_export.forms import deployment
 from hies_export.forms.machine import machine_facts
 from hies_export.forms.runtimes.base import load_runtime
-from hies_export.pipeline.recipe import PruningRecipe
-from hies_export.tasks import TASKS
 
 
 @pytest.fixture(autouse=True)
@@ -63,23 +59,6 @@ def test_a_run_writes_judges_and_times_it(tmp_path: Path) -> None:
     assert (forms[3]["quality"], forms[3]["bytes"]) == (exported["quality"]["value"], exported["bytes"])
 
 
-@pytest.mark.slow
-def test_it_is_a_way_to_deploy_and_a_budget_times_it(tmp_path: Path) -> None:
-    assert ("openvino", "int8") in deployment.find_ways(TASKS["text-classification"], ["openvino"])
-    budget = {"latency": {"ratio": 0.99, "runtime": "openvino", "dtype": "int8", "batch": 2, "sequence": 16}}
-    fields = QUICK | {"prune": {"criterion": "l2", "budget": budget}}
-    folder = save_project(tmp_path, train=16, validation=20, **fields)
-    assert hies("run", folder / "recipe.yaml") == 0
-    report = json.loads((folder / "out" / "report.json").read_text())
-    timed = report["details"]["outcome"]["budget"]["latency"]
-    assert (timed["runtime"], timed["dtype"]) == ("openvino", "int8")
-    # As the graph is exported, and in the bits of the budget.
-    assert [(row["runtime"], row["dtype"]) for row in report["latency"]] == [
-        ("openvino", "float32"),
-        ("openvino", "int8"),
-    ]
-
-
 def test_the_command_calibrates_on_the_rows_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_project(tmp_path, train=8, validation=4)
     call = ("export", folder / "model", "--format", "openvino", "-o", tmp_path / "made")
@@ -114,10 +93,3 @@ def test_sentence_transformers_runs_an_embedding_model_in_8_bits(tmp_path: Path)
         SentenceTransformer(str(folder), device="cpu", trust_remote_code=True).encode(texts) for folder in (out, source)
     )
     assert ((ours * theirs).sum(1) > 0.99).all()
-
-
-def test_a_decoder_has_no_such_form(tmp_path: Path) -> None:
-    data = {"files": {"train": "a.jsonl"}, "text": "text"}
-    fields = {"model": "model", "task": "text-generation", "data": data, "prune": {"budget": {"heads": 0.5}}}
-    with pytest.raises(RecipeError, match="export.format openvino is for encoders, got task: text-generation"):
-        PruningRecipe.model_validate(fields | {"export": {"format": "openvino", "quantize": "int8"}, "output": "out"})

@@ -1,17 +1,18 @@
-"""Runs of embedding models and of rerankers, judged again by loops over what their slim folders embed."""
+"""Runs of embedding models, judged again by loops over what their slim folders embed."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
-from support.models import bert, word_tokenizer, write_recipe
+from support.exported import run_onnx
+from support.models import word_tokenizer, write_recipe
+from support.references import ranked
 from support.runs import deploy_on, without_tracing
 from support.sentences import WORDS, bert_encoder, in_memory, sentence_folder
 from torch import Tensor
@@ -26,7 +27,6 @@ from hies_export.pipeline.load_recipe import load_recipe
 
 Row = dict[str, Any]
 SEARCH = {"query": "query", "document": "document"}
-CANDIDATES = {"text": ["query", "document"], "group": "query"}
 
 
 def words(start: int, count: int = 5) -> str:
@@ -44,14 +44,6 @@ def searches(count: int, first: int = 0) -> list[Row]:
 
 def texts(count: int, first: int = 0) -> list[Row]:
     return [{"text": words(number, 3 + number % 4)} for number in range(first, first + count)]
-
-
-def candidates(count: int, first: int = 0) -> list[Row]:
-    return [
-        {"query": words(query, 3), "document": words(4 * query + step)}
-        for query in range(first, first + count)
-        for step in range(5)
-    ]
 
 
 def project(
@@ -87,41 +79,14 @@ def encoder_in_8_bits() -> PreTrainedModel:
     return bert_encoder(num_hidden_layers=1, intermediate_size=512)
 
 
-def reranker_folder(folder: Path, **options: Any) -> Path:
-    bert(**({"num_labels": 1} | options)).save_pretrained(folder)
-    word_tokenizer(WORDS, model_max_length=64).save_pretrained(folder)
-    return folder
-
-
 def embed(folder: Path, of: list[str]) -> Tensor:
     """Return the embeddings of texts, one at a time."""
     model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
     return torch.tensor(model.encode(of, batch_size=1)).double()
 
 
-def order_of(scores: list[float]) -> list[int]:
-    return sorted(range(len(scores)), key=lambda number: -scores[number])
-
-
-def dcg(gains: list[float]) -> float:
-    return sum(gain / math.log2(rank + 2) for rank, gain in enumerate(gains[:10]))
-
-
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def beside(scores: list[list[float]], dense: list[list[float]]) -> dict[str, float]:
-    """Return how rankings by scores compare with those by the dense model's."""
-    own, top1, top10 = [], [], []
-    for ours, theirs in zip(scores, dense, strict=True):
-        found, best = order_of(ours), order_of(theirs)
-        low, high = theirs[best[min(100, len(best)) - 1]], theirs[best[0]]
-        gains = [min(max((score - low) / (high - low), 0), 1) for score in theirs]
-        own.append(dcg([gains[n] for n in found]) / dcg([gains[n] for n in best]))
-        top1.append(float(found[0] == best[0]))
-        top10.append(len({*found[:10]} & {*best[:10]}) / min(10, len(best)))
-    return {"own_ndcg": mean(own), "top1": mean(top1), "top10": mean(top10)}
 
 
 def near(expected: Any) -> Any:
@@ -133,7 +98,8 @@ def test_queries_and_documents_are_judged_on_both_indices(tmp_path: Path) -> Non
     sentence_folder(tmp_path / "model", options=options)
     prune = {"modules": ["attention", "mlp"], "criterion": "compensated", "budget": {"flops": 0.7}}
     prune["compensation"] = {"method": "least_squares", "samples": 24}
-    report = run(project(tmp_path, searches, columns=SEARCH, prune=prune))
+    report = run(project(tmp_path, searches, columns=SEARCH, prune=prune, vocabulary={}))
+    assert report.vocabulary.kept < report.vocabulary.total
     assert report.task == "feature-extraction"
     assert report.quality.metric == "ndcg@10"
     raw = json.loads((tmp_path / "out/report.json").read_text())
@@ -153,21 +119,21 @@ def test_queries_and_documents_are_judged_on_both_indices(tmp_path: Path) -> Non
     def similarities(queries: str, index: str) -> list[list[float]]:
         return [cosine_similarity(query, of[index][1]).tolist() for query in of[queries][0]]
 
-    def ndcg(scores: list[list[float]]) -> float:
-        return mean([
-            dcg([float(documents[n] in texts) for n in order_of(row)]) / dcg([1.0] * len(texts))
-            for row, texts in zip(scores, wanted.values(), strict=True)
-        ])  # fmt: skip
+    grades = [[float(text in found) for text in documents] for found in wanted.values()]
+
+    def rankings(scores: list[list[float]], dense: list[list[float]]) -> dict[str, float]:
+        rows = [ranked(*map(np.array, of), 100) for of in zip(scores, dense, grades, strict=True)]
+        return {name: mean([row[name] for row in rows]) for name in ("ndcg", "own_ndcg", "top1", "top10")}
 
     dense = similarities("dense", "dense")
     for index, part in (("slim", 1), ("dense", 0)):
         scores = similarities("slim", index)
         cosine = cosine_similarity(of["slim"][part], of["dense"][part]).mean().item()
-        known = {"ndcg": ndcg(scores), "cosine": cosine} | beside(scores, dense)
+        known = {"cosine": cosine} | rankings(scores, dense)
         told = raw["ranking"][f"{index}_index"]
         assert {name: told[name] for name in known} == near(known)
         assert told["cosine"] < 0.9999, "something was cut"
-    assert report.quality.dense == near(ndcg(dense))
+    assert report.quality.dense == near(rankings(dense, dense)["ndcg"])
     assert report.quality.slim == near(raw["ranking"]["dense_index"]["ndcg"])
     assert hies_export.load(slim).config.model_type == "bert"
 
@@ -215,12 +181,10 @@ def test_a_run_leaves_graphs_where_the_tools_of_the_hub_look_for_them(tmp_path: 
     named = ["model.onnx", "model_qint8_avx512_vnni.onnx", "model_quantized.onnx"]
     assert sorted(path.name for path in (out / "slim/onnx").iterdir()) == named
     expected = embed(out / "slim", [text])
-    inputs = AutoTokenizer.from_pretrained(out / "slim")(text, return_tensors="np", return_token_type_ids=True)
+    inputs = AutoTokenizer.from_pretrained(out / "slim")(text, return_tensors="pt")
     for file, close in [*((out / "slim/onnx" / name, name == named[0]) for name in named), (out / "served", False)]:
         graph = next(file.glob("*.onnx")) if file.is_dir() else file
-        session = onnxruntime.InferenceSession(graph)
-        fed = {given.name: inputs[given.name] for given in session.get_inputs()}
-        (found,) = session.run(["sentence_embedding"], fed)
+        found = run_onnx(graph, inputs)["sentence_embedding"]
         cosine = cosine_similarity(torch.tensor(found).double(), expected).item()
         assert cosine == pytest.approx(1.0, abs=1e-5 if close else 0.02)
     assert (out / "served/modules.json").is_file()
@@ -236,24 +200,3 @@ def test_a_last_quarter_of_searches_has_whole_queries() -> None:
     found = torch.cat([batch["relevant"][batch["query"] >= 0] for batch in held_out])
     assert (found >= 0).sum(1).tolist() == [4, 4]
     assert sum(int((batch["document"] >= 0).sum()) for batch in held_out) == 2 * 4 + 2
-
-
-def test_a_reranker_is_judged_by_the_order_of_candidates(tmp_path: Path) -> None:
-    reranker_folder(tmp_path / "model")
-    report = run(project(tmp_path, candidates, task="text-classification", columns=CANDIDATES))
-    assert report.quality.metric == "own_ndcg@10"
-    rows, tokenizer = candidates(14, 50), AutoTokenizer.from_pretrained(tmp_path / "model")
-
-    def logits(folder: Path) -> list[list[float]]:
-        model = hies_export.load(folder)
-        found: dict[str, list[float]] = {}
-        for row in rows:
-            inputs = tokenizer(row["query"], row["document"], return_tensors="pt")
-            with torch.no_grad():
-                found.setdefault(row["query"], []).append(model(**inputs).logits.item())
-        return list(found.values())
-
-    expected = beside(logits(tmp_path / "out/slim"), logits(tmp_path / "model"))
-    assert report.ranking == {"candidates": near(expected)}
-    assert report.quality.slim == near(expected["own_ndcg"])
-    assert report.stability == near(expected["top1"])

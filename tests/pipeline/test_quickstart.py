@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.runs import without_tracing
 from support.tolerance import assert_near
 from transformers import ViTConfig
 
@@ -87,15 +86,6 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert summary["heads"]["removed"] > 0
     assert summary["neurons"]["removed"] > 0
     assert {p.name for p in (tmp_path / "quick start").iterdir()} == {"digits", "recipe.yaml", "run", "vit-digits"}
-    # What it says to try next works.
-    recipe = str(tmp_path / "quick start" / "recipe.yaml")
-    changes = ("prune.allocation=uniform", "prune.criterion=fisher", "calibration.samples=64")
-    options = [part for change in changes for part in ("--set", change)]
-    with without_tracing():
-        assert main(["run", recipe, *options, "-o", str(tmp_path / "uniform")]) == 0
-    # A uniform ViT is a plain checkpoint.
-    assert "auto_map" not in json.loads((tmp_path / "uniform" / "slim" / "config.json").read_text())
-    assert not (tmp_path / "uniform" / "slim" / "modeling_hies.py").exists()
 
 
 def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
 """The whole line on tiny models, through the command line, as a user types it."""
 
-import contextlib
 import importlib.util
-import io
 import json
 import pkgutil
+import re
 import shutil
 import signal
 import threading
@@ -21,14 +20,14 @@ import torch
 from support.families import architecture
 from support.hub import Hub
 from support.loading import load_pruning
-from support.models import bert, save_project, save_text_model, write_rows
+from support.models import bert, save_text_model, write_rows
 from support.reading import share_same
-from support.runs import hies
+from support.runs import hies, small_project
 from support.tolerance import assert_near, assert_same_plan, near
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertModel
 
 import hies_export
-from hies_export import PruningPlan, PruningRecipe, bench, prune_units
+from hies_export import PruningPlan, PruningRecipe, RequestError, bench, prune_units
 from hies_export.evaluate.predict import predict
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.pipeline.stages import compare
@@ -46,37 +45,14 @@ def settings(changes: dict[str, Any]) -> list[str]:
     return [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
 
 
-def save(folder: Path) -> Path:
-    """Write a model of two layers, each of which takes seconds in a trace, data and a recipe.yaml."""
-    save_project(
-        folder,
-        train=12,
-        validation=20,
-        calibration={"samples": 8, "batch_size": 3},
-        prune={"alpha": 0.5, "budget": {"heads": 0.4}},
-        measure={"shapes": [[2, 16]], "repeats": 2},
-    )
-    save_text_model(folder / "model", num_hidden_layers=2)
-    return folder
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    return save(tmp_path)
+    return small_project(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A project that was run with its graphs into out/, and what the command printed."""
-    folder, said = save(tmp_path_factory.mktemp("ran")), io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert hies("run", folder / "recipe.yaml", "--json") == 0
-    return folder, said.getvalue()
-
-
-def test_run_writes_everything_and_tells_the_truth(ran: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    project, stdout = ran
-    out = project / "out"
+def test_run_writes_everything_and_tells_the_truth(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, project = finished, finished.parent
+    stdout = (project / "printed.txt").read_text()
     assert sorted(p.name for p in out.iterdir()) == [
         *("onnx", "plan.json", "recipe.yaml", "report.html", "report.json", "report.md", "scores.json", "slim")
     ]
@@ -173,32 +149,13 @@ def test_the_report_of_a_model_on_the_hub_has_its_commit(hub: Hub, project: Path
     assert Report.from_file(project / "out").details.run["digests"]["model"] == commits["half"][0].sha
 
 
-def test_a_slim_checkpoint_can_be_pruned_again(project: Path) -> None:
-    for command, name in (("prune", "slim"), ("score", "scored")):
-        assert hies(command, project / "recipe.yaml", "-o", project / name) == 0
-    plans = (PruningPlan.from_file(project / file) for file in ("scored/plan.json", "slim/hies_plan.json"))
-    assert_same_plan(*plans)
-    again = ("--set", f"model={project / 'slim'}", "-o", project / "again")
-    assert hies("prune", project / "recipe.yaml", *again) == 0
-    assert hies_export.load(project / "again").num_parameters() < hies_export.load(project / "slim").num_parameters()
-
-
-@pytest.mark.parametrize(
-    ("models", "runtime"),
-    [
-        (("model", "out/onnx"), "onnxruntime-cpu"),
-        (("out/onnx", "out/onnx"), "onnxruntime-cpu"),
-        (("out/slim",), "torch"),
-    ],
-)
-def test_exports_and_checkpoints_are_benched(
-    models: tuple[str, ...], runtime: str, ran: tuple[Path, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = (ran[0] / name for name in models)
-    assert hies("bench", *given, "--shape", "2x8", "--repeats", 2, "--runtime", runtime, "--json") == 0
+def test_a_checkpoint_and_an_export_are_benched(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--shape", "2x8", "--repeats", 2, "--runtime", "onnxruntime-cpu", "--json")
+    assert hies("bench", finished.parent / "model", finished / "onnx", *options) == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
-    assert (row["batch"], row["sequence"], row["runtime"]) == (2, 8, runtime)
-    assert (row["flops_ratio"] < 1) == (row["realised"] is not None) == (models[0] == "model")
+    assert (row["batch"], row["sequence"], row["runtime"]) == (2, 8, "onnxruntime-cpu")
+    assert row["flops_ratio"] < 1
+    assert row["realised"] is not None
 
 
 @pytest.mark.usefixtures("untraced")
@@ -266,10 +223,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "missing column": ({"data.text": "sentense"}, "but it has sentence, other, label"),
     "label out of range": ({"data.files.validation": "many.jsonl"}, "labels must be in [0, 2)"),
     "empty split": ({"data.files.train": "empty.jsonl"}, "empty"),
-    "runtime not here": ({"measure.runtimes": "[onnxruntime-cuda]"}, 'install it with: pip install "hies-export[gpu]"'),
-    "shape": ({"measure.shapes": "[[1]]"}, "must be batch and sequence, got [1]"),
+    "runtime not here": ({"measure.runtimes": ["onnxruntime-cuda"]}, 'install it with: pip install "hies-export[gpu]"'),
+    "shape": ({"measure.shapes": [[1]]}, "must be batch and sequence, got [1]"),
     "task of the model": (
-        {"task": "image-classification", "data.text": "[]", "data.image": "sentence"},
+        {"task": "image-classification", "data.text": [], "data.image": "sentence"},
         "needs a model fine-tuned for it",
     ),
     "not cuttable": ({"model": "longformer"}, "(longformer) cannot be cut"),
@@ -277,36 +234,25 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with the files and models of `BAD`."""
+    folder = small_project(tmp_path_factory.mktemp("refused"))
+    (folder / "empty.jsonl").write_text("")
+    write_rows(folder / "many.jsonl", 9, lambda i: i)
+    save_text_model(folder / "longformer")
+    architecture("Longformer", num_hidden_layers=1, attention_window=[4])().save_pretrained(folder / "longformer")
+    save_text_model(folder / "headless")
+    BertModel.from_pretrained(folder / "headless").save_pretrained(folder / "headless")
+    return folder
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_clear_sentence_before_any_calibration(
-    name: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_refused_before_any_calibration(name: str, refused: Path) -> None:
     overrides, message = BAD[name]
-    (project / "empty.jsonl").write_text("")
-    write_rows(project / "many.jsonl", 9, lambda i: i)
-    if name == "not cuttable":
-        save_text_model(project / "longformer")
-        architecture("Longformer", num_hidden_layers=1, attention_window=[4])().save_pretrained(project / "longformer")
-    if name == "not fine-tuned":
-        save_text_model(project / "headless")
-        BertModel.from_pretrained(project / "headless").save_pretrained(project / "headless")
-    monkeypatch.setattr("hies_export.pipeline.stages.collect_statistics", lambda *a, **k: pytest.fail("calibrated"))
-    here = {k: project / v if k.startswith(("data.files", "model")) else v for k, v in overrides.items()}
-    assert hies("run", project / "recipe.yaml", *settings(here)) == 2
-    captured = capsys.readouterr()
-    assert message in " ".join(captured.err.split())
-    assert "Traceback" not in captured.err
-    assert not (project / "out").exists()
-    assert not [p for p in project.iterdir() if p.name.startswith(".")]
-
-
-def test_an_existing_output_is_refused_before_work(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "out").mkdir()
-    for command in ("run", "prune", "score"):
-        assert hies(command, project / "recipe.yaml") == 2
-        assert "--overwrite" in capsys.readouterr().err
-    assert hies("score", project / "recipe.yaml", "--overwrite") == 0
-    assert (project / "out" / "plan.json").is_file()
+    here = {k: str(refused / v) if k.startswith(("data.files", "model")) else v for k, v in overrides.items()}
+    with pytest.raises(RequestError, match=re.escape(message)):
+        load_pruning(PruningRecipe.from_yaml(refused / "recipe.yaml", here))
 
 
 def full_disk(patch: pytest.MonkeyPatch) -> None:

@@ -67,29 +67,21 @@ def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert summary["quality"]["dense"] == pytest.approx(by_hand, rel=0.1)  # blocks may begin elsewhere by a token
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["prune.unit=query", "prune.allocation=global", "dtype=bfloat16", "measure.dtypes=[float16, bfloat16]"],
-        ["data.packing=false", "evaluation.metrics=[token_accuracy, perplexity]", "prune.alpha=auto"],
-    ],
-    ids=["query heads", "rows, and alpha chosen on them"],
-)
 @pytest.mark.usefixtures("untraced")
-def test_other_ways(options: list[str], stories: Path, tmp_path: Path) -> None:
-    settings = [part for option in [*options, "measure.runtimes=[torch]"] for part in ("--set", option)]
+def test_query_heads_in_half_precision(stories: Path, tmp_path: Path) -> None:
+    options = ["prune.unit=query", "prune.allocation=global", "dtype=bfloat16", "measure.runtimes=[torch]"]
+    settings = [part for option in [*options, "measure.dtypes=[float16, bfloat16]"] for part in ("--set", option)]
     assert hies("run", stories, *settings) == 0
     report = Report.from_file(tmp_path / "out")
     assert report.heads["removed"] == 4
-    if "prune.unit=query" in options:
-        assert all(count == 2 for count in report.heads["kept_per_layer"])
-        assert report.cache_bytes_per_token == {"dense": 128, "slim": 128}
-        # A dtype that is timed is judged.
-        assert [(form.model, form.runtime, form.bits, form.bytes) for form in report.details.forms] == [
-            (model, "torch", bits, None) for bits in ("float16", "bfloat16") for model in ("dense", "slim")
-        ]
-        assert all(form.times for form in report.details.forms)
-        assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
+    assert all(count == 2 for count in report.heads["kept_per_layer"])
+    assert report.cache_bytes_per_token == {"dense": 128, "slim": 128}
+    # A dtype that is timed is judged.
+    assert [(form.model, form.runtime, form.bits, form.bytes) for form in report.details.forms] == [
+        (model, "torch", bits, None) for bits in ("float16", "bfloat16") for model in ("dense", "slim")
+    ]
+    assert all(form.times for form in report.details.forms)
+    assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -146,13 +138,5 @@ def test_vision_language_model(tmp_path: Path) -> None:
         Image.new("RGB", (64, 64), (200 * i, 60, 90)).save(file)
     texts = hies_export.generate_text(out / "slim", ["Q a\nA", "Q b c d\nA"], images=images, max_new_tokens=12)
     assert len(texts) == 2
-
-
-def test_a_tower_is_chosen(tmp_path: Path) -> None:
-    made_up(tmp_path)
-    assert hies("score", tmp_path / "recipe.yaml", "--set", "prune.towers=[vision]", "-o", tmp_path / "scored") == 0
-    kept = json.loads((tmp_path / "scored" / "plan.json").read_text())["kept"]
-    assert len(kept) == 5
-    cut = [name for name, of in kept.items() if len(of["units"]) < of["total"]]
-    assert cut
-    assert all("vision_tower" in name for name in cut)
+    chosen = load_pruning(recipe_of(tmp_path, prune__towers=["vision"])).scored
+    assert ["vision_tower" in module.name for module in chosen] == [True] * 3

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from safetensors.torch import load_file
 from support.loading import load_pruning
 from support.models import save_project, save_text_model
 from support.runs import hies, without_tracing
-from support.tolerance import assert_near
+from support.tolerance import assert_near, assert_same_plan
 from transformers import PreTrainedModel
 
-from hies_export import PruningRecipe, Report, load
+from hies_export import PruningPlan, PruningRecipe, Report, load
 from hies_export.checkpoint.save import REFIT
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline import run as running
@@ -158,7 +159,9 @@ def test_a_refit_that_the_dtype_cannot_hold_is_refused(
     assert not (tmp_path / "slim").exists()
 
 
-def test_score_says_what_the_plan_was_chosen_for(project: Path, tmp_path: Path) -> None:
+def test_score_chooses_the_plan_of_prune_and_says_what_for(project: Path, pruned: Path, tmp_path: Path) -> None:
     assert hies("score", project / "recipe.yaml", "-o", tmp_path / "scored") == 0
     written = json.loads((tmp_path / "scored" / "plan.json").read_text())
     assert written["compensation"] == {"method": "least_squares"}
+    plans = (PruningPlan.from_file(file) for file in (tmp_path / "scored/plan.json", pruned / "hies_plan.json"))
+    assert_same_plan(*(replace(plan, compensation={}) for plan in plans))

@@ -1,6 +1,5 @@
 """Runs that remove tokens, judged again by the whole model and the whole tokenizer."""
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +11,12 @@ from datasets import Dataset
 from support.loading import load_pruning
 from support.models import write_recipe
 from support.runs import without_tracing
-from support.sentences import MEAN, sentence_folder
 from support.vocabularies import byte_level, pages, reader, unigram, wordpiece
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hies_export
 from hies_export import PruningPlan, PruningRecipe, Report, count_flops, count_parameters
-from hies_export.errors import HiesError, PlanError, RecipeError, RequestError
+from hies_export.errors import HiesError, PlanError, RequestError
 from hies_export.forms.deployment import DeployWay
 from hies_export.forms.latency import TimedCut, TimedOn
 from hies_export.pipeline import fastest
@@ -148,14 +146,6 @@ def test_a_budget_of_time_is_held_against_the_model_without_the_tokens(
     report = run(project(tmp_path, prune={"budget": {"latency": latency}, **sections}))
     assert report.details.outcome.found == Found(0.83)
     assert compared == [[(report.vocabulary.kept, "torch", "float32")] * 2]
-
-
-def test_tokens_alone_may_go(tmp_path: Path) -> None:
-    report = run(project(tmp_path, prune={}, vocabulary={"multiple_of": 8}))
-    assert (report.heads.removed, report.neurons) == (0, None)
-    assert report.vocabulary.kept % 8 == 0
-    assert report.stability > 0.9
-    assert report.parameters.ratio < 1
 
 
 def test_texts_may_come_from_files(tmp_path: Path) -> None:
@@ -299,45 +289,6 @@ def test_texts_of_files_count_where_a_task_reads_them(tmp_path: Path) -> None:
         assert found.processor.tokenize(read) == tokenizer.tokenize(read)
 
 
-def test_an_embedding_model_is_ranked_beside_the_vectors_of_all_tokens(tmp_path: Path) -> None:
-    tokenizer = wordpiece()
-    encoder = reader("BertModel", tokenizer, max_position_embeddings=64)
-    model = sentence_folder(tmp_path / "model", encoder=encoder, pooling=MEAN | {"word_embedding_dimension": 32})
-    tokenizer.save_pretrained(model)
-    rows = {"train": TRAIN, "validation": OTHER[:40]}
-    for name, texts in rows.items():
-        lines = (json.dumps({"query": one, "document": [other]}) for one, other in itertools.pairwise(texts))
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    recipe = write_recipe(
-        tmp_path,
-        "feature-extraction",
-        data={"files": {name: f"{name}.jsonl" for name in rows}, "query": "query", "document": "document"},
-        calibration={"samples": 8},
-        vocabulary={},
-        prune={"budget": {"parameters": 0.8}},
-        measure={"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2},
-    )
-    report = run(recipe)
-    folders = (model, tmp_path / "out" / "slim")
-    queries, documents = list(dict.fromkeys(OTHER[:39])), list(dict.fromkeys(OTHER[1:40]))
-    dense, slim = (embedded(folder, queries) for folder in folders)
-    index = embedded(model, documents).T
-    top1 = ((dense @ index).argmax(-1) == (slim @ index).argmax(-1)).double().mean().item()
-    found = report.ranking["dense_index"]
-    assert found["top1"] == pytest.approx(top1)
-    assert found["cosine"] == pytest.approx((dense * slim).sum(-1).mean().item(), abs=1e-5)
-
-
-def embedded(folder: Path, texts: list[str]) -> torch.Tensor:
-    """Embed texts one by one with a folder's encoder and tokenizer, (texts, width), of length 1."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    with torch.no_grad():
-        read = (tokenizer(text, return_tensors="pt", truncation=True, max_length=16) for text in texts)
-        found = torch.stack([model(**one).last_hidden_state[0].mean(0) for one in read])
-    return torch.nn.functional.normalize(found)
-
-
 def test_in_memory_a_trimmed_model_is_pruned(tmp_path: Path) -> None:
     project(tmp_path)
     dense = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
@@ -359,21 +310,6 @@ def test_a_plan_that_removes_tokens_is_refused_in_memory(tmp_path: Path) -> None
     plan = PruningPlan(kept={}, criterion="his", vocabulary=(0, 1))
     with pytest.raises(RequestError, match="plan= cuts heads and neurons, and tokens are to go too; use apply_plan"):
         hies_export.prune(model, Dataset.from_dict({"text": list(TRAIN)}), plan=plan)
-
-
-@pytest.mark.parametrize(
-    ("sections", "problem"),
-    [
-        ({"vocabulary": {"words": 3}}, "vocabulary.words is not a field of the recipe"),
-        ({"cascade": {"disagreement": 0.1}, "prune": {}}, "a cascade promises the answers of a dense model that reads"),
-        ({"task": "image-classification", "data": {"name": "a", "image": "i"}}, "vocabulary is for models that read"),
-    ],
-)
-def test_recipes_that_cannot_be_are_refused(sections: dict[str, Any], problem: str) -> None:
-    data = {"files": {"train": "a.jsonl"}, "text": "text"}
-    usual = {"model": "m", "task": "text-classification", "data": data, "prune": {"budget": {"heads": 0.5}}}
-    with pytest.raises(RecipeError, match=problem):
-        PruningRecipe(**(usual | {"vocabulary": {}} | sections))
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
+import pytest
+import sklearn.metrics
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hies_export import PrunableModule, PruningPlan
 from hies_export.kinds import ATTENTION
+from support.exported import run_onnx
 from support.models import generative_tokenizer
 from support.neurons import one_by_one
 
@@ -121,12 +123,11 @@ def naive_effect(
 
 def same_in_onnxruntime(dense: Path, file: Path, rows: Sequence[dict[str, Tensor]], *, tolerance: float) -> list[bool]:
     """Return which numbers of a graph in plain ONNX Runtime are those of a dense regressor within a tolerance."""
-    session, same = onnxruntime.InferenceSession(file), []
+    same = []
     model = AutoModelForSequenceClassification.from_pretrained(dense)
     for batch in rows:
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        feeds = {"token_type_ids": torch.zeros_like(batch["input_ids"]), **inputs}
-        (found,) = session.run(["logits"], {node.name: feeds[node.name].numpy() for node in session.get_inputs()})
+        found = run_onnx(file, inputs)["logits"]
         with torch.no_grad():
             same += ((model(**inputs).logits - torch.from_numpy(found)).abs() <= tolerance).flatten().tolist()
     return same
@@ -248,3 +249,29 @@ def _mean_entropy(p: Tensor, mask: Tensor | None, sinks: bool) -> Tensor:
             raise NotApplicable("its eager attention map leaves the sink out")
         h, keys = h + torch.special.entr((1 - rows.sum(-1)).clamp(min=0)), keys + 1
     return (h / keys.double().log()).mean(-1)
+
+
+def dcg(gains: Any) -> float:
+    """Return the discounted gain of the first ten."""
+    return sum(gain / np.log2(rank + 2) for rank, gain in enumerate(gains[:10]))
+
+
+def ranked(scores: np.ndarray, dense: np.ndarray, grades: np.ndarray | None, depth: int) -> dict[str, float]:
+    """Return the metrics of one query whose candidates have different scores, beside the dense model's ranking."""
+    order, own = np.argsort(-scores), np.argsort(-dense)
+    deep = dense[own[:depth]]
+    gains = np.clip((dense - deep[-1]) / (deep[0] - deep[-1]), 0, 1)
+    found = {
+        "own_ndcg": dcg(gains[order]) / dcg(gains[own]),
+        "top1": float(order[0] == own[0]),
+        "top10": len(set(order[:10]) & set(own[:10])) / min(10, len(own)),
+    }
+    if grades is not None:
+        ideal = dcg(np.sort(grades)[::-1])
+        right = [rank for rank, place in enumerate(order[:10], 1) if grades[place] > 0]
+        found["ndcg"] = dcg(grades[order]) / ideal if ideal else 0.0
+        found["recall"] = len(right) / max(1, int((grades > 0).sum()))
+        found["mrr"] = 1 / right[0] if right else 0.0
+        if ideal:
+            assert found["ndcg"] == pytest.approx(sklearn.metrics.ndcg_score([grades], [scores], k=10))
+    return found

@@ -1,15 +1,17 @@
 """Run the command line and scripts in this process, because a new process takes seconds to import torch."""
 
+import os
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from filelock import FileLock
 from transformers import PreTrainedModel
 
 import hies_export
@@ -24,7 +26,7 @@ from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.pipeline.pruning import Pruning
 from hies_export.tasks import TASKS
-from support.models import save_project
+from support.models import save_project, save_text_model
 
 
 def hies(*arguments: object) -> int:
@@ -32,13 +34,37 @@ def hies(*arguments: object) -> int:
     return main([str(a) for a in arguments])
 
 
-def run_project(folder: Path, **sections: Any) -> Path:
-    """Run a tiny project, saved by `save_project`, on torch alone and without tracing; return the folder of the run."""
-    timed = {"runtimes": ["torch"], "shapes": [[2, 16]], "repeats": 2}
-    save_project(folder, **{"calibration": {"samples": 8, "batch_size": 8}, "measure": timed, **sections})
-    with without_tracing():
-        assert hies("run", folder / "recipe.yaml") == 0
-    return folder / "out"
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder of this name, which the first of all processes of the tests makes."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    made = Path(f"{folder}.made")
+    with FileLock(f"{folder}.lock"):
+        if not made.exists():
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
+
+
+def small_project(folder: Path) -> Path:
+    """Write a model of two layers, each of which takes seconds in a trace, data and a recipe.yaml."""
+    save_project(
+        folder,
+        train=12,
+        validation=20,
+        calibration={"samples": 8, "batch_size": 3},
+        prune={"alpha": 0.5, "budget": {"heads": 0.4}},
+        measure={"shapes": [[2, 16]], "repeats": 2},
+    )
+    save_text_model(folder / "model", num_hidden_layers=2)
+    return folder
+
+
+def run_small_project(folder: Path) -> None:
+    """Run a `small_project` with its graphs into out/, and keep what the command prints."""
+    with (folder / "printed.txt").open("w") as printed, redirect_stdout(printed):
+        assert hies("run", small_project(folder) / "recipe.yaml", "--json") == 0
 
 
 def run_script(path: Path, *arguments: object) -> None:

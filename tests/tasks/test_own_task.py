@@ -1,4 +1,4 @@
-"""A task that a user registers, that of examples/custom_task.py: it is pruned, run and deployed as the others are."""
+"""A task that a user registers, that of examples/custom_task.py: it is pruned and run as the others are."""
 
 import re
 import runpy
@@ -14,11 +14,10 @@ import pytest
 import torch
 from support.models import SIX_HEADS, shake, word_tokenizer
 from support.reports import make_report
-from support.runs import deploy_on, registries_restored
+from support.runs import registries_restored
 from transformers import BertConfig, BertForNextSentencePrediction
 
-from hies_export import DataError, PruningRecipe, RecipeError, Report, RequestError, deploy, load, prune, register_task
-from hies_export.pipeline import choose as choosing
+from hies_export import DataError, PruningRecipe, RecipeError, RequestError, load, prune, register_task
 from hies_export.report.card import render_card
 from hies_export.tasks import TASKS, registry
 
@@ -125,17 +124,6 @@ def test_run_writes_a_report_and_a_card_that_names_no_pipeline(folder: Path, tmp
         names: dict[str, Any] = {"InferenceSession": onnxruntime.InferenceSession}
         exec(line, names)
     assert [output.name for output in names["session"].get_outputs()] == ["logits"]
-
-
-@pytest.mark.slow
-def test_deploy_keeps_the_promise(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "SIZES", 2)
-    deploy_on(monkeypatch)
-    prune = {"modules": ["attention"], "criterion": "his"}
-    deploy(recipe_of(folder, tmp_path / "out", prune=prune, deploy={"keep": 0.9}))
-    found = Report.from_file(tmp_path / "out").details.deployment
-    assert found is not None
-    assert found.ways[0].problem is None
 
 
 @pytest.mark.parametrize(

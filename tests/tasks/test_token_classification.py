@@ -383,19 +383,6 @@ def test_the_card_shows_how_to_find_entities(out: Path) -> None:
     assert sorted(found) == sorted(wanted)
 
 
-@pytest.mark.usefixtures("untraced")
-def test_a_promise_may_be_over_entities(tmp_path: Path) -> None:
-    keep = {"metric": "own_entity_f1", "predictions": 0.5}
-    small, held_out = {"num_hidden_layers": 1}, {"split": "validation", "samples": 40}
-    recipe = save_tagger(tmp_path, model=small, prune={**MODULES, "budget": {"keep": keep}}, held_out=held_out)
-    assert hies("run", recipe) == 0
-    outcome: Any = Report.from_file(tmp_path / "out").details.outcome
-    assert (outcome.word, outcome.budget.metric) == ("sentence", "own_entity_f1")
-    assert "Budget: 50 % of the entities, promised on " in (tmp_path / "out" / "report.md").read_text()
-    assert outcome.found.value in {row["kept"] for row in outcome.judged}
-    assert outcome.found.bound >= 0.5
-
-
 def test_a_promise_over_entities_needs_fewer_rows_than_one_over_sentences(tmp_path: Path) -> None:
     """Two thirds of 200 rows are held out, as 97 % takes 130 for entities. It takes 203 for sentences."""
     recipe = PruningRecipe.from_yaml(save_tagger(tmp_path, validation=200, prune={"budget": {"heads": 0.3}}))
