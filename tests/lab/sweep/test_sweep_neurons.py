@@ -47,17 +47,15 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_there_is_a_row_for_every_cell_within_reach(recipe_file: Path, tmp_path: Path) -> None:
-    grid = SweepGrid(
-        criteria=CRITERIA,
-        alphas=(0.5,),
-        seeds=(0,),
-        calibration_sizes=(8,),
-        flops=(0.7,),
-        modules=("attention", "mlp", "both"),
-    )
-    rows = sweep(PruningRecipe.from_yaml(recipe_file), grid, tmp_path / "out").rows
-    assert all(row["flops_ratio"] <= row["flops_target"] == 0.7 for row in rows)
-    assert all(row["sparsity"] is None for row in rows)
+    recipe = PruningRecipe.from_yaml(recipe_file)
+    some: dict[str, Any] = {"criteria": CRITERIA, "alphas": (0.5,), "seeds": (0,), "calibration_sizes": (8,)}
+    grid = SweepGrid(**some, flops=(0.7, 0.45), modules=("attention", "mlp", "both"))
+    found = sweep(recipe, grid, tmp_path / "out").rows
+    assert all(row["flops_ratio"] <= row["flops_target"] for row in found)
+    assert all(row["sparsity"] is None for row in found)
+    # No kind alone leaves 0.45 of the FLOPs.
+    assert [r["modules"] for r in found if r["flops_target"] == 0.45] == ["attention+mlp"] * len(CRITERIA)
+    rows = [row for row in found if row["flops_target"] == 0.7]
     names = {modules: [r["criterion"] for r in rows if r["modules"] == modules] for modules in ("attention", "mlp")}
     # HIES does not score neurons alone.
     assert names == {"attention": [*CRITERIA], "mlp": [*CRITERIA[1:]]}
@@ -66,6 +64,12 @@ def test_there_is_a_row_for_every_cell_within_reach(recipe_file: Path, tmp_path:
     both = [r for r in rows if r["modules"] == "attention+mlp"]
     assert [r["criterion"] for r in both] == [*CRITERIA]
     assert {r["criterion"] for r in both if r["neurons_removed"] and r["heads_removed"]} >= {"fisher", "kwon", "flap"}
+    some["criteria"] = ("l2",)
+    with pytest.raises(PlanError, match=r"at most 0.45 of dense, but cutting all (heads|neurons) that"):
+        sweep(recipe, SweepGrid(**some, flops=(0.45,), modules=("attention", "mlp")), tmp_path / "other")
+    some["criteria"] = ("hies",)
+    with pytest.raises(RecipeError, match=r"criterion hies scores heads, but prune.modules is \[mlp\]"):
+        sweep(recipe, SweepGrid(**some, flops=(0.8,), modules=(MLP,)), tmp_path / "third")
 
 
 def test_rows_are_what_a_run_of_each_finds(recipe_file: Path, tmp_path: Path) -> None:
@@ -114,20 +118,6 @@ def test_a_journal_goes_on_where_time_was_not_asked_for(recipe_file: Path, tmp_p
     one, other = ([row[f"latency_{part}"] for part in ("low", "ratio", "high")] for row in timed.rows)
     assert one == other == sorted(one)
     assert (tmp_path / "out" / "journal.jsonl").read_text().count('"kind": "latency"') == 1
-
-
-def test_budgets_out_of_reach_are_left_out_or_refused(recipe_file: Path, tmp_path: Path) -> None:
-    recipe = PruningRecipe.from_yaml(recipe_file)
-    some: dict[str, Any] = {"criteria": ("l2",), "seeds": (0,), "calibration_sizes": (8,)}
-    grid = SweepGrid(**some, flops=(0.8, 0.45), modules=("mlp", "both"))
-    found = sweep(recipe, grid, tmp_path / "out")
-    assert [(r["modules"], r["flops_target"]) for r in found.rows] == [
-        *(("mlp", 0.8), ("attention+mlp", 0.8), ("attention+mlp", 0.45))
-    ]
-    with pytest.raises(PlanError, match=r"at most 0.45 of dense, but cutting all (heads|neurons) that"):
-        sweep(recipe, SweepGrid(**some, flops=(0.45,), modules=("attention", "mlp")), tmp_path / "other")
-    with pytest.raises(RecipeError, match=r"criterion hies scores heads, but prune.modules is \[mlp\]"):
-        sweep(recipe, SweepGrid(**some | {"criteria": ("hies",)}, flops=(0.8,), modules=(MLP,)), tmp_path / "third")
 
 
 def test_every_problem_of_a_grid_is_said_at_once() -> None:
