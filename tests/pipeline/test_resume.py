@@ -120,7 +120,8 @@ def test_killed_while_layers_are_refitted(
 def test_other_options_start_anew(story: Path, killed: Path) -> None:
     left = _left(killed, "other")
     asked = {"prune.budget.parameters": 0.8}
-    with _journal(*load_recipe(PruningRecipe.from_yaml(story, asked)), story.parent / "other") as kept:
+    pruning, _ = load_recipe(PruningRecipe.from_yaml(story, asked))
+    with _journal(pruning, story.parent / "other") as kept:
         assert not kept.chains
         assert not kept.fits
         assert not left.exists()

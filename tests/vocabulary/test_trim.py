@@ -236,7 +236,7 @@ CHATS = {
     "{{ ' [Q] ' + m['content'] + ' [A] ' if m['role'] == 'user' else m['content'] }}{% endfor %}",
     "tools": "{% if tools %}Call one of the tools: {{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{{ m['role'] }}: {% if m['tool_calls'] is defined %}"
-    "{% for c in m['tool_calls'] %}calling {{ c['function']['name'] }}{% endfor %}"
+    "{% for c in m['tool_calls'] %}calling {{ c['function']['name'] }};{% endfor %}"
     "{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}",
 }
 
