@@ -219,7 +219,7 @@ class Walk:
         return found if isinstance(found, Call) and not run.dead else None
 
     def _wait(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for a layer's forward: wait until the caller sends its output."""
+        """Stand in for a layer's forward: wait until the caller sends the output, and return it."""
         if getcurrent() not in self._runs.values():  # the model is run outside of the walk meanwhile
             return self._forwards[name](*args, **kwargs)
         mode = torch.is_grad_enabled()

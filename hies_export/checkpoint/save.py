@@ -365,7 +365,7 @@ def read_refit(plan: PruningPlan, file: Path) -> dict[str, Tensor]:
 
 
 def load_refit(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> None:
-    """Copy refitted parameters into a slim model, in place; if one does not fit, raise a `PlanError` before that."""
+    """Copy refitted parameters into a slim model, in place; if one does not fit, raise a `PlanError` and copy none."""
     state = model.state_dict()
     for name, tensor in refitted.items():
         if name not in state or tensor.shape != state[name].shape:

@@ -98,7 +98,7 @@ def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
 
 
 def sample_contents(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[bytes, ...]]:
-    """Return the digests of the inputs of each sample, see `samples_of`; samples with equal inputs have equal ones.
+    """Return the digests of the inputs of each sample, as `samples_of` counts samples; equal inputs have equal ones.
 
     Of a question with choices, only the right one is included, as models are fitted on that.
     """

@@ -29,7 +29,7 @@ def check_each(rows: datasets.Dataset, column: str, fits: Callable[[Any], Any], 
 
 
 def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[float]:
-    """Return the number in a column of each row; a DataError names a row without one, and says `what` the numbers are.
+    """Return the numbers in a column, one a row; a DataError names a row without one, and says `what` the numbers are.
 
     Numbers of classes are refused.
     """

@@ -393,6 +393,6 @@ def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Pla
 
 
 def _array(tensor: Any, numbers: Sequence[int]) -> np.ndarray:
-    """Return numbers in the dtype and shape of a tensor."""
+    """Return numbers as an array that has the dtype and shape of an `onnx_ir` tensor."""
     like = tensor.numpy()
     return np.array(numbers, like.dtype).reshape(like.shape)

@@ -197,7 +197,7 @@ class Priced:
             yield item
 
     def _show_estimate(self, size: Size, seconds: float) -> None:
-        """Measure the pace by the seconds of the first block, and show what the run takes."""
+        """Set the pace, in multiplications a second, by the first block's seconds; show what all takes."""
         self.pace = size.scored * size.forward / len(size.blocks) / max(seconds, 1e-6)
         takes, memory = sum(self._work.values()) / self.pace, sum(size.memory().values())
         if takes >= WORTH_SAYING:

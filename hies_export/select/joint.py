@@ -62,7 +62,7 @@ def least_loss_saving(saved: Sequence[Sequence[float]], losses: Sequence[Sequenc
     """Return the place of one option per module, which together save `wanted` or more at the least loss.
 
     Savings are shares of the dense cost, for every option of every module; the first option saves nothing. Those of
-    several modules count in steps of the dense cost, rounded so that enough is saved.
+    several modules count in steps of 1 / `GRID` or 1 / `FINE_GRID`, so that enough is saved; those of one are exact.
     """
     if len(saved) == 1:
         enough = [place for place, share in enumerate(saved[0]) if share >= wanted - ROUNDING]

@@ -218,5 +218,5 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def _close(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Return whether two `signature`s are equal up to rounding, a share of the sum of absolute values in `other`."""
+    """Return whether two `signature`s are equal up to rounding, relative to the sum of absolute values in `other`."""
     return all(Difference(abs(a - b), other[1]).within(FEW_STEPS) for a, b in zip(one, other, strict=True))

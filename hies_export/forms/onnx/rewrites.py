@@ -12,7 +12,7 @@ _KEPT_ATTRIBUTES = ("num_heads", "scale", "mask_filter_value", "unidirectional")
 
 
 def flatten_gemm_inputs(program: Any) -> None:
-    """Insert the missing reshape in front of every `Gemm` whose input is not a matrix.
+    """Insert, in place, the missing reshape in front of every `Gemm` whose input is no matrix.
 
     When the exporter fuses the attention in front of a Conv1D (GPT-2), it drops the reshape to (batch * sequence,
     hidden) between them. ONNX Runtime then refuses the graph: "Input 0 expected to have rank 2 but has rank 3".
