@@ -187,12 +187,16 @@ def system_failure(error: BaseException) -> str | None:
 
 
 def foreign_failure(error: BaseException) -> str | None:
-    """Return a sentence for an error that was raised in an installed library; None if it was raised in our own code."""
+    """Return a sentence for an error that was raised in the standard library or another installed package; else None.
+
+    Errors of this package and of a user's own code are not theirs.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    raised_in = Path(frames[-1].filename if frames else ".")
-    own, standard_library = Path(__file__).parent, Path(os.__file__).parent
-    installed = raised_in.is_relative_to(standard_library) or any(p.endswith("-packages") for p in raised_in.parts)
-    if raised_in.is_relative_to(own) or not installed:
+    if not frames:
+        return None
+    raised_in, own, standard_library = Path(frames[-1].filename), Path(__file__).parent, Path(os.__file__).parent
+    installed = any(part in ("site-packages", "dist-packages") for part in raised_in.parts)  # the latter on Debian
+    if raised_in.is_relative_to(own) or not (installed or raised_in.is_relative_to(standard_library)):
         return None
     return f"{root_cause(error, limit=LONGEST_QUOTE)} (--verbose shows where)"
 

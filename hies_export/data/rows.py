@@ -386,11 +386,13 @@ def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
 
 
 def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:
+    """Return the images of a folder, labelled by its metadata file, or without one by their sub-folders."""
     described = any((folder / f"metadata.{ending}").is_file() for ending in ("csv", "jsonl", "parquet"))
+    # By default `datasets` gives no labels where there is only one sub-folder.
     pattern, options = ("**", {}) if described else ("*/*", {"drop_labels": False})
     try:
         return _build("imagefolder", [f"{glob.escape(str(folder))}/{pattern}"], cache, **options)
-    except Exception as error:  # as for files
+    except Exception as error:  # readers of images and of metadata each raise their own kind
         raise DataError(
             "an image folder must have one sub-folder of images per class, or a metadata.csv with columns file_name "
             f"and label, but {folder} does not load: {_reason(error)}; for other data name the files, such as "

@@ -137,7 +137,7 @@ def spreads(
 
 
 def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> list[list[str]]:
-    """Return consecutive items in groups whose sizes add up to no more than the limit, each at least one item."""
+    """Return consecutive items in groups whose sizes add up to the limit at most; a larger item is its own group."""
     groups: list[list[str]] = []
     left = 0.0
     for item, size in zip(items, sizes, strict=True):

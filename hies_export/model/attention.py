@@ -102,10 +102,10 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention by the function that `use_attention` set; the interface wants (batch, query, heads, width)."""
-    if kwargs.get("cache") is not None:  # ignoring it would score a different model
+    if kwargs.get("cache") is not None:  # of continuous batching; the keys given are then those of new tokens alone
         raise UnsupportedModelError(
-            f"attention must be a plain softmax over query-key products, but {type(module).__name__} passes 'cache'; "
-            "this model cannot be scored yet"
+            f"a model must be scored by plain forward passes, but {type(module).__name__} reads a paged cache; score "
+            "it outside of generate_batch"
         )
     is_causal = kwargs.get("is_causal")
     if is_causal is None:

@@ -36,15 +36,12 @@ def output_alone(model: nn.Module, *, cache: bool = False) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model into evaluation mode and freeze its weights inside the block, and restore both afterwards."""
+    """Put a model into evaluation mode and freeze its weights inside the block, and restore it afterwards."""
+    trainable = [(parameter, "requires_grad", False) for parameter in model.parameters() if parameter.requires_grad]
     # A model without a problem_type guesses it from the first labels, and writes it into its config.
-    problem_type = getattr(model.config, "problem_type", None)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with attributes_set((parameter, "requires_grad", False) for parameter in trainable), evaluating(model):
-        try:
-            yield
-        finally:
-            model.config.problem_type = problem_type
+    kind = (model.config, "problem_type", model.config.problem_type)
+    with attributes_set([*trainable, kind]), evaluating(model):
+        yield
 
 
 # On a CPU, layers of these dtypes compute in float32.

@@ -137,11 +137,12 @@ def is_own(metric: str) -> bool:
 
 
 def sentence_class(report: Report) -> str | None:
-    """Return the class of sentence-transformers that loads the slim model; None if there is none."""
+    """Return the class of sentence-transformers that loads the slim model; None if none is known to."""
     task = TASKS.get(report.task)  # one that a user registered may be unknown in another process
     if task is not None and task.embeds:
         return "SentenceTransformer"
-    return "CrossEncoder" if "candidates" in (report.ranking or {}) else None
+    is_reranker = "candidates" in (report.ranking or {})  # see `Report.ranking`
+    return "CrossEncoder" if is_reranker else None
 
 
 # The first sentence

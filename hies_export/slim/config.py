@@ -48,14 +48,14 @@ Settings = dict[int, dict[str, Any]]
 """Position of a config in `configs_in` -> its new fields."""
 
 
-def as_mistral(
-    model: PreTrainedModel, settings: Mapping[int, Mapping[str, Any]], shapes: Mapping[str, Any]
-) -> PreTrainedModel | None:
-    """Return a cut LLaMA, or a model with one such as a LLaVA, as a Mistral with the same tensors; None if it is none.
+def as_mistral(model: PreTrainedModel, settings: Mapping[int, Mapping[str, Any]]) -> PreTrainedModel | None:
+    """Return a cut model with a Mistral in place of its LLaMA, which may be a part, as in a LLaVA; tensors are shared.
 
     Mistral computes the same, and takes heads that do not divide the width. `settings` are the fields that the cut
-    changed, `shapes` the `tensor_shapes` of the cut model.
+    changed, by the position of their config in `configs_in`. None if the model has no LLaMA, or if no Mistral has its
+    fields and the shapes of its tensors.
     """
+    shapes = tensor_shapes(model)
     for position, fields in settings.items():
         config = _mistral_config(configs_in(model.config)[position], fields)
         twin = None if config is None else _mistral_model(model, config, position, settings)
@@ -313,10 +313,10 @@ def plain_model(
         if found is None:
             return None
         settings = {key: settings.get(key, {}) | found.get(key, {}) for key in (*settings, *found)}
-    stock, shapes = _stock_model(model, settings), tensor_shapes(model)
+    stock = _stock_model(model, settings)
     if stock is None:
-        return as_mistral(model, settings, shapes)
-    if tensor_shapes(stock) != shapes:
+        return as_mistral(model, settings)
+    if tensor_shapes(stock) != tensor_shapes(model):
         return None
     for position, config in enumerate(configs_in(model.config)):
         for name, value in settings.get(position, {}).items():

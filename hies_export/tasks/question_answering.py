@@ -250,12 +250,17 @@ class QuestionAnswering(Task):
         return span, best.where(output.isfinite().flatten(1).all(-1).cpu(), torch.nan)
 
     def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
-        """Return the answer to each question in the window with the largest sum, in the order of their numbers."""
+        """Return one answer to each question, in the order of the questions' numbers, and the texts they are parts of.
+
+        It is that of the window for which `keep` found the largest sum. Batches without questions have an answer to
+        every row instead, and no texts.
+        """
         spans, scores = (torch.cat(values) for values in zip(*kept, strict=True))
         if "question" not in batches[0]:
             return Predictions(self.predicts, spans)
         sums = scores.tolist()
         rows = [max(windows, key=sums.__getitem__) for windows in _windows(batches)]
+        # A context is the code points of a text, padded with -1.
         contexts = [context for batch in batches for context in batch["context"].cpu()]
         texts = ["".join(map(chr, contexts[row][contexts[row] >= 0].tolist())) for row in rows]
         return Predictions(self.predicts, spans[rows], contexts=texts)

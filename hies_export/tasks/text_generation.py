@@ -122,7 +122,7 @@ class TextGeneration(Task):
         tokenizer, limit = self.prepare_tokenizer()
         counted, choices = self._rows(samples, use, limit)
         for part in batched(range(len(counted)), size):
-            batch = self._padded([counted[row] for row in part], tokenizer)
+            batch = self._labelled([counted[row] for row in part], tokenizer)
             if self.columns.messages:
                 batch[data.CHAT_KEY] = torch.ones(len(part), dtype=torch.bool)
             yield batch if choices is None else batch | choices.of(part)
@@ -252,13 +252,13 @@ class TextGeneration(Task):
             )
         return found
 
-    def _padded(self, samples: Sequence[Tokens], tokenizer: Any) -> Batch:
-        """Return samples as a batch, (samples, longest), padded."""
+    def _labelled(self, samples: Sequence[Tokens], tokenizer: Any) -> Batch:
+        """Return samples as a padded batch, (samples, longest), whose labels are `IGNORED` but at judged tokens."""
         found: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
         for ids, judged in samples:
             found["input_ids"].append(ids)
             found["attention_mask"].append([1] * len(ids))
-            labels = [token if is_label else data.IGNORED for token, is_label in zip(ids, judged, strict=True)]
+            labels = [token if is_judged else data.IGNORED for token, is_judged in zip(ids, judged, strict=True)]
             found["labels"].append(labels)
         return data.as_batch(found, tokenizer, self.config)
 

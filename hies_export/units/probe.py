@@ -63,7 +63,7 @@ class Probe:
         return [p for p in self.model.parameters() if id(p) not in linear]
 
     def small_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters outside of linear layers that have a value of their own for every element."""
+        """Return the parameters outside of linear layers that have random values; larger ones hold a single number."""
         return [p for p in self.other_parameters() if p.numel() <= _LARGEST_REAL_PARAMETER]
 
     def run(

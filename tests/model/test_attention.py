@@ -183,7 +183,7 @@ def test_two_models_at_once_and_nested() -> None:
 def test_attention_with_more_than_a_softmax_is_refused() -> None:
     layer = bert().bert.encoder.layer[0].attention.self
     states = (torch.randn(1, 6, 3, 8) for _ in range(3))
-    with pytest.raises(UnsupportedModelError, match="passes 'cache'"):
+    with pytest.raises(UnsupportedModelError, match="reads a paged cache"):
         attention._attention_forward(layer, *states, None, cache=object())
 
 

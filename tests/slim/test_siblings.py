@@ -19,7 +19,7 @@ from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import KINDS
 from hies_export.model.copies import convert
 from hies_export.slim.check import first_output
-from hies_export.slim.config import as_mistral, is_slim, tensor_shapes
+from hies_export.slim.config import as_mistral, is_slim
 
 TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 
@@ -53,7 +53,7 @@ def test_both_families_compute_the_same(task: str, variant: str) -> None:
     stock, dimensions = getattr(transformers, f"Llama{task}"), tiny("llama")[0].config.to_dict()
     torch.manual_seed(0)
     model = shake(stock(stock.config_class.from_dict({**dimensions, **VARIANTS[variant]})))
-    twin = as_mistral(model, {0: {}}, tensor_shapes(model))
+    twin = as_mistral(model, {0: {}})
     assert type(twin) is getattr(transformers, f"Mistral{task}")
     # Not visible in short texts: a window of 4,096 tokens is Mistral's default.
     assert twin.config.sliding_window is None

@@ -148,20 +148,19 @@ def _in_pieces(exported: OnnxGenerator, batch: Mapping[str, torch.Tensor]) -> di
 def _logits_and_cache(
     want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the logits and the cache of torch and of the graph.
+    """Return the logits of torch and of the graph, and their caches in float32, in which they are compared.
 
     With a sliding window, torch keeps only the last tokens in the cache and the graph all, so the graph's is cut.
     """
 
-    def taken(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        found = {"logits": outputs["logits"]}
-        for name, array in outputs.items():
-            if name.startswith("present."):
-                end = array[:, :, -want[name].shape[2] :] if name in want else array
-                found[name] = end.astype(np.float32, copy=False)
-        return found
+    def in_float32(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        cache = {name: array for name, array in outputs.items() if name.startswith("present.")}
+        return {"logits": outputs["logits"], **{n: array.astype(np.float32, copy=False) for n, array in cache.items()}}
 
-    return taken(want), taken(got)
+    wanted, found = in_float32(want), in_float32(got)
+    for name in wanted.keys() & found.keys() - {"logits"}:  # a name that one of them lacks is refused afterwards
+        found[name] = found[name][:, :, -wanted[name].shape[2] :]
+    return wanted, found
 
 
 def compare_outputs(want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], *, label: str, dtype: str) -> float:
