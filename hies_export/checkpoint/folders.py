@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,21 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         yield written
         refuse_existing(folder, overwrite=overwrite)
         _put(written, folder)
+
+
+@contextmanager
+def set_aside(folder: Path) -> Iterator[None]:
+    """Move a folder away while the block writes another in its place; put it back if the block raises anything."""
+    with _hidden(folder) as old:
+        if folder.exists():
+            folder.rename(old)
+        try:
+            yield
+        except BaseException:  # an interrupt too
+            shutil.rmtree(folder, ignore_errors=True)
+            if old.exists():
+                old.rename(folder)
+            raise
 
 
 def replace_file(file: Path, text: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folders import new_folder, refuse_existing
+from ..checkpoint.folders import new_folder, refuse_existing, set_aside
 from .arguments import Options, add_output
 
 
@@ -26,14 +25,12 @@ def run(options: Options) -> dict[str, Any]:
     from ..report.words import removed_text
     from .digits import MODEL, prepare_quickstart
 
-    with new_folder(options.output, overwrite=options.overwrite) as folder:
-        prepare_quickstart(folder, progress=options.progress)
-    try:
+    # The recipe runs where it stays, as its report names the model by its path.
+    with set_aside(options.output):
+        with new_folder(options.output) as folder:
+            prepare_quickstart(folder, progress=options.progress)
         recipe = PruningRecipe.from_yaml(options.output / "recipe.yaml")
         report = run_recipe(recipe, command=options.command_line, progress=options.progress)
-    except BaseException:  # an interrupt too
-        shutil.rmtree(options.output)
-        raise
     print_report(report, options.console)
     where = options.output
     recipe_file, slim, dense, larger = (

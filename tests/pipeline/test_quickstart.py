@@ -88,10 +88,15 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert {p.name for p in (tmp_path / "quick start").iterdir()} == {"digits", "recipe.yaml", "run", "vit-digits"}
 
 
-def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "hies_export.cli.digits.prepare_quickstart",
         lambda folder, **_: (folder / "recipe.yaml").write_text("model: nowhere"),
     )
     assert main(["quickstart", "-o", str(tmp_path / "quick")]) == 2
     assert not [*tmp_path.iterdir()]
+    old = tmp_path / "quick" / "hies_plan.json"
+    old.parent.mkdir()
+    old.touch()
+    assert main(["quickstart", "-o", str(tmp_path / "quick"), "--overwrite"]) == 2
+    assert [*tmp_path.rglob("*")] == [old.parent, old]
