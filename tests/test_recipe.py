@@ -36,6 +36,8 @@ def test_every_recipe_is_valid(path: Path) -> None:
     recipe = PruningRecipe.from_yaml(path)
     assert recipe.evaluation.split
     assert path.read_text().startswith("# ")
+    fields = yaml.safe_load(path.read_text())
+    assert fields["output"] not in [fields["model"], *map(str, Path(fields["model"]).parents)]  # is not what it reads
 
 
 @pytest.mark.parametrize(
