@@ -70,7 +70,8 @@ def run(options: Options) -> dict[str, Any]:
         if is_vision_language(model):
             sample = image_text_batch(model, image=image)
         else:
-            sample = synthetic_batch(model, batch=2, sequence=16, image=image)
+            # Of two rows of noise, all logits may be close to 0, beside which 8 bits would look wrong.
+            sample = synthetic_batch(model, batch=8, sequence=16, image=image)
         given = Given(sample, processor, rows)
         exported = FORMATS[how.format].write(model, options.output, how, given, overwrite=options.overwrite)
     result = _report(options, exported)

@@ -33,6 +33,7 @@ from hies_export.forms.onnx.quantize import (
 )
 from hies_export.forms.runtimes.bits import quantize_blocks
 from hies_export.forms.runtimes.ort import OnnxRuntime
+from hies_export.model.tokens import synthetic_batch
 
 Batch = dict[str, torch.Tensor]
 
@@ -47,8 +48,14 @@ def batch() -> Batch:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dense") / "model"
-    wide_bert().save_pretrained(folder)
+    """A classifier whose logits of two rows of noise are 0, as those of a good one nearly are."""
+    folder, model = tmp_path_factory.mktemp("dense") / "model", wide_bert()
+    with torch.no_grad():
+        one, other = model.bert(**synthetic_batch(model, batch=2, sequence=16)).pooler_output
+        weight, apart = model.classifier.weight, torch.nn.functional.normalize(one - other, dim=0)
+        weight -= weight @ apart[:, None] * apart
+        model.classifier.bias.copy_(-weight @ one)
+    model.save_pretrained(folder)
     return folder
 
 
