@@ -313,7 +313,7 @@ def _ranking_text(report: Report, subject: _Subject) -> str:
     of = METRICS[metric].of if metric in METRICS else ""
     index = " with your index as it is" if "dense_index" in (report.ranking or {}) and "ranking" in of else ""
     again = (subject.ranking or {}).get("slim_index", {}).get(metric.removesuffix("@10"))
-    other = "" if again is None else f", {_number(again)} re-embedded"
+    other = f", {_number(again)} re-embedded" if index and again is not None else ""
     if of == "own ranking":
         return f"{title_of(metric)} {_number(quality)}{index}{other}"
     numbers = f"{_number(dense)} → {_number(quality)}"

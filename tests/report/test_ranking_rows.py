@@ -69,6 +69,12 @@ def test_a_promise_names_the_metric_and_the_index(index: str | None, asked: str,
     assert stays in lead
 
 
+def test_a_metric_of_pairs_which_has_no_index_is_told_once() -> None:
+    indices = {index: {**numbers, "spearman": 0.88} for index, numbers in NDCG.items()}
+    report = report_with(quality={"metric": "spearman", "dense": 0.9, "slim": 0.88}, ranking=indices)
+    assert "97.8 % of Spearman stays (64 rows; 0.900 → 0.880);" in lead_text(report)
+
+
 def test_a_loss_of_a_metric_of_rankings_names_the_index() -> None:
     keep = KeepBudget(metric="ndcg@10", by=0.01, index="slim")
     promise = Outcome(Budget(keep=keep), found=Found(0.002, 0.011), samples=9, confidence=0.95)
