@@ -394,7 +394,6 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=[], choices=TASKS, help="zero-shot tasks")
     parser.add_argument("--task-folder", type=Path, help="folder with a folder for each task")
     parser.add_argument("--documents", type=int, default=200, help="of each task")
-    parser.add_argument("--device-map", help="as in from_pretrained: cuda, auto")
     parser.add_argument("--out", type=Path, default=Path("real-llama.jsonl"))
     parser.add_argument("--small", action="store_true", help="try everything on a tiny random model")
     options = parser.parse_args()

@@ -44,6 +44,8 @@ Work: TypeAlias = Callable[[list[PrunableModule], Read], None]
 
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
 
+BOUNDED = 0.02  # share of the tokens whose effects are bounded
+
 
 def read_forward(
     model: PreTrainedModel,
@@ -289,7 +291,7 @@ class LayerEffects:
     """
 
     inputs: Tensor  # (tokens, inputs) float32
-    gradients: Tensor  # (tokens, inputs) float32, of the sample's prediction with respect to these inputs
+    gradients: Tensor  # (tokens, inputs) float32, of the sample's prediction to these inputs, `bounded`
     sample: Tensor  # (tokens,) int64, the sample that each token belongs to
     centred: bool  # the consumer has a bias, which can absorb the mean of the removed inputs
 
@@ -314,5 +316,19 @@ def effects_of(model: PreTrainedModel, batches: Batches, modules: Sequence[Pruna
         parts = [call for of_batch in found for call in of_batch.pop(module.name)]
         inputs, gradients, sample = (torch.cat(part) for part in zip(*parts, strict=True))
         centred = model.get_submodule(module.consumer).bias is not None
-        layers[module.name] = LayerEffects(inputs, gradients, sample, centred)
+        layers[module.name] = LayerEffects(inputs, bounded(inputs, gradients), sample, centred)
     return layers
+
+
+def bounded(inputs: Tensor, gradients: Tensor) -> Tensor:
+    """Return gradients, (tokens, inputs), scaled down at the 2 % of tokens where inputs times gradients are largest.
+
+    Their norm becomes that of the token at the border. A removal changes the prediction in proportion to the gradient
+    only while the change is small, so that without a bound few tokens decide: in the first layers of SmolLM2-135M, 8 of
+    8,192 tokens had 40 % of the squared effects. Tokens that do not reach the prediction are not counted.
+    """
+    size = (inputs * gradients).norm(dim=1)
+    if not size.any():
+        return gradients
+    border = size[size > 0].quantile(1 - BOUNDED)
+    return gradients * (border / size).clamp(max=1)[:, None]

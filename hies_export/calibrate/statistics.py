@@ -81,13 +81,11 @@ class Statistics:
             "weight_l2" is the L2 norm of the unit's weights. `collect_statistics` describes all of them.
         calibration: The run that produced them.
         moments: Moments of the consumers over the rows to refit on, collected when first used; None without such rows.
-        gradients: Those of the losses; None if they were not kept.
     """
 
     values: Mapping[str, Mapping[str, Tensor]]
     calibration: Calibration
     moments: MomentStore | None = None
-    gradients: Gradients | None = None
 
     def __getitem__(self, statistic: str) -> Mapping[str, Tensor]:
         return self.values[statistic]
@@ -107,7 +105,6 @@ def collect_statistics(
     modules: Sequence[PrunableModule],
     *,
     needs: Collection[str] = DEFAULT_NEEDS,
-    keep: bool = False,
     progress: Progress = SILENT,
 ) -> Statistics:
     """Collect the statistics of every unit, averaged over the calibration samples.
@@ -134,7 +131,6 @@ def collect_statistics(
             not used (as in the last layer of LLaVA's tower) has an HIS of 0.
         needs: Statistics to collect beside "his", "fisher", "entropy" and "weight_l2", which are always collected:
             "activation_l2", the mean norm of a unit's output over real tokens, and those that criteria bring.
-        keep: Keep the gradients in the result.
         progress: Shows the loop over the blocks, forward and backward.
 
     Returns:
@@ -185,7 +181,7 @@ def collect_statistics(
             sums["rows"][name] += counted
             sums["maps"][name] += 1
 
-    gradients.collect(add, keep=keep, around=recorded, name="score", progress=progress)
+    gradients.collect(add, around=recorded, name="score", progress=progress)
     added_up(total for of_modules in sums.values() for total in of_modules.values())
     samples = task.repeats * calibration.samples
     found = {what: {name: total / samples for name, total in sums[what].items()} for what in ("his", "fisher")}
@@ -195,7 +191,7 @@ def collect_statistics(
     found["weight_l2"] = {module.name: weight_l2(model, module) for module in modules}
     if with_norms:
         found["activation_l2"] = {name: total / sums["tokens"][name] for name, total in sums["norms"].items()}
-    return Statistics(found | brought, calibration, gradients=gradients if keep else None)
+    return Statistics(found | brought, calibration)
 
 
 def calibration_of(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Calibration:

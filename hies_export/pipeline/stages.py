@@ -89,8 +89,8 @@ class Choice:
         return Trial(self.scores, self.plan.kept, self.token_weights)
 
     def done(self, slim: Slim) -> Choice:
-        """Return the choice with the slim model's plan and outcome, without moments and gradients (gigabytes)."""
-        statistics = self.statistics and replace(self.statistics, moments=None, gradients=None)
+        """Return the choice with the slim model's plan and outcome, without moments (gigabytes)."""
+        statistics = self.statistics and replace(self.statistics, moments=None)
         return replace(self, plan=slim.plan, outcome=slim.outcome, statistics=statistics)
 
 
@@ -109,8 +109,6 @@ def calibrate(pruning: Pruning) -> Statistics:
         pruning.rows.score,
         pruning.scored,
         needs=(*DEFAULT_NEEDS, *needs_of(*tried)),
-        # Greedy removal in a language model needs the gradients of the same loss.
-        keep=criterion in (COMPENSATED, AUTO) and pruning.task.generative and "labels" in pruning.rows.score[0],
         progress=pruning.progress,
     )
     return replace(found, moments=moments_of(pruning))
@@ -159,7 +157,6 @@ def score_by_removal(pruning: Pruning, statistics: Statistics) -> Scores:
         effect_batches(pruning),
         pruning.scored,
         moments=statistics.moments,
-        gradients=statistics.gradients,
         unit=pruning.options.unit,
         known=pruning.chains,
         progress=pruning.progress,

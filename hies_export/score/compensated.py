@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import LayerMoments, MomentStore, Spread
 from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own
 from ..calibrate.walk import device_of_blocks
-from ..data.batches import size_of
+from ..data.batches import in_rows, size_of
 from ..kinds import ATTENTION
 from ..model.internals import exact_products
 from ..processes import mapped
@@ -56,7 +56,6 @@ def score_compensated(
     modules: Sequence[PrunableModule],
     *,
     moments: MomentStore | None = None,
-    gradients: Gradients | None = None,
     unit: str = "group",
     known: MutableMapping[str, Chain] | None = None,
     progress: Progress = SILENT,
@@ -65,13 +64,11 @@ def score_compensated(
 
     Args:
         model: A classifier, regressor or language model; its weights, mode and gradients are restored.
-        batches: Keyword arguments of the model, whose predictions the removals should change least. Labels are read
-            only if they are tokens. Fewer than about 256 samples need `moments`.
+        batches: Keyword arguments of the model, whose predictions the removals should change least. Labels only say
+            where tokens are predicted. Fewer than about 256 samples need `moments`.
         modules: The modules that may lose units, heads or neurons.
         moments: The moments of at least these modules, from rows with more tokens than `batches` have: with few tokens,
             some neurons wrongly look free to remove. By default those of `batches`.
-        gradients: Those of the predictions on the batches or, which is the same in a language model, of the loss;
-            collected by default. They replace `batches`, and are used up.
         unit: What an attention layer loses at once: a "group", or a head of every group ("query").
         known: Module -> its chain, for modules that were ranked before; new chains are added as soon as they are found.
         progress: Shows the loops over the blocks.
@@ -88,10 +85,11 @@ def score_compensated(
         >>> score_compensated(model, batches, modules).criterion
         'compensated'
     """
-    batches = batches if gradients is None else gradients.batches
-    # A text is not a single prediction.
-    per_sample, device = not task_of(model).generative, device_of_blocks(model)
+    task, device = task_of(model), device_of_blocks(model)
+    per_sample = not task.generative  # a text is not a single prediction
     samples, chains = sum(map(size_of, batches)), {} if known is None else known
+    parts = [(number, part) for number, batch in enumerate(batches) for part in in_rows(batch, task.at_once(batch))]
+    numbers, batches = [number for number, _ in parts], [part for _, part in parts]
 
     def rank(modules: Sequence[PrunableModule], read: Read, sums: Mapping[str, LayerMoments]) -> None:
         if all(module.name in chains for module in modules):  # the walk goes through this block all the same
@@ -113,22 +111,19 @@ def score_compensated(
             if block and block[0] in modules:
                 found.of(block, lambda block, read: rank(block, read, sums))
 
-    found = gradients or Gradients(model, batches, modules, "effect")
-    if gradients is None and (moments is None or moments.keeps):
+    found = Gradients(model, batches, modules, "effect", numbers=numbers)
+    if moments is None or moments.keeps:
         kept = {} if moments is None else moments.all_kept(progress)
         found.collect(lambda block, read: rank(block, read, kept), name="modules ranked", progress=progress)
     else:
-        if gradients is None:
-            found.collect(keep=True, name="effects", progress=progress)
+        found.collect(keep=True, name="effects", progress=progress)
         new: list[PrunableModule] = []
         for block in filter(None, found.blocks.values()):
             if all(module.name in chains for module in block):
                 found.of(block, lambda *_: None)  # which drops what was kept for it
             else:
                 new += block
-        if moments is None:
-            rank_again(new, {})
-        elif new:
+        if new:
             moments.each(rank_again, {module.name for module in new}, name="modules ranked", progress=progress)
     return scores_of_chains(modules, [chains[module.name] for module in modules], per_sample=per_sample)
 

@@ -11,7 +11,7 @@ from support.cuts import effects, moments_by_module, moments_of
 from support.generative import padded, with_images
 from support.models import bert, causal_lm, image_batch, llama, llava, opt, shake, text_batch, vit, zero_padding
 from support.neurons import neurons
-from support.references import read_by_sample
+from support.references import bounds, read_by_sample
 from support.tolerance import assert_near
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -115,7 +115,7 @@ def test_moments_and_effects_are_those_of_a_loop_over_tokens(
     moments, layers = moments_by_module(model, modules, batches, weighted=True), effects(model, batches, modules)
     for module in modules:
         tokens, found, layer = naive(model, module, batches), moments[module.name], layers[module.name]
-        for one, other in ((layer.inputs, tokens.x), (layer.gradients, tokens.g)):
+        for one, other in ((layer.inputs, tokens.x), (layer.gradients, bounds(tokens.x, tokens.g) * tokens.g)):
             assert one.dtype == torch.float32
             np.testing.assert_allclose(one.numpy(), other, rtol=1e-3, atol=1e-4 * max(np.abs(other).max(), 1e-3))
         assert layer.sample.tolist() == tokens.sample.tolist()

@@ -39,7 +39,8 @@ def test_work_by_hand() -> None:
     assert work["score"] == 3 * 1000 * forward
     products = 2 * 4000 * (10**2 + 40**2) / 2
     heads, neurons = 6 * 1000 * 10**2 + 4 / 3 * 10**3, 1000 * 40 * (40 + 50 * 0.8) + 4 / 3 * 40**3
-    assert work["rank"] == pytest.approx(4000 * forward + products + 2 * 1000 * forward + 2 * (heads + neurons))
+    walks = (4000 + 3 * 1000 + 2 * 1000) * forward
+    assert work["rank"] == pytest.approx(walks + products + 2 * (heads + neurons))
     sums = 2 * 4000 * (5 * (2.5 + 10) + 20 * (10 + 10))
     fits = 2 * 5 * sum(f**3 / 3 + 2 * f**2 * 10 for f in (5, 20))
     assert work["refit"] == pytest.approx(1.5 * 4000 * forward + sums + fits)
@@ -47,7 +48,7 @@ def test_work_by_hand() -> None:
 
 def test_what_was_found_before_is_not_paid_again() -> None:
     work, rest = SIZE.work(), replace(SIZE, ranked=1.0, done=1.0).work()
-    assert rest["rank"] == SIZE.refitted * SIZE.forward
+    assert rest["rank"] == (SIZE.refitted + 3 * SIZE.scored) * SIZE.forward
     assert rest["refit"] == 1.5 * SIZE.refitted * SIZE.forward
     assert rest["score"] == work["score"]
 

@@ -23,7 +23,7 @@ from support.models import (
     zero_padding,
 )
 from support.neurons import neurons
-from support.references import RIDGE, naive_effect, read_by_sample
+from support.references import RIDGE, bounds, naive_effect, read_by_sample
 from support.tolerance import assert_near, near
 from transformers import PreTrainedModel
 
@@ -56,7 +56,9 @@ def test_it_is_greedy_by_the_effect_of_the_compensated_layers(make: Callable[...
     assert (found.criterion, found.parameters) == ("compensated", {"ridge": RIDGE, "per_sample": per_sample})
     assert len(found.chains) == len(modules)
     for module, chain in zip(modules, found.chains, strict=True):
-        samples = [(x, y, g) for x, y, _, g in read_by_sample(model, module, batches)]
+        x, y, h, g = zip(*read_by_sample(model, module, batches), strict=True)
+        factors = np.split(bounds(np.concatenate(x), np.concatenate(h)), np.cumsum([*map(len, x)])[:-1])
+        samples = [*zip(x, y, map(np.multiply, factors, g), strict=True)]
         kept = list(range(module.groups))
         for removal in chain:
             # The last group's removal leaves no inputs to build a layer of.

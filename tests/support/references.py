@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hies_export import PrunableModule, PruningPlan
 from hies_export.kinds import ATTENTION
+from hies_export.tasks.text_generation import drawn
 from support.exported import run_onnx
 from support.models import generative_tokenizer
 from support.neurons import one_by_one
@@ -63,29 +64,54 @@ def layer_tokens(
     return read, written
 
 
+def labels_of(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    """Return the labels of a batch, by default the text after its first token, without padding and images."""
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    read = (mask != 0) & (mask.roll(1, -1) != 0) & (ids != getattr(model.config, "image_token_id", -1))
+    return batch.get("labels", ids.where(read, -100))
+
+
+def drawn_in(model: PreTrainedModel, number: int, batch: dict[str, Tensor]) -> list[int]:
+    """Return the tokens that the package draws at the places of a batch's labels, row by row."""
+    with torch.no_grad():
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[:, :-1]
+    return drawn(logits[labels_of(model, batch)[:, 1:] != -100].log_softmax(-1), number).tolist()
+
+
+def bounds(x: np.ndarray, h: np.ndarray) -> np.ndarray:
+    """Return factors, (tokens, 1), that make no token's x * h longer than it is at all but 2 % of the tokens."""
+    sizes = np.sqrt(((x * h) ** 2).sum(1))
+    border = np.quantile(sizes[sizes > 0], 0.98) if sizes.any() else 0.0
+    return np.array([[border / size if size > border else 1.0] for size in sizes])
+
+
 def read_by_sample(
     model: PreTrainedModel, module: PrunableModule, batches: Sequence[dict[str, Tensor]]
 ) -> list[tuple[np.ndarray, ...]]:
     """Return inputs and outputs of a consumer, and the prediction's gradients to both, for every unpadded sample.
 
-    Each is (tokens, features). The prediction is computed here from the logits.
+    Each is (tokens, features). The prediction is computed here from the logits. Only the tokens that a language model
+    draws are the package's.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     handle = model.get_submodule(module.consumer).register_forward_hook(lambda m, x, y: seen.append((x[0], y)))
-    found = []
+    found, tokens = [], None
     for one in one_by_one(batches):
         logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits[0]
+        read = seen.pop()
         if logits.dim() == 2:
-            images = one["input_ids"] == getattr(model.config, "image_token_id", -1)
-            wanted = one.get("labels", one["input_ids"].masked_fill(images, -100))[0]
+            tokens = tokens or iter(
+                [token for number, batch in enumerate(batches) for token in drawn_in(model, number, batch)]
+            )
+            wanted = labels_of(model, one)[0]
             places = [t for t in range(1, len(wanted)) if wanted[t] != -100]
-            prediction = torch.stack([logits[t - 1].log_softmax(-1)[wanted[t]] for t in places]).sum()
+            prediction = torch.stack([logits[t - 1].log_softmax(-1)[next(tokens)] for t in places]).sum()
         elif len(logits) == 1:
             prediction = logits[0]
         else:
             ordered = logits.sort(descending=True).values
             prediction = ordered[0] - ordered[1]
-        read = seen.pop()
         gradients = torch.autograd.grad(prediction, read, allow_unused=True, materialize_grads=True)
         found.append(tuple(t.detach().double().flatten(0, -2).numpy() for t in (*read, *gradients)))
     handle.remove()
