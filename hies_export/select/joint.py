@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -134,9 +135,9 @@ def _uniform_curve(
 ) -> _Curve:
     """Return the saving and the effect of each share that all modules of a part can lose."""
     effects = {module.name: [0.0, *(removal.effect for removal in bundles[module.name])] for module in part}
-    return [saved_by(table, part, counts) for counts in shares], [
-        sum(effects[module.name][count] for module, count in zip(part, counts, strict=True)) for counts in shares
-    ]
+    of_shares = (sum(effects[m.name][count] for m, count in zip(part, counts, strict=True)) for counts in shares)
+    # Where an estimated effect falls, the highest so far counts: no larger share than the budget asks for is better.
+    return [saved_by(table, part, counts) for counts in shares], [*accumulate(of_shares, max)]
 
 
 def chains_of(

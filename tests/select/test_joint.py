@@ -181,6 +181,16 @@ def test_the_order_of_chains_decides_within_a_uniform_kind() -> None:
     assert kept == [((0, 1), (0, 1), (1,)), ((0,), (0,), (0, 1)), ((0,), (0,), (1,))]
 
 
+def test_no_larger_uniform_share_goes_than_asked_for_where_estimated_effects_fall() -> None:
+    modules = (heads("a", 4), heads("b", 4))
+    steps = list(enumerate((1.0, 3.0, 2.0)))
+    chains = tuple(tuple(Removal(m.name, (unit,), effect) for unit, effect in steps) for m in modules)
+    scores = Scores("compensated", {}, {m.name: torch.arange(4.0) for m in modules}, chains=chains)
+    uniform = Constraints(allocation="uniform")
+    found = select_units(scores, modules, table=table_of(modules, PRICE), ratio=0.5, constraints=uniform)
+    assert [kept.units for kept in found.values()] == [(2, 3), (2, 3)]
+
+
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_slopes_lose_little_more_than_the_best_choice(
