@@ -257,13 +257,14 @@ def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batc
         shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
     found = {str(key): value.detach().cpu() for key, value in batch.items()}
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
-    if "input_ids" in found and vocabulary is not None:
-        check_numbers(found["input_ids"], vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
-    pad, mask = getattr(model.config.get_text_config(), "pad_token_id", None), found.get("attention_mask")
-    if is_token(pad, model.config) and mask is not None and "input_ids" in found:
+    config, ids, mask = model.config.get_text_config(), found.get("input_ids"), found.get("attention_mask")
+    if ids is not None and (vocabulary := getattr(config, "vocab_size", None)) is not None:
+        check_numbers(ids, vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
+    pad = getattr(config, "pad_token_id", None)
+    # A mask of another shape says for each token which others it sees.
+    if is_token(pad, model.config) and ids is not None and mask is not None and mask.shape == ids.shape:
         # Some models tell padding from text by their config's token alone; collators pad with the tokenizer's.
-        found["input_ids"] = found["input_ids"].where(mask.bool(), pad)
+        found["input_ids"] = ids.where(mask.bool(), pad)
     return found
 
 

@@ -368,7 +368,8 @@ class TextGeneration(Task):
             if data.CHAT_KEY in batch:
                 return False
             labels = batch["labels"]
-            mask, ids = batch.get("attention_mask", torch.ones_like(labels)), batch.get("input_ids", labels)
+            own = {name: given for name, given in batch.items() if given.shape == labels.shape}
+            mask, ids = own.get("attention_mask", torch.ones_like(labels)), own.get("input_ids", labels)
             tells = (mask != 0) & ~torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
             if bool((tells & (mask.cumsum(-1) > 1) & (labels == data.IGNORED)).any()):
                 return True

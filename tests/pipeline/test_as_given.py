@@ -64,6 +64,10 @@ RIGHT: dict[str, tuple[Model, Change, Callable[[], Any]]] = {
         *(bert, as_it_is),
         lambda: [batch | {"attention_mask": batch["attention_mask"] * torch.arange(4)[:, None]} for batch in texts()],
     ),
+    "masks that say what each token sees": (
+        *(causal_lm, as_it_is),
+        lambda: [batch | {"attention_mask": torch.ones(4, 1, 8, 8).tril().bool()} for batch in stories()],
+    ),
 }
 
 
