@@ -115,12 +115,12 @@ def calibrate(pruning: Pruning) -> Statistics:
 
 
 def moments_of(pruning: Pruning) -> MomentStore | None:
-    """Return the moments of the rows to refit on, collected when first read; None without such rows."""
-    if not pruning.rows.refit:
-        return None
+    """Return the moments of the rows to refit on, collected when first read; None without compensation."""
     how = pruning.options.compensation
+    if how is None:
+        return None
     # Layers that are refitted one after the other have moments of their own, so these are read for scores alone.
-    once = how is not None and how.sequential and not pruning.budget.searched and pruning.options.criterion != AUTO
+    once = how.sequential and not pruning.budget.searched and pruning.options.criterion != AUTO
     weighted = min(token_weights_of(pruning)) < 1
     return MomentStore(pruning.model, pruning.scored, pruning.rows.refit, weighted=weighted, keep=not once)
 

@@ -59,6 +59,12 @@ def test_the_first_call_removes_both_kinds_and_refits() -> None:
     assert result.flops.slim <= 0.6 * result.flops.dense
 
 
+def test_nothing_is_refitted_on_fewer_rows_than_a_refit_takes(caplog: pytest.LogCaptureFixture) -> None:
+    result = prune(bert(), [text_batch(4, 10)], budget={"flops": 0.8})
+    assert "nothing is refitted, as that takes 5 rows or more, and there are 3" in caplog.text
+    assert (result.plan.criterion, result.slim.fits, result.plan.compensation) == ("fisher", [], {})
+
+
 def test_neurons_that_cannot_go_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = decoder("Mixtral", num_local_experts=3)()
     batches = [{"input_ids": torch.randint(0, 40, (4, 12))} for _ in range(6)]
