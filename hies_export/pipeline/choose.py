@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..calibrate.statistics import Statistics
 from ..errors import PlanError
 from ..evaluate.judge import Tried
-from ..kinds import ATTENTION, MLP
+from ..kinds import MLP
 from ..recipe.budget import Budget, Found, Outcome
 from ..score.criteria import AUTO, Scores
 from ..select.constraints import check_budget
@@ -129,7 +129,7 @@ def _outcome(pruning: Pruning, table: CostTable | None, selection: Selection) ->
     """Return the budget with the predicted cost of a selection, or of a budget of heads with the share removed."""
     budget = budget_where(pruning, pruning.budget)
     if table is None:
-        heads = [kept for kept in selection.values() if kept.kind == ATTENTION]
+        heads = [selection[module.name] for module in pruning.scored]  # other towers do not count
         removed = sum(len(kept.removed) for kept in heads) / sum(kept.total for kept in heads)
         return Outcome(budget, found=Found(removed))
     predicted = table.left(selection, pruning.scored, unit=pruning.options.unit)

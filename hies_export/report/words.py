@@ -353,13 +353,13 @@ def _result(report: Report, kept: float | None, budget: Budget) -> str:
 
 def _budget_result(report: Report) -> str:
     """Return whether the budget was kept; empty for a kept promise, a deployed form, or if the report has no budget."""
-    outcome, heads, deployed = report.details.outcome, report.heads, report.details.deployment
+    outcome, deployed = report.details.outcome, report.details.deployment
     if outcome is None or (deployed is not None and deployed.form is not None):
         return ""
     if outcome.noisy:
         return "budget too noisy to confirm"
-    share = outcome.budget.heads
-    if not outcome.met or (share is not None and abs(heads.removed - share * heads.total) >= 1):
+    share, found = outcome.budget.heads, outcome.found
+    if not outcome.met or (share and found and abs(found.value - share) * report.heads.total >= 1):
         return "budget missed"
     return "" if outcome.budget.keep else "budget kept"
 

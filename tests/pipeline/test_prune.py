@@ -236,6 +236,10 @@ def test_a_model_of_images_and_text(unharmed: Any) -> None:
     moments.each(lambda modules, _: collected.extend(module.name for module in modules))
     assert sorted(collected) == sorted(module.name for module in result.pruning.scored)
     assert all("vision" not in name for name in collected)
+    outcome = prune(model, batches, criterion="his", budget={"heads": 0.5}).slim.outcome
+    assert outcome is not None
+    assert outcome.found is not None
+    assert outcome.found.value == 0.5  # of the heads that may go
 
 
 def tokens() -> list[dict[str, torch.Tensor]]:
