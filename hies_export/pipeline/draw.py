@@ -247,8 +247,9 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
     """Return splits that hold out rows of the evaluated split for a promise; the other evaluated rows judge it.
 
     The model was often trained on the split that units are scored on, and is surer of those rows than of new ones.
-    So a promise is not made on further rows of that split, unless both splits are slices of one, the recipe names other
-    held-out rows, or the evaluated rows are too few, of which it warns. The splits then stay as they are.
+    So a promise is not made on further rows of that split. The splits stay as they are where both are slices of one,
+    the recipe names other held-out rows or asks for fewer than the promise takes, or the evaluated rows are too few, of
+    which it warns.
     """
     evaluation, together = splits.evaluation, splits.data.together
     split = evaluation.split
@@ -256,7 +257,7 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
         return splits
     if whole_split(split) == whole_split(splits.calibration.split):
         return splits
-    loaded = load(split, samples=1 if together is None else None)
+    loaded = load(split, samples=1 if together is None else None)  # one row is enough to learn how many there are
     rows = total = taken_from(loaded)
     if together is not None:
         # Only queries are judged, not what they may find.

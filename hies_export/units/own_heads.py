@@ -234,7 +234,11 @@ def _of_whole_blocks(head_of: Tensor, column_of: Tensor, heads: int, width: int)
 
 
 def _reaches_other_tokens(x: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Return whether some features reach the input of a layer at other tokens than their own."""
+    """Return whether some features reach the input of a layer at other tokens than their own.
+
+    Every second token is tested for what is between, which attention reads. Features of another number of tokens than
+    the input, such as those of positions, belong to none of its tokens, so they count too.
+    """
     rows = x.reshape(-1, x.shape[-1])
     (gradients,) = gradients_of(rows[1::2], [positive_weights(rows[1::2].shape)], leaves)
     by_token = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients if gradient is not None]

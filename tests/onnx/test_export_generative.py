@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from support.exported import TEXT, endless_llama, padded_prompts, prompt_tokeniz
 from support.families import architecture, decoder
 from support.models import bert, causal_lm
 from support.runs import hies
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, ParityError, RecipeError, RequestError
@@ -27,7 +28,7 @@ from hies_export.forms.formats import Export
 from hies_export.forms.onnx import export as export_module
 from hies_export.forms.onnx import parity
 from hies_export.forms.onnx.export import check_traceable, export_onnx
-from hies_export.forms.onnx.generator import OnnxGenerator, encode_prompts, generate_text
+from hies_export.forms.onnx.generator import OnnxGenerator, _continue, encode_prompts, generate_text
 from hies_export.forms.onnx.parity import _logits_and_cache, check_parity, compare_outputs, without_padding
 from hies_export.forms.onnx.rewrites import share_tied_weights
 from hies_export.tasks import TASKS
@@ -281,7 +282,7 @@ def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
     return load_processor(folder, task=TASKS["text-generation"], for_prompts=True)
 
 
-def test_a_row_that_ends_goes_on_with_padding(uneven: Uneven) -> None:
+def test_a_row_that_ends_goes_on_with_padding(uneven: Uneven, tmp_path: Path) -> None:
     model, exported = uneven
     batch = padded_prompts()
     free = model.generate(**batch, max_new_tokens=10, do_sample=False, eos_token_id=[98])
@@ -294,6 +295,12 @@ def test_a_row_that_ends_goes_on_with_padding(uneven: Uneven) -> None:
     generator = replace(generator, eos_token_ids=tuple(ends))
     got = generator.generate(**batch, max_new_tokens=10)
     assert got.tolist() == want.tolist()
+    # Without a token for padding, what ends a text pads it.
+    checkpoint = shutil.copytree(exported.folder.parent / "model", tmp_path / "model")
+    GenerationConfig(eos_token_id=ends).save_pretrained(checkpoint)
+    new = slice(batch["input_ids"].shape[1], None)
+    want[:, new] = want[:, new].where(want[:, new] != 0, ends[0])
+    assert _continue(checkpoint, batch, 10).tolist() == want.tolist()
     one = {name: tensor[:1] for name, tensor in batch.items()}
     stopped = generator.generate(**one, max_new_tokens=10)
     new = free[0, batch["input_ids"].shape[1] :].tolist()

@@ -214,8 +214,7 @@ def _continue(folder: str | Path, batch: dict[str, Tensor], most: int) -> Tensor
     model = load(folder, dtype=torch.float32).eval()
     if not model.can_generate():
         raise RequestError(f"a checkpoint must generate text to be prompted, and {type(model).__name__} does not")
-    padding = getattr(model.generation_config, "pad_token_id", None)
-    greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_new_tokens": most}
-    config = GenerationConfig(**greedy, pad_token_id=0 if padding is None else padding)
+    # What is not set here is the model's own: the tokens that end a text, and padding, by default the first of these.
+    config = GenerationConfig(do_sample=False, num_beams=1, repetition_penalty=1.0, max_new_tokens=most)
     with refusing(f"the model at {folder} must continue the prompts, and fails", AGAIN):
         return model.generate(**batch, generation_config=config)

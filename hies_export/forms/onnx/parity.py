@@ -35,14 +35,17 @@ COMPARED_TOKENS = 128
 def parity_batches(
     given: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor], *, shorten: bool = True
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the batches to compare on, by name: as given, the padded sample, and its first row.
+    """Return the batches to compare on, by name: as given, the padded sample, and the sample's first row.
 
-    With `shorten`, the row of a text gets another length than the given ones. Prompts with padding in front have one.
+    With `shorten`, that row gets another number of tokens than the given batch has, as an axis of them that was traced
+    as fixed would show only there. Prompts of `left_padded` are longer than the given ones already.
     """
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if shorten and "input_ids" in sample:
-        length = max(3, given["input_ids"].shape[1] // 2)
-        length += length == given["input_ids"].shape[1]
+        given_length = given["input_ids"].shape[1]
+        length = max(3, given_length // 2)
+        if length == given_length:
+            length += 1
         tokens = single["input_ids"].shape
         single = {name: t[:, :length] if t.shape[:2] == tokens else t for name, t in single.items()}
     return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
