@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.architectures import tiny
 from support.cuts import random_cut, random_plan
 from support.models import bert, causal_lm, image_batch, text_batch, vit
-from transformers import BertForSequenceClassification, PreTrainedModel
+from transformers import AutoModel, BertForSequenceClassification, PreTrainedModel
 
 from hies_export import ReloadMismatchError, RequestError, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint import save
@@ -95,7 +95,7 @@ def test_a_head_that_reshapes_its_batch(tmp_path: Path) -> None:
         assert torch.allclose(load(tmp_path / "slim")(**batch)[0], slim(**batch)[0], atol=1e-4)
 
 
-def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
+def test_two_saves_keep_every_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5 renames keys on loading for its own classes only, which can lose weights without an error."""
     batch = image_batch()
     slim, plan, _ = random_cut(vit(), batch)
@@ -104,6 +104,11 @@ def test_two_saves_keep_every_weight(tmp_path: Path) -> None:
     load(tmp_path / "two").save_pretrained(tmp_path / "three")
     assert check_reload(slim, tmp_path / "three", batch) < 1e-5
     assert set(load_file(tmp_path / "three" / "model.safetensors")) == set(slim.state_dict())
+    # One that AutoModel alone does not find is lost, whether an output shows it or not.
+    loads, lost = AutoModel.from_pretrained, {"missing_keys": ["layernorm.weight"], "mismatched_keys": []}
+    monkeypatch.setattr(AutoModel, "from_pretrained", lambda *args, **options: (loads(*args, **options)[0], lost))
+    with pytest.raises(ReloadMismatchError, match=r"through AutoModel \['vit.layernorm.weight'\] did not"):
+        check_reload(slim, tmp_path / "three", batch)
 
 
 @pytest.mark.parametrize("way", ["loaded", "in half", "large"])

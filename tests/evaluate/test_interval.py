@@ -89,15 +89,16 @@ def test_tokens_that_agree_within_a_text_count_as_one() -> None:
     assert lower_share(mixed, samples) == pytest.approx(exact(2880, 3200), abs=0.004)
 
 
-def test_the_interval_of_clusters_by_hand() -> None:
-    texts = [[1, 1, 0], [1, 1, 1, 1], [0, 0], [1, 0, 1, 1, 1]]
+@pytest.mark.parametrize(("third", "apart"), [([0, 0], True), ([1, 1, 0], False)])
+def test_the_interval_of_clusters_by_hand(third: list[int], apart: bool) -> None:
+    texts = [[1, 1, 0], [1, 1, 1, 1], third, [1, 0, 1, 1, 1]]
     flat = [token for text in texts for token in text]
     samples = torch.tensor([number for number, text in enumerate(texts) for _ in text])
     share, tokens = sum(flat) / len(flat), len(flat)
     between = sum(sum(token - share for token in text) ** 2 for text in texts)
     size = share * (1 - share) / (len(texts) / (len(texts) - 1) * between / tokens**2)
-    assert size < tokens
-    size *= (t.ppf(0.975, tokens - 1) / t.ppf(0.975, len(texts) - 1)) ** 2
+    assert (size < tokens) == apart
+    size = min(size, tokens) * (t.ppf(0.975, tokens - 1) / t.ppf(0.975, len(texts) - 1)) ** 2
     expected = beta.ppf(0.025, share * size, (1 - share) * size + 1)
     assert lower_share(torch.tensor(flat) == 1, samples) == pytest.approx(expected, rel=1e-9)
 

@@ -231,11 +231,11 @@ def test_no_copy_of_the_weights_is_in_memory_beside_the_graph(
 
 
 def test_padding_is_not_compared_and_of_a_window_the_end() -> None:
-    batch = {"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
+    batch = {"attention_mask": torch.tensor([[0, 1, 0], [1, 1, 1]])}
     want = {"logits": np.zeros((2, 3, 4), np.float32), "present.0.key": np.ones((2, 1, 2, 4), np.float32)}
     got = {"logits": want["logits"].copy(), "present.0.key": np.ones((2, 1, 3, 4), np.float32)}
     got["logits"][0, 0] = np.nan
-    got["present.0.key"][:, :, 0] = 7
+    got["present.0.key"][:, :, 0] = got["present.0.key"][0, :, 2] = 7
 
     def compare(got: dict[str, np.ndarray]) -> float:
         both = (without_padding(outputs, batch) for outputs in _logits_and_cache(want, got))

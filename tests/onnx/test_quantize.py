@@ -247,9 +247,10 @@ def test_graphs_are_compared_at_real_tokens() -> None:
     dense, other = ({"start_logits": np.ones((2, 3), np.float32)} for _ in range(2))
     other["start_logits"][0, 2] = 9.0
     assert largest_difference(dense, other, batch) == 0
-    other["start_logits"][1] = 9.0
-    with pytest.raises(ParityError, match="its start_logits are"):
-        largest_difference(dense, other, batch)
+    for wrong in (9.0, np.nan):
+        other["start_logits"][1] = wrong
+        with pytest.raises(ParityError, match="its start_logits are"):
+            largest_difference(dense, other, batch)
 
 
 def test_beside_a_checkpoint_weights_keep_their_name_and_the_graph_has_those_of_the_hub(tmp_path: Path) -> None:

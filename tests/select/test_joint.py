@@ -154,8 +154,8 @@ def test_no_other_choice_loses_less(case: Case, seed: int, exact: bool) -> None:
     if not (case.timed and case.ranked):  # in one order, modules may not be fastest together
         assert lowest_ratio(modules, table, constraints) == pytest.approx(costs[0])
     for place in (0, len(costs) // 10, len(costs) * 2 // 5, len(costs) * 3 // 4):
-        # Between two costs that choices have: at one of them, the rounding of costs decides.
-        ratio = (costs[place] + costs[place + 1]) / 2
+        # A little less than a cost that choices have, which its rounding must not let pass.
+        ratio = costs[place + 1] - 1e-6
         found = select_units(scores, modules, table=table, ratio=ratio, constraints=constraints)
         assert table.left(found, modules, unit="group") <= ratio + 1e-9
         assert case.allowed(tuple(len(kept.removed) for kept in found.values()))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cuts import random_neurons
+from support.cuts import random_cut, random_neurons
+from support.families import decoder
 from support.models import bert, causal_lm, text_batch
 from support.tolerance import assert_near
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -70,6 +71,12 @@ def test_it_can_be_cut_again_unevenly(tmp_path: Path) -> None:
     assert len({len(kept[m.name].units) for m in modules if m.kind == ATTENTION}) > 1
     assert compare_cut(once, twice, kept, modules, BATCH) < 1e-5
     save_slim(twice, tmp_path / "slim", plan=PruningPlan(kept=kept, criterion="random"), batch=BATCH)
+    # Groups go, then a head of each that is left: what the block says of the groups stays.
+    once, _, _ = random_cut(decoder("Phi3")(), BATCH)
+    modules = find_modules(once, BATCH, kinds=(ATTENTION,))
+    kept = {module.name: module.kept(range(0, module.units, 2)) for module in modules}
+    plan = PruningPlan(kept=kept, criterion="random")
+    save_slim(prune_units(once, plan, modules), tmp_path / "heads", plan=plan, batch=BATCH)
 
 
 def test_a_config_that_cannot_say_the_heads_leaves_them_in_the_block() -> None:

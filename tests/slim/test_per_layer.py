@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuts import random_cut, random_neurons
+from support.cuts import random_neurons
 from support.families import architecture, decoder, gpt2
 from support.models import bert, causal_lm, text_batch
 from support.tolerance import assert_near
@@ -147,16 +147,16 @@ def test_a_config_without_a_width_of_heads_gets_the_dense_one(
     make: Callable[[], PreTrainedModel], tmp_path: Path
 ) -> None:
     """Without one, readers divide the width of the model by the number of heads: fewer heads would be wider."""
-    dense, batch = make(), text_batch(labels=False)
+    dense = make()
     width = dense.config.hidden_size // dense.config.num_attention_heads
-    slim, _, modules = random_cut(dense, batch)
+    slim = cut(dense, *KINDS, seed=0)
     assert getattr(dense.config, "head_dim", None) is None
     config = said(slim, tmp_path)
     assert config["head_dim"] == width
     layers = AutoConfig.from_pretrained(tmp_path).per_layer_config
-    heads = [slim.get_submodule(m.producers[0]).out_features // width for m in modules]
+    heads = [module.units for module in find_modules(slim, BATCH, kinds=(ATTENTION,))]
     assert [layer.num_attention_heads for layer in layers] == heads
-    assert len(set(heads)) > 1
+    assert min(heads) < max(heads) == dense.config.num_attention_heads  # so a layer loses neurons alone
 
 
 def test_a_config_whose_fields_say_less_says_nothing() -> None:

@@ -165,14 +165,14 @@ def test_tokens_that_a_config_names_stay_and_are_renumbered() -> None:
     names = tokenizer.convert_ids_to_tokens([700, 701])
     model.generation_config.suppress_tokens = [700]
     model.generation_config.bad_words_ids = [[701, 700]]
-    model.generation_config.sequence_bias = [[[701, 700], 2.0]]
+    model.generation_config.sequence_bias = [[[701, 700], 700.0]]
     model.config.eos_token_id = model.generation_config.eos_token_id = [0, last]
     model.config.image_newline_id = 700
     trimmed = trim_vocabulary(model, tokenizer, ["the the the"])
     generation, slim = trimmed.model.generation_config, trimmed.model.config
     assert generation.suppress_tokens == trimmed.processor.convert_tokens_to_ids(names[:1])
     assert generation.bad_words_ids == [trimmed.processor.convert_tokens_to_ids(names)[::-1]]
-    assert generation.sequence_bias == [[generation.bad_words_ids[0], 2.0]]
+    assert generation.sequence_bias == [[generation.bad_words_ids[0], 700.0]]
     assert [slim.image_newline_id] == generation.suppress_tokens
     assert slim.eos_token_id == generation.eos_token_id == [0, slim.vocab_size - 1]
     assert model.generation_config.suppress_tokens == [700]
