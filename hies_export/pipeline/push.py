@@ -1,4 +1,4 @@
-"""Publish a finished run, or a slim folder, on the Hugging Face Hub, in one commit."""
+"""Publish a finished run on the Hugging Face Hub, in one commit."""
 
 from __future__ import annotations
 
