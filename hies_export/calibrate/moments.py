@@ -176,11 +176,16 @@ class LayerMoments:
         """Return all moments."""
         return *self.uniform, *(self.weighted or ())
 
-    def add_up(self) -> None:
-        """Add up over all processes, after the last token."""
+    def add_up(self, name: str) -> None:
+        """Add up over all processes, after the last token; refuse, by a DataError, a module `name` that read none."""
         added_up(tensor for part in self.parts() for tensor in part.tensors())
         for part in self.parts():
             part.complete()
+        if not self.counted:
+            raise DataError(
+                "every module that may lose units must read tokens of the rows to refit on, but "
+                f"{name} reads none, as texts reach no image tower; give other rows, or leave its tower out"
+            )
 
     @property
     def counted(self) -> int:
@@ -285,8 +290,8 @@ class MomentStore:
                     add_reading(sums[one.name], one, first[number])
 
             mapped(self._batches, add)
-            for found in sums.values():
-                found.add_up()
+            for module_name, found in sums.items():
+                found.add_up(module_name)
             if self.keeps:
                 collected.update(sums)
             if wanted := [*filter(is_wanted, inside)]:

@@ -236,7 +236,7 @@ def _refit_in_order(
                         parameters, fits[module.name] = known[module.name]
                         _set_parameters(slim, module, parameters)
                     else:
-                        sums.add_up()
+                        sums.add_up(module.name)
                         refits = _refit_all(slim, [module], {module.name: sums}, {module.name: None}, how)
                         known.update(refits)
                         fits[module.name] = refits[module.name][1]

@@ -240,6 +240,9 @@ def test_a_model_of_images_and_text(unharmed: Any) -> None:
     assert outcome is not None
     assert outcome.found is not None
     assert outcome.found.value == 0.5  # of the heads that may go
+    how = {"criterion": "fisher", "budget": {"flops": 0.9}, "compensation": {"sequential": False}}
+    with pytest.raises(hies_export.DataError, match="vision_tower.* reads none"):
+        prune(model, batches, towers=("vision",), compensation_batches=tokens(), **how)
 
 
 def tokens() -> list[dict[str, torch.Tensor]]:
