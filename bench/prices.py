@@ -45,7 +45,7 @@ def size_of(args: argparse.Namespace, name: str, itemsize: int) -> Size:
         length=args.length,
         hidden=hidden,
         vocabulary=vocabulary,
-        blocks=((Module(hidden, hidden, heads=True), Module(inner, hidden, heads=False)),) * blocks,
+        blocks=((Module(hidden, hidden, 0), Module(inner, hidden, 0.01)),) * blocks,
         parameters=blocks * of_block,
         weights=(blocks * of_block + (2 - tied) * hidden * vocabulary) * itemsize,
         itemsize=itemsize,

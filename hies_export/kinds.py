@@ -1,8 +1,32 @@
-"""Name the kinds of units that can be removed, and what one unit of each is called."""
+"""Say what differs between the kinds of units that can be removed."""
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of units.
+
+    Attributes:
+        unit: What one is called. Options name it with an s: `min_heads`, `multiple_of.neurons`.
+        module: What a module with such units is called.
+        step: Share of a module's units that greedy removal takes at once, and then puts in order. With 0 it takes one
+            bundle at a time, whose units share a rank.
+    """
+
+    unit: str
+    module: str
+    step: float = 0.0
+
+    @property
+    def units(self) -> str:
+        """What several are called."""
+        return f"{self.unit}s"
+
+
+KindName = Literal["attention", "mlp"]
 ATTENTION: Final = "attention"
 MLP: Final = "mlp"
-KINDS = (ATTENTION, MLP)
-UNIT_NAMES = {ATTENTION: "head", MLP: "neuron"}
+KINDS = {ATTENTION: Kind("head", "attention module"), MLP: Kind("neuron", "feed-forward block", step=0.01)}
+"""Name in recipes and plans -> kind, in the order in which they are cut."""

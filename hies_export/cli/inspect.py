@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..kinds import ATTENTION, MLP, UNIT_NAMES
+from ..kinds import ATTENTION, KINDS
 from .arguments import Options, a_path_or_id, checkpoint_in, plan_in
 
 if TYPE_CHECKING:
@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from ..errors import UnsupportedModelError
     from ..units.units import PrunableModule
 
-# Kind of module -> title of its table; key in --json, and column -> attribute of the module.
-_COLUMNS = {
-    ATTENTION: ("attention module", {"heads": "units", "key_value_heads": "groups", "head_width": "key_width"}),
-    MLP: ("feed-forward block", {"neurons": "units"}),
-}
+# Further keys in --json, and columns, of a kind of module -> attribute of the module.
+_COLUMNS = {ATTENTION: {"key_value_heads": "groups", "head_width": "key_width"}}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -109,18 +106,19 @@ def _print_units(
     from ..report.tables import plain_table
 
     by_kind: dict[str, Any] = {}
-    for kind, (title, columns) in _COLUMNS.items():
+    for kind, of_kind in KINDS.items():
         modules = [module for module in found if module.kind == kind]
         if not modules:
             continue
         if by_kind:
             options.console.print()
+        columns = {of_kind.units: "units", **_COLUMNS.get(kind, {})}
         numbers = {m.name: {key: getattr(m, attribute) for key, attribute in columns.items()} for m in modules}
         lines = [(name, *(f"{number:,}" for number in of.values())) for name, of in numbers.items()]
-        options.console.print(plain_table((title, *(key.replace("_", " ") for key in columns)), lines))
+        options.console.print(plain_table((of_kind.module, *(key.replace("_", " ") for key in columns)), lines))
         total = sum(module.units for module in modules)
-        options.console.print(f"{total:,} {UNIT_NAMES[kind]}s; all of them can be scored and cut")
+        options.console.print(f"{total:,} {of_kind.units}; all of them can be scored and cut")
         by_kind[kind] = [{"name": name, **of} for name, of in numbers.items()]
     for kind, error in refused.items():
-        options.console.print(f"\n{UNIT_NAMES[kind]}s cannot be cut: {error}", soft_wrap=True)
+        options.console.print(f"\n{KINDS[kind].units} cannot be cut: {error}", soft_wrap=True)
     return by_kind

@@ -37,7 +37,7 @@ def run(options: Options) -> dict[str, Any]:
         shlex.quote(str(where / name)) for name in ("recipe.yaml", "run/slim", MODEL, "larger")
     )
     options.console.print(
-        f"\nA ViT was trained on handwritten digits, then pruned: {removed_text(report.heads, report.neurons)}. "
+        f"\nA ViT was trained on handwritten digits, then pruned: {removed_text(report.units)}. "
         f"In {where}:\n"
         f"  {where}/run/slim    the slim checkpoint: hies_export.load({str(where / 'run' / 'slim')!r})\n"
         f"  {where}/run/onnx    the same for ONNX Runtime\n"

@@ -156,15 +156,14 @@ def plan_text(plan: PruningPlan) -> str:
     from ..report.report import plan_counts
     from ..report.words import removed_text
 
-    return removed_text(*plan_counts(plan))
+    return removed_text(plan_counts(plan))
 
 
 def plan_totals(plan: PruningPlan) -> dict[str, dict[str, int]]:
     """Return for --json how many heads, and neurons if the plan covers them, there were and how many go."""
-    totals = {"heads": {"total": plan.heads, "removed": plan.removed}}
-    if plan.neurons:
-        totals["neurons"] = {"total": plan.neurons, "removed": plan.removed_neurons}
-    return totals
+    from ..report.report import plan_counts
+
+    return {units: {"total": of.total, "removed": of.removed} for units, of in plan_counts(plan).items()}
 
 
 def print_json(result: Mapping[str, Any]) -> None:

@@ -13,12 +13,11 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch
-from ..kinds import ATTENTION
 from ..progress import SILENT, Progress
 from ..select.constraints import bundle_count
 from ..select.cost import CostTable
 from ..slim.bundles import cut_bundles, flops_table
-from ..units.units import PrunableModule, Units
+from ..units.units import PrunableModule
 from .form import Form, Forms
 from .formats import Exporter
 from .runtimes.base import GPU_WIDTH_STEP, RUNTIMES
@@ -61,7 +60,7 @@ class TimedCut:
     ratio: float
     ratio_low: float
     ratio_high: float
-    kind: str = ATTENTION
+    kind: str
 
 
 def latency_table(
@@ -125,9 +124,9 @@ def _time_saved(
     return saved
 
 
-def _computed_bundles(module: Units, bundles: int, step: int) -> int:
+def _computed_bundles(module: PrunableModule, bundles: int, step: int) -> int:
     """Return for how many bundles a runtime takes time: neurons are rounded up to whole steps, heads are not."""
-    if module.kind == ATTENTION:
+    if module.unit_width > 1:
         return bundles
     return min(module.units, math.ceil(bundles / step) * step)
 

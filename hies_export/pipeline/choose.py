@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..calibrate.statistics import Statistics
 from ..errors import PlanError
 from ..evaluate.judge import Tried
-from ..kinds import MLP
+from ..kinds import ATTENTION
 from ..recipe.budget import Budget, Found, Outcome
 from ..score.criteria import AUTO, Scores
 from ..select.constraints import check_budget
@@ -92,7 +92,7 @@ def sizes_of(pruning: Pruning, table: CostTable | None) -> list[Goal]:
     """
     scored, constraints = pruning.scored, pruning.options
     found: list[Goal] = []
-    if table is None and any(module.kind == MLP for module in scored):
+    if table is None and any(module.kind != ATTENTION for module in scored):
         table = pruning.flops_table
     if table is not None:
         least = lowest_ratio(scored, table, constraints)
@@ -129,8 +129,7 @@ def _outcome(pruning: Pruning, table: CostTable | None, selection: Selection) ->
     """Return the budget with the predicted cost of a selection, or of a budget of heads with the share removed."""
     budget = budget_where(pruning, pruning.budget)
     if table is None:
-        heads = [selection[module.name] for module in pruning.scored]  # other towers do not count
-        removed = sum(len(kept.removed) for kept in heads) / sum(kept.total for kept in heads)
+        removed = sum(len(of.removed) for of in selection.values()) / sum(of.total for of in selection.values())
         return Outcome(budget, found=Found(removed))
     predicted = table.left(selection, pruning.scored, unit=pruning.options.unit)
     return Outcome(budget, predicted=predicted * table.dense, table=table.measured or ())

@@ -13,11 +13,10 @@ from typing import TypeVar
 
 from ..calibrate.walk import blocks_of
 from ..data.batches import Batch, size_of
-from ..kinds import ATTENTION
+from ..kinds import KINDS
 from ..model.linear import features_of
 from ..model.tokens import count_tokens
 from ..progress import Progress
-from ..score.compensated import SHARE_PER_STEP
 from ..score.criteria import COMPENSATED
 from .pruning import Pruning
 
@@ -43,7 +42,7 @@ class Module:
 
     inputs: int
     outputs: int
-    heads: bool  # whether the units are heads, else neurons
+    step: float  # share of the units that go at once, as in `Kind`
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,10 @@ class Size:
         """Return the work of one order of removal, with the inverse that it begins with."""
         tokens, inputs = self.scored, module.inputs
         inverse = 4 / 3 * double * inputs**3
-        if module.heads:
+        if not module.step:
             return inverse + HEADS * tokens * inputs**2
         # Each step passes over the inputs that are left, half of all on average.
-        steps = 1 / SHARE_PER_STEP
+        steps = 1 / module.step
         return inverse + tokens * inputs * (inputs + steps / 2 * (passed + 2 * inputs / steps))
 
     def memory(self) -> dict[str, float]:
@@ -125,7 +124,7 @@ def size_of_pruning(pruning: Pruning) -> Size | None:
 
     def module(consumer: str, kind: str) -> Module:
         outputs, inputs = features_of(model.get_submodule(consumer))
-        return Module(inputs, outputs, kind == ATTENTION)
+        return Module(inputs, outputs, KINDS[kind].step)
 
     def tokens(batches: Sequence[Batch]) -> int:
         return sum(count_tokens(model, batch) for batch in batches)

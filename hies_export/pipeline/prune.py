@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
+from ..kinds import KindName
 from ..model.internals import uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder, Unwrapped
@@ -173,9 +174,8 @@ class PruneResult:
         from ..report.tables import Table, change, quality_rows, unit_rows, with_backbone
         from ..report.words import named_units
 
-        heads, neurons = plan_counts(self.plan)
         batch, sequence = self.flops.shape
-        rows = unit_rows(named_units(heads, neurons))
+        rows = unit_rows(named_units(plan_counts(self.plan)))
         counted = ("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)
         for name, size in with_backbone(counted, generative=self.pruning.task.generative):
             rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
@@ -191,7 +191,7 @@ def prune(
     batches: Any,
     *,
     budget: Budget | Mapping[str, Any] | None = None,
-    modules: Sequence[Literal["attention", "mlp"]] | None = None,
+    modules: Sequence[KindName] | None = None,
     criterion: str | None = None,
     alpha: float | Literal["auto"] = 0.9,
     normalize: Literal["model", "layer"] = "model",

@@ -23,7 +23,7 @@ from ..evaluate.metrics import METRICS
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.promise import loss_words
 from ..evaluate.ranking import RowsKind, kind_of_rows
-from ..kinds import ATTENTION, MLP
+from ..kinds import ATTENTION, KINDS
 from ..model.tokens import first_samples, synthetic_batch
 from ..progress import SILENT, Clock, Progress
 from ..recipe.budget import Budget, TimedSection
@@ -275,7 +275,7 @@ def _find_modules(
 ) -> tuple[tuple[PrunableModule, ...], tuple[PrunableModule, ...], PruneSection]:
     """Return the modules of the kinds to prune, those that may lose units, and the options with these kinds.
 
-    If nobody named the kinds, neurons that cannot go are left alone.
+    If nobody named the kinds, units that cannot go are left alone, but for heads.
     """
     by_default = "modules" not in options.model_fields_set
     modules: tuple[PrunableModule, ...] = ()
@@ -284,17 +284,18 @@ def _find_modules(
         try:
             modules += find_modules(model, sample, kinds=(kind,))
         except UnsupportedModelError as error:
-            if kind != MLP or not by_default:
+            if kind == ATTENTION or not by_default:
                 raise
             why = str(error)
     scored = _in_towers(model, modules, options.towers)
     for kind in options.modules:
         if any(module.kind == kind for module in scored):
             continue
-        if kind != MLP or not by_default:
+        if kind == ATTENTION or not by_default:
             raise RequestError(f"prune.modules names {kind}, but the towers to prune have none; change prune.modules")
-        logger.warning("only heads are removed, as neurons cannot be: %s", why)
-        options = options.model_copy(update={"modules": (ATTENTION,)})
+        options = options.model_copy(update={"modules": tuple(other for other in options.modules if other != kind)})
+        left = " and ".join(KINDS[other].units for other in options.modules)
+        logger.warning("only %s are removed, as %s cannot be: %s", left, KINDS[kind].units, why)
     return modules, scored, options
 
 

@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 
 from ..entry_points import AUTO, FORMATS, RUNTIMES, criterion_names
 from ..errors import RecipeError, did_you_mean, one_of, quoted, refusing
-from ..kinds import ATTENTION, KINDS
+from ..kinds import ATTENTION, KINDS, KindName
 from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, KeepBudget
 from ..recipe.sections import (
@@ -96,7 +96,7 @@ class PruneSection(Constraints):
         compensation: See `CompensationSection`; None for no compensation, also where the default is least squares.
     """
 
-    modules: tuple[Literal["attention", "mlp"], ...] = (ATTENTION,)
+    modules: tuple[KindName, ...] = (ATTENTION,)
     criterion: Annotated[str, AfterValidator(lambda name: _known(name, criterion_names(), what="criterion"))] = "hies"
     alpha: float | Literal["auto"] = 0.9
     normalize: Literal["model", "layer"] = "model"
@@ -129,7 +129,7 @@ class PruneSection(Constraints):
     @classmethod
     def _are_kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value or len(set(value)) < len(value):
-            raise ValueError(f"modules must be attention, mlp or both, each once, got {list(value)}")
+            raise ValueError(f"modules must be among {' and '.join(KINDS)}, each once, got {list(value)}")
         return tuple(kind for kind in KINDS if kind in value)
 
     @field_validator("alpha", mode="before")
@@ -154,7 +154,7 @@ class PruneSection(Constraints):
     @model_validator(mode="after")
     def _defaults_follow_the_budget(self) -> PruneSection:
         if self.budget is None or self.budget.heads is None:
-            usual = {"modules": KINDS, "criterion": "compensated", "compensation": CompensationSection()}
+            usual = {"modules": tuple(KINDS), "criterion": "compensated", "compensation": CompensationSection()}
             # Not added to `model_fields_set`, because a copy with another budget has other defaults.
             vars(self).update({name: value for name, value in usual.items() if name not in self.model_fields_set})
         return self

@@ -12,7 +12,6 @@ from ..data.batches import has_references, samples_of
 from ..data.rows import DataFacts
 from ..evaluate.metrics import METRICS
 from ..forms.machine import machine_facts
-from ..kinds import ATTENTION
 from ..report.card import render_card
 from ..report.html import render_html, render_markdown
 from ..report.provenance import RunRecord, model_of
@@ -38,7 +37,7 @@ def build_report(
 ) -> Report:
     """Return the report of a run from what all its stages returned."""
     plan, metric, sizes = choice.plan, pruning.metrics[0], measured.sizes
-    heads, neurons = plan_counts(plan)
+    counts: dict[str, Any] = plan_counts(plan)
     differences: dict[str, Any] = {"onnx": None, measured.exported.format: measured.exported.max_abs}
     return Report(
         model=model_of(delivery.inputs),
@@ -46,8 +45,7 @@ def build_report(
         criterion=plan.criterion,
         alpha=plan.alpha,
         seed=plan.seed,
-        heads=heads,
-        neurons=neurons,
+        **counts,
         vocabulary=None if pruning.trimming is None else pruning.trimming.facts,
         parameters=sizes.parameters,
         bytes=sizes.bytes,
@@ -78,6 +76,7 @@ def _details(
     command: str | None,
 ) -> Details:
     plan, model, exported = choice.plan, model_of(delivery.inputs), measured.exported
+    marks = head_map(plan)
     low, high = evaluation.kept_ends or (None, None)
     assert delivery.source is not None
     assert choice.statistics is not None
@@ -93,12 +92,12 @@ def _details(
     names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
     return Details(
         base_model=None if Path(model).exists() else model,
-        head_map=head_map(plan),
+        head_map=marks,
         # Of heads alone: the statistics of all neurons would fill megabytes.
         heads={
             name: {what: numbers[name].tolist() for what, numbers in by_module.items() if name in numbers}
             for name in choice.scores.scores
-            if plan.kept[name].kind == ATTENTION
+            if name in marks
         },
         outcome=measured.outcome,
         metrics=evaluation.metrics,

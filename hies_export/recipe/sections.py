@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-from ..kinds import ATTENTION, KINDS
+from ..kinds import KINDS
 
 if TYPE_CHECKING:
     from ..units.units import Units
@@ -223,7 +223,7 @@ class Constraints(Section):
         by_kind = value if isinstance(value, dict) else dict.fromkeys(KINDS, value)
         if any(kind not in KINDS or of_kind not in get_args(Allocation) for kind, of_kind in by_kind.items()):
             raise ValueError(
-                f"allocation must be global or uniform, or one for each of attention and mlp, as in {{attention: "
+                f"allocation must be global or uniform, or one for each of {' and '.join(KINDS)}, as in {{attention: "
                 f"uniform, mlp: global}}, got {value!r}"
             )
         return value
@@ -242,13 +242,12 @@ class Constraints(Section):
 
     def least(self, module: Units) -> int:
         """Return the least number of units that a module keeps."""
-        return self.min_heads if module.kind == ATTENTION else 1
+        return int(getattr(self, f"min_{KINDS[module.kind].units}", 1))
 
     def multiple(self, module: Units) -> int:
         """Return the number of which a module that loses units keeps a multiple."""
-        if module.kind != ATTENTION:
-            return self.multiple_of.neurons or 1
-        return self.multiple_of.heads * (module.group_size if self.unit == "group" else 1)
+        multiple: int = getattr(self.multiple_of, KINDS[module.kind].units, None) or 1
+        return multiple * (module.group_size if self.unit == "group" else 1)
 
     def protected(self, modules: Sequence[Units]) -> set[int]:
         """Return the positions in `modules` of those that lose nothing, by `keep_layers`."""

@@ -60,7 +60,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
     """
     data = report.details.data
     dataset, configuration = _dataset(data)
-    task, units = TASKS.get(report.task), named_units(report.heads, report.neurons)
+    task, units = TASKS.get(report.task), named_units(report.units)
     usual = "transformers", report.task if task is None or task.on_hub else None, ()
     library, pipeline, tags = _ON_HUB.get(sentence_class(report), usual)
     results = [

@@ -17,7 +17,7 @@ from ..forms.cascade.export import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
 from ..forms.judged import ExportedFile, Judged
 from ..forms.measured import LatencyRow
-from ..kinds import ATTENTION, MLP
+from ..kinds import ATTENTION, KINDS, MLP
 from ..recipe.budget import Outcome
 from ..select.plan import PruningPlan, dump_json
 from ..slim.refit import LayerFit
@@ -57,10 +57,10 @@ class UnitCounts(Record):
         return cls(total, total - sum(kept), kept)
 
 
-def plan_counts(plan: PruningPlan) -> tuple[UnitCounts, UnitCounts | None]:
-    """Return how many heads and neurons a plan removes; None for neurons if it covers no feed-forward block."""
-    neurons = plan.of_kind(MLP)
-    return UnitCounts.of(plan.of_kind(ATTENTION)), UnitCounts.of(neurons) if neurons else None
+def plan_counts(plan: PruningPlan) -> dict[str, UnitCounts]:
+    """Return how many units a plan removes, by the `units` of their kind: of heads, and of other kinds it covers."""
+    found = {kind.units: plan.of_kind(name) for name, kind in KINDS.items()}
+    return {units: UnitCounts.of(of) for units, of in found.items() if of or units == "heads"}
 
 
 def head_map(plan: PruningPlan) -> dict[str, str]:
@@ -231,6 +231,11 @@ class Report:
         if self.cascade is not None and (self.details.cascade is None or not self.details.forms):
             raise ValueError("a report with cascade must have details.cascade and details.forms")
         return self
+
+    @property
+    def units(self) -> dict[str, UnitCounts | None]:
+        """The counts of every kind of units, as in `plan_counts`."""
+        return {kind.units: getattr(self, kind.units) for kind in KINDS.values()}
 
     @property
     def compound(self) -> CascadeSummary | None:

@@ -15,7 +15,6 @@ from ..evaluate.metrics import METRICS, counted_by, title_of
 from ..forms.judged import Judged
 from ..forms.measured import LatencyRow
 from ..forms.time import Timed
-from ..kinds import ATTENTION, MLP, UNIT_NAMES
 from ..select.plan import PruningPlan
 from ..tasks import TASKS
 from ..units.counts import Both, Counted, si
@@ -108,7 +107,7 @@ def comparison_table(report: Report, *, sizes: bool = True) -> Table:
     details, ranking, same = report.details, report.ranking, (agreement(report), report.stability)
     tokens = [("tokens of the vocabulary", report.vocabulary)] if report.vocabulary else []
     rows = [
-        *unit_rows([*named_units(report.heads, report.neurons), *tokens]),
+        *unit_rows([*named_units(report.units), *tokens]),
         *(size[:4] for size in size_rows(report) if sizes),
         *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
         *quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same),
@@ -349,7 +348,7 @@ def unit_maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> l
     """Return a map for every kind of unit that could be removed: of heads from their marks, of neurons as bars."""
     heads = [Line(name, " ".join(line), line.count(KEPT), len(line)) for name, line in marks.items()]
     blocks = [Line(name, bar(of), of.kept, of.total) for name, of in neurons.items()]
-    return [UnitMap(UNIT_NAMES[kind], lines) for kind, lines in ((ATTENTION, heads), (MLP, blocks)) if lines]
+    return [UnitMap(unit, lines) for unit, lines in (("head", heads), ("neuron", blocks)) if lines]
 
 
 def bar(count: NeuronCount) -> str:

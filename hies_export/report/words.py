@@ -13,6 +13,7 @@ from ..evaluate.promise import asked_words, found_words
 from ..forms.judged import Judged
 from ..forms.measured import LatencyRow, budget_rows
 from ..forms.time import Timed
+from ..kinds import KINDS
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS
 from ..vocabulary.trim import VocabularyFacts
@@ -41,28 +42,25 @@ def model_name(report: Report) -> str:
     return path.name if path.is_absolute() or os.path.exists(path) else report.model
 
 
-def removed_text(
-    heads: UnitCounts, neurons: UnitCounts | None = None, vocabulary: VocabularyFacts | None = None
-) -> str:
+def removed_text(counts: Mapping[str, UnitCounts | VocabularyFacts | None]) -> str:
     """Return how much was removed, such as "20 of 72 heads and 4,300 of 9,216 neurons removed".
 
     A kind of which the model has none, or none that could be removed, is left out.
     """
-    counts = [(heads, "heads"), (neurons, "neurons"), (vocabulary, "tokens")]
-    shown = [f"{units.removed:,} of {units.total:,} {name}" for units, name in counts if units and units.total]
+    shown = [f"{of.removed:,} of {of.total:,} {name}" for name, of in counts.items() if of and of.total]
     *first, last = shown or ["nothing"]
     return f"{', '.join(first)}{' and ' if first else ''}{last} removed"
 
 
-def named_units(heads: UnitCounts, neurons: UnitCounts | None) -> list[tuple[str, UnitCounts]]:
+def named_units(counts: Mapping[str, UnitCounts | None]) -> list[tuple[str, UnitCounts]]:
     """Return the full name and the counts of every kind of unit that could be removed."""
-    counts = [("attention heads", heads), ("feed-forward neurons", neurons)]
-    return [(name, units) for name, units in counts if units and units.total]
+    named = [(f"{kind.module.split()[0]} {kind.units}", counts.get(kind.units)) for kind in KINDS.values()]
+    return [(name, of) for name, of in named if of and of.total]
 
 
 def kinds_text(report: Report, *, joined: str = "and") -> str:
     """Return the units that the run could remove: "heads", "neurons", or both, joined by a word."""
-    return f" {joined} ".join(name.split()[-1] for name, _ in named_units(report.heads, report.neurons))
+    return f" {joined} ".join(name.split()[-1] for name, _ in named_units(report.units))
 
 
 def vocabulary_words(facts: VocabularyFacts) -> str:
@@ -79,7 +77,7 @@ def vocabulary_words(facts: VocabularyFacts) -> str:
 
 def title(report: Report) -> str:
     """Return the headline: the model's name and how much was removed."""
-    return f"{model_name(report)}, {removed_text(report.heads, report.neurons, report.vocabulary)}"
+    return f"{model_name(report)}, {removed_text({**report.units, 'tokens': report.vocabulary})}"
 
 
 def criterion_text(report: Report) -> str:

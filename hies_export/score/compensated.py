@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import LayerMoments, MomentStore, Spread
 from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own
 from ..calibrate.walk import device_of_blocks
-from ..data.batches import in_rows, size_of
-from ..kinds import ATTENTION
+from ..data.batches import size_of
+from ..kinds import KINDS
 from ..model.internals import exact_products
 from ..processes import mapped
 from ..progress import SILENT, Progress
@@ -43,7 +43,6 @@ from .criteria import COMPENSATED, Chain, Removal, Scores, merged
 # lambda, relative to the mean of the diagonal of C over all inputs of the module. (`compensate` takes the mean over the
 # kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
 RIDGE = 0.1
-SHARE_PER_STEP = 0.01  # share of a layer's neurons that are removed at once
 # Removed columns are dropped when less than this share of the columns is left, because dropping copies the others.
 STILL_LEFT = 0.8
 TOKENS_AT_ONCE = {"cpu": 512}  # whose numbers for all neurons fit a processor's cache together
@@ -141,8 +140,8 @@ def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain],
         total = sum(len(removal.units) for removal in order)
         rank = 0
         for removal in order:
-            # Heads that go together share a rank.
-            ranks = rank + torch.arange(len(removal.units), dtype=torch.float64) * (kind != ATTENTION)
+            # Units of a bundle share a rank.
+            ranks = rank + torch.arange(len(removal.units), dtype=torch.float64) * (KINDS[kind].step > 0)
             scores[removal.module][list(removal.units)] = ranks / total
             rank += len(removal.units)
     return Scores(COMPENSATED, {"ridge": RIDGE, "per_sample": per_sample}, scores, chains=tuple(chains))
@@ -170,7 +169,7 @@ def removal_chain(
         size, module = module.group_size, replace(module, groups=module.units)
         steps = [[(1, range(start, start + size)) for start in range(0, module.units, size)]] * size
     else:
-        step = 1 if module.kind == ATTENTION else max(1, round(SHARE_PER_STEP * module.groups))
+        step = max(1, round(KINDS[module.kind].step * module.groups))
         steps = [[(min(step, module.groups - start), None)] for start in range(0, module.groups, step)]
     state = _Greedy(layer, module, samples, spread, per_sample=per_sample, device=device)
     # Results are read at the end, because a GPU would wait at each read.

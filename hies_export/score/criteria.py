@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -129,7 +129,7 @@ def criterion(
     *,
     name: str | None = None,
     needs: tuple[str, ...] = ("his", "entropy", "weight_l2"),
-    kinds: tuple[str, ...] = (ATTENTION,),
+    kinds: Collection[str] = (ATTENTION,),
     effect: str = "fisher",
     ranks: bool = True,
     collects: Mapping[str, Collect] = MappingProxyType({}),
@@ -160,7 +160,7 @@ def criterion(
     def register(function: ScoreFunction) -> ScoreFunction:
         key = name or function.__name__.replace("_", "-")
         OWN.update(collects)
-        CRITERIA[key] = Criterion(key, function, needs, kinds, effect, ranks)
+        CRITERIA[key] = Criterion(key, function, needs, tuple(kinds), effect, ranks)
         return function
 
     return register if function is None else register(function)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..errors import NonFiniteError, PlanError, RecipeError
-from ..kinds import UNIT_NAMES
+from ..kinds import KINDS
 from ..recipe.sections import Constraints
 from ..units.units import Selection, Units
 
@@ -29,7 +29,7 @@ def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
         raise NonFiniteError(
-            f"every score must be a finite number, but {UNIT_NAMES[module.kind]} {wrong[0]} of {module.name} has "
+            f"every score must be a finite number, but {KINDS[module.kind].unit} {wrong[0]} of {module.name} has "
             f"{scores[wrong[0]].item()}; check the criterion, and the model's dtype"
         )
     size, values = module.group_size, scores.tolist()
@@ -103,7 +103,7 @@ def check_constraints(modules: Sequence[Units], constraints: Constraints, *, pro
     # One message for each kind.
     undivided = {
         module.kind: f"multiple_of must divide the units of every layer, but {module.name} has {module.units} "
-        f"{UNIT_NAMES[module.kind]}s, and would keep a multiple of {multiple}"
+        f"{KINDS[module.kind].units}, and would keep a multiple of {multiple}"
         for module in modules
         if module.units % (multiple := constraints.multiple(module))
     }

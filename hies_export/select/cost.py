@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PlanError
-from ..kinds import UNIT_NAMES
+from ..kinds import KINDS
 from ..recipe.sections import Constraints
 from ..units.units import Selection, Units
 from .constraints import NONE, bundle_count, bundles_lost, removable_counts
@@ -49,7 +49,7 @@ def check_reachable(
     """Refuse, by a PlanError, a budget below the lowest possible cost, which is `best`, by default `lowest_ratio`."""
     best = lowest_ratio(modules, table, constraints) if best is None else best
     if best > ratio:
-        units = " and ".join(dict.fromkeys(f"{UNIT_NAMES[module.kind]}s" for module in modules))
+        units = " and ".join(dict.fromkeys(KINDS[module.kind].units for module in modules))
         raise PlanError(
             f"the budget asks for {table.what} at most {ratio:g} of dense, but cutting all {units} that may go gives "
             f"{best:.3f}, the best there is; raise the target, or loosen min_heads, keep_layers or multiple_of"

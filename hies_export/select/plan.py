@@ -73,11 +73,6 @@ class PruningPlan:
         return self.compensation.get("refit")
 
     @property
-    def heads(self) -> int:
-        """Number of query heads before the cut."""
-        return sum(kept.total for kept in self.of_kind(ATTENTION).values())
-
-    @property
     def removes(self) -> bool:
         """Whether any unit goes."""
         return any(kept.removed for kept in self.kept.values())
@@ -86,11 +81,6 @@ class PruningPlan:
     def removed(self) -> int:
         """Number of query heads that the plan removes."""
         return sum(len(kept.removed) for kept in self.of_kind(ATTENTION).values())
-
-    @property
-    def neurons(self) -> int:
-        """Number of feed-forward neurons before the cut; 0 if the plan leaves feed-forward blocks alone."""
-        return sum(kept.total for kept in self.of_kind(MLP).values())
 
     @property
     def removed_neurons(self) -> int:

@@ -19,7 +19,7 @@ from ..calibrate.walk import Call, Walk, blocks_of, is_float
 from ..data.batches import inputs_of
 from ..equal import IN_FLOAT64, SAME_CODE, SURE_IN_FLOAT32, Difference
 from ..errors import CutMismatchError, PlanError, memory_failure, quoted
-from ..kinds import UNIT_NAMES
+from ..kinds import KINDS
 from ..model.internals import exact_products
 from ..model.modes import evaluating, intercept, output_alone
 from ..select.plan import PruningPlan, selection_of
@@ -71,7 +71,7 @@ def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> 
     for module in modules:
         units = selection[module.name].units
         try:
-            check_indices(units, module.units, what=f"kept {UNIT_NAMES[module.kind]}s")
+            check_indices(units, module.units, what=f"kept {KINDS[module.kind].units}")
         except ValueError as error:
             raise PlanError(f"{error} for {module.name}") from error
         sizes = [*Counter(number // module.group_size for number in units).values()]

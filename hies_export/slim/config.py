@@ -33,8 +33,8 @@ from ..units.units import PrunableModule, Selection
 
 # Keys of a config that say what it is, not what it computes.
 _IDENTITY = ("model_type", "architectures", "transformers_version")
-# Names of the field with the number of neurons.
-_NEURONS = ("intermediate_size", "ffn_dim", "hidden_dim")
+# Kind of units -> names of the field with their number; that of heads says more, see `_head_settings`.
+_FIELDS = {MLP: ("intermediate_size", "ffn_dim", "hidden_dim")}
 # The same, or a multiple of it, in families whose layers cannot differ by fields.
 _RARE = (
     *("n_inner", "d_inner", "dim_ff", "dff", "mlp_dim", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_ratio"),
@@ -209,7 +209,8 @@ def _layer_fields(config: Any, layer: str, module: PrunableModule, selection: Se
         elif module.units != module.groups:
             return None
     else:
-        name = next((field.name for field in dataclasses.fields(config) if field.name in _NEURONS), None)
+        names = _FIELDS.get(module.kind, ())
+        name = next((field.name for field in dataclasses.fields(config) if field.name in names), None)
         if name is None:
             return None
         numbers[name] = (module.units, len(kept.units))
@@ -296,7 +297,7 @@ def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
 def plain_model(
     model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
 ) -> PreTrainedModel | None:
-    """Return a uniformly cut model with a config that alone describes it; None if there is no such config.
+    """Return a model whose modules of one kind are cut alike, with a config that alone says it; None if none can.
 
     The stock class, built from the config on the meta device, must have the slim model's shapes. Each config and
     sub-config describes the modules that hold it, so the towers of a model may differ. If a LLaMA's own config refuses
@@ -304,16 +305,10 @@ def plain_model(
     """
     if is_slim(model):
         return None
-    settings = _head_settings(model, selection, [m for m in modules if m.kind == ATTENTION])
+    settings = (_head_settings if modules[0].kind == ATTENTION else _unit_settings)(model, selection, modules)
     if settings is None:
         return None
-    neurons = [m for m in modules if m.kind == MLP and len(selection[m.name].units) < m.units]
-    if neurons:
-        found = _neuron_settings(model, selection, neurons)
-        if found is None:
-            return None
-        settings = {key: settings.get(key, {}) | found.get(key, {}) for key in (*settings, *found)}
-    stock = _stock_model(model, settings)
+    stock, shapes = _stock_model(model, settings), tensor_shapes(model)
     if stock is None:
         return as_mistral(model, settings)
     if tensor_shapes(stock) != tensor_shapes(model):
@@ -347,30 +342,28 @@ def _head_settings(model: PreTrainedModel, selection: Selection, modules: Sequen
     return settings
 
 
-def _neuron_settings(
-    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]
-) -> Settings | None:
-    """Return the fields for the neurons; None if no field is known, or if modules keep different numbers of one.
+def _unit_settings(model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> Settings | None:
+    """Return the fields for other units; None if no field is known, or if modules keep different numbers of one.
 
     A field belongs to the innermost config around a module. Whether it says what its name does, the shapes will show.
     """
     configs = configs_in(model.config)
     positions = {id(config): position for position, config in reversed(list(enumerate(configs)))}
     settings: Settings = {}
-    for module in modules:
+    for module in (m for m in modules if selection[m.name].removed):
         parts = module.name.split(".")
         around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
         key = next((positions[id(c)] for layer in around if id(c := getattr(layer, "config", None)) in positions), 0)
-        found = _neuron_field(configs[key], module.units, len(selection[module.name].units))
+        found = _unit_field(configs[key], module, len(selection[module.name].units))
         if found is None or settings.setdefault(key, {}).setdefault(*found) != found[1]:
             return None
     return settings
 
 
-def _neuron_field(config: Any, units: int, stays: int) -> tuple[str, int | float] | None:
-    """Return the first field that may say the number of neurons, with its value after a cut; None if there is none."""
-    known = {field.name for field in dataclasses.fields(config)}
-    for name in (*_NEURONS, *_RARE):
+def _unit_field(config: Any, module: PrunableModule, stays: int) -> tuple[str, int | float] | None:
+    """Return the first field that may say the number of units, with its value after a cut; None if there is none."""
+    known, units = {field.name for field in dataclasses.fields(config)}, module.units
+    for name in (*_FIELDS.get(module.kind, ()), *_RARE):
         value = config_field(config, name)
         if name in known and value is None:
             return name, stays

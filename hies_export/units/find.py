@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ FINDERS: dict[str, Finder] = {
 
 
 def find_modules(
-    model: PreTrainedModel, batch: Mapping[str, Tensor], *, kinds: Sequence[str] = (ATTENTION,)
+    model: PreTrainedModel, batch: Mapping[str, Tensor], *, kinds: Collection[str] = (ATTENTION,)
 ) -> tuple[PrunableModule, ...]:
     """Find the heads and neurons of a model that can be removed.
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..kinds import ATTENTION
 from ..model.attention import AttentionCall, NotOnInterfaceError, use_attention
 from ..model.kernels import VisibleKeys, attend
 from ..model.linear import is_linear
@@ -233,7 +232,6 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
     features = [Slice(layer, 0, head_of, per_group=per_group) for (layer, per_group), head_of in own.items()]
     return PrunableModule(
         name=found.name,
-        kind=ATTENTION,
         units=heads,
         unit_width=found.value.shape[3],
         consumer=found.readers[0],

@@ -21,7 +21,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..kinds import ATTENTION
 from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
 from .neurons import common_module, evenly_owned, layers_of_linears
@@ -316,7 +315,6 @@ def _describe(found: FoundHeads) -> PrunableModule:
     )
     return PrunableModule(
         name=found.name,
-        kind=ATTENTION,
         units=found.heads,
         unit_width=found.width,
         consumer=found.consumer,

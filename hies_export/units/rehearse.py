@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..equal import FEW_STEPS, Difference
 from ..errors import UnsupportedModelError
-from ..kinds import UNIT_NAMES
+from ..kinds import KINDS
 from ..model import modeling_hies
 from .probe import Call, Probe
 from .reads import LinearObserver, sample, signature, tensors_in
@@ -138,7 +138,7 @@ class ConsumerRehearsal(Rehearsal[F]):
         if columns is not None:
             self.latest = self.pending.pop(name, self.latest)
             if dense is None or dense.rows is None or not same(sample(x), dense.rows[:, columns]):
-                self.wrong.append((self.latest, f"it computes other {UNIT_NAMES[self.pairs[0][1].kind]}s"))
+                self.wrong.append((self.latest, f"it computes other {KINDS[self.pairs[0][1].kind].units}"))
         elif dense is None or not _close(signature(x), dense.signature):
             self.wrong.append((self.latest, f"{name} reads something else"))
 
@@ -172,7 +172,7 @@ def rehearsed(
         found, reason = wrong
         if type(found.module) in matched_by_value:
             raise UnsupportedModelError(
-                f"{label} cannot be cut: with fewer {UNIT_NAMES[pairs[0][1].kind]}s the code of "
+                f"{label} cannot be cut: with fewer {KINDS[pairs[0][1].kind].units} the code of "
                 f"{type(found.module).__name__} ({found.name}) does not do what it did ({reason}); "
                 f"supported are {supported}"
             )

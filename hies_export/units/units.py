@@ -18,7 +18,7 @@ from pydantic import FailFast, Field, StrictInt
 from torch import Tensor
 
 from ..errors import quoted
-from ..kinds import ATTENTION
+from ..kinds import ATTENTION, KINDS
 
 # In files of plans, whose values are checked by these types.
 Indices = Annotated[tuple[StrictInt, ...], FailFast()]
@@ -73,7 +73,7 @@ class Units:
         name: Dotted name of the module.
         units: Number of units.
         groups: Number of equal groups of consecutive units; by default every unit is a group of its own.
-        kind: Kind of the units, `ATTENTION` for heads or `MLP` for neurons.
+        kind: Kind of the units, a name in `KINDS`; heads by default.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Kept:
     units: Indices
     total: Size
     groups: Size = 0
-    kind: Annotated[str, Field(pattern="^(attention|mlp)$")] = ATTENTION
+    kind: Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")] = ATTENTION
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", self.groups or self.total)

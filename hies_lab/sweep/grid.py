@@ -22,7 +22,7 @@ METHODS = ("bias", "least_squares")
 AUTOMATIC = ("auto", "auto-area")
 SPARSITIES = (0.1, 0.3, 0.5, 0.7)
 # Names of what may lose units -> the kinds of modules.
-MODULES = {ATTENTION: (ATTENTION,), MLP: (MLP,), "both": KINDS}
+MODULES = {ATTENTION: (ATTENTION,), MLP: (MLP,), "both": tuple(KINDS)}
 # Least squares in which tokens weigh this + (1 - this) times the relative squared gradient of the prediction there.
 WEIGHTED, TOKEN_WEIGHTS = "weighted", 0.3
 SEQUENTIAL = "sequential"

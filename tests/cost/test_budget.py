@@ -113,7 +113,7 @@ def test_a_table_has_the_timed_ratios_and_a_noisy_control_is_warned_of(
 @pytest.mark.usefixtures("untraced")
 def test_a_run_by_time_says_predicted_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Tiny models take their time elsewhere, so these are cuts as they might be timed.
-    cuts = [TimedCut(kept, ratio, ratio, ratio) for kept, ratio in ((0.5, 0.8), (1 / 6, 0.7))]
+    cuts = [TimedCut(kept, ratio, ratio, ratio, "attention") for kept, ratio in ((0.5, 0.8), (1 / 6, 0.7))]
     monkeypatch.setattr("hies_export.forms.latency._time_cuts", lambda *_, **__: cuts)
     latency = {"ratio": 0.85, "runtime": "torch", "batch": 3, "sequence": 20}
     save_project(

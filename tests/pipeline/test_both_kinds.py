@@ -80,7 +80,7 @@ def done(folder: Path) -> Run:
 def test_a_run_cuts_both_kinds_and_counts_them(done: Run) -> None:
     report, plan = done.report, PruningPlan.from_file(done.folder / "plan.json")
     assert [kept.kind for kept in plan.kept.values()] == ["attention"] * 3 + ["mlp"] * 3
-    assert (plan.heads, plan.neurons) == (18, 192)
+    assert (report.heads["total"], report.neurons["total"]) == (18, 192)
     for counts, kept in ((report.heads, plan.of_kind("attention")), (report.neurons, plan.of_kind("mlp"))):
         assert counts["kept_per_layer"] == [len(part.units) for part in kept.values()]
         assert counts["removed"] == counts["total"] - sum(counts["kept_per_layer"]) > 0

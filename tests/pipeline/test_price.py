@@ -15,7 +15,7 @@ from hies_export.pipeline.price import Module, Priced, Size, in_words
 SIZE = Size(
     **{"scored": 1000, "refitted": 4000, "judged": 0, "batch": 100, "length": 50, "hidden": 10, "vocabulary": 0},
     **{"parameters": 8000, "weights": 40_000, "itemsize": 4, "left": 0.5},
-    blocks=((Module(10, 10, heads=True), Module(40, 10, heads=False)),) * 2,
+    blocks=((Module(10, 10, 0), Module(40, 10, 0.01)),) * 2,
 )
 
 

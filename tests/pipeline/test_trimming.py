@@ -132,7 +132,7 @@ def test_a_budget_that_the_tokens_keep_alone_is_refused(tmp_path: Path) -> None:
 def test_a_budget_of_time_is_held_against_the_model_without_the_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuts = [TimedCut(kept, 0.8, 0.8, 0.8) for kept in (0.5, 0.2)]
+    cuts = [TimedCut(kept, 0.8, 0.8, 0.8, "attention") for kept in (0.5, 0.2)]
     monkeypatch.setattr("hies_export.forms.latency._time_cuts", lambda *_, **__: cuts)
     compared = []
 

@@ -44,17 +44,17 @@ def without_heads(report: Report) -> Report:
 
 
 def test_a_plan_is_counted_by_kind() -> None:
-    heads, neurons = plan_counts(PLAN)
-    assert heads == {"total": 8, "removed": 4, "kept_per_layer": [3, 1]}
-    assert neurons == {"total": 3072, "removed": 536, "kept_per_layer": [1000, 1536]}
-    assert removed_text(heads, neurons) == "4 of 8 heads and 536 of 3,072 neurons removed"
+    counts = plan_counts(PLAN)
+    assert counts["heads"] == {"total": 8, "removed": 4, "kept_per_layer": [3, 1]}
+    assert counts["neurons"] == {"total": 3072, "removed": 536, "kept_per_layer": [1000, 1536]}
+    assert removed_text(counts) == "4 of 8 heads and 536 of 3,072 neurons removed"
     judged = CutBeside(1, 0, 1, 1)
     tokens = VocabularyFacts(total=90, kept=60, source="", texts=1, min_count=1, judged=judged, max_abs=0.0)
-    assert removed_text(heads, neurons, tokens) == "4 of 8 heads, 536 of 3,072 neurons and 30 of 90 tokens removed"
-    assert removed_text(heads) == "4 of 8 heads removed"
-    assert removed_text(UnitCounts(0, 0, []), neurons) == "536 of 3,072 neurons removed"
+    assert removed_text(counts | {"tokens": tokens}) == "4 of 8 heads, 536 of 3,072 neurons and 30 of 90 tokens removed"
+    assert removed_text({"heads": counts["heads"]}) == "4 of 8 heads removed"
+    assert removed_text({**counts, "heads": UnitCounts(0, 0, [])}) == "536 of 3,072 neurons removed"
     of_heads = dataclasses.replace(PLAN, kept=PLAN.of_kind("attention"))
-    assert plan_counts(of_heads) == (heads, None)
+    assert plan_counts(of_heads) == {"heads": counts["heads"]}
     assert [units.unit for units in plan_maps(of_heads)] == ["head"]
 
 

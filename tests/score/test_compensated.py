@@ -30,10 +30,10 @@ from transformers import PreTrainedModel
 from hies_export import PrunableModule, PruningRecipe, find_attention, score_compensated
 from hies_export.calibrate.moments import MomentStore, Spread
 from hies_export.calibrate.readings import LayerEffects
+from hies_export.kinds import KINDS, Kind
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.reporting import write_choice
 from hies_export.pipeline.stages import calibrate
-from hies_export.score import compensated
 from hies_export.score.compensated import Removal, removal_chain, scores_of_chains
 from hies_export.units.units import Units
 
@@ -187,7 +187,7 @@ def test_heads_of_all_groups_go_in_turns() -> None:
 
 
 def test_neurons_go_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compensated, "SHARE_PER_STEP", 0.2)
+    monkeypatch.setitem(KINDS, "mlp", Kind("neuron", "feed-forward block", 0.2))
     module, samples = module_of(16, kind="mlp"), 10
     layer = layer_of(60, 16, samples, centred=True)
     found = removal_chain(layer, module, samples)

@@ -93,7 +93,7 @@ def test_a_config_that_cannot_say_the_heads_leaves_them_in_the_block() -> None:
 def test_prune_takes_an_allocation_for_each_kind() -> None:
     batches = [{"input_ids": torch.randint(5, 32, (4, 16))} for _ in range(4)]
     allocation = {"attention": "uniform", "mlp": "global"}
-    options = {"modules": KINDS, "criterion": "fisher", "budget": {"flops": 0.6}, "held_out": []}
+    options = {"modules": tuple(KINDS), "criterion": "fisher", "budget": {"flops": 0.6}, "held_out": []}
     result = prune(causal_lm(**SIZES), batches, allocation=allocation, **options)
     heads, neurons = ({len(k.units) for k in result.plan.kept.values() if k.kind == kind} for kind in KINDS)
     assert heads == {result.model.config.num_attention_heads} != {8}

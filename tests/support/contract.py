@@ -24,7 +24,7 @@ from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.equal import Difference
 from hies_export.errors import ReloadMismatchError, UnsupportedModelError
 from hies_export.forms.onnx.multimodal import is_vision_language
-from hies_export.kinds import ATTENTION, KINDS, UNIT_NAMES
+from hies_export.kinds import ATTENTION, KINDS
 from hies_export.slim.check import compare_cut, first_output
 from hies_export.slim.config import is_slim
 from hies_export.units.units import PrunableModule
@@ -74,7 +74,7 @@ class Subject:
     @property
     def units(self) -> str:
         """Return what is cut, in messages."""
-        return " and ".join(f"{UNIT_NAMES[kind]}s" for kind in self.kinds)
+        return " and ".join(KINDS[kind].units for kind in self.kinds)
 
     def refusal(self) -> str | None:
         """Return why the package refuses the model, or None if it does not."""
