@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hies_export import PrunableModule, PruningPlan, find_attention
-from hies_export.kinds import KINDS
+from hies_export.kinds import BOTH
 from hies_export.model.tokens import synthetic_batch
 from hies_export.slim.bundles import cut_bundles
 from hies_export.slim.cut import prune_units
@@ -127,9 +127,9 @@ def cut_like(model: PreTrainedModel, plan: PruningPlan, batch: dict[str, Tensor]
 
     Which heads and neurons go does not matter for time, so it is the last of each layer.
     """
-    modules = find_modules(model, batch, kinds=KINDS)
+    modules = find_modules(model, batch, kinds=BOTH)
     selection = {}
-    for kind in KINDS:
+    for kind in BOTH:
         known, own = list(plan.of_kind(kind).values()), [module for module in modules if module.kind == kind]
         for number, module in enumerate(own):
             part = known[number * len(known) // len(own)]

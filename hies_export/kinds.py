@@ -30,3 +30,5 @@ ATTENTION: Final = "attention"
 MLP: Final = "mlp"
 KINDS = {ATTENTION: Kind("head", "attention module"), MLP: Kind("neuron", "feed-forward block", step=0.01)}
 """Name in recipes and plans -> kind, in the order in which they are cut."""
+BOTH = (ATTENTION, MLP)
+"""The kinds that go where a recipe names none."""

@@ -30,7 +30,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 import hies_export
 from hies_export import PruningPlan, find_modules, load_runtime, prune_units, push_to_hub, quantize_onnx, save_slim
 from hies_export.forms.onnx import export
-from hies_export.kinds import KINDS, MLP
+from hies_export.kinds import BOTH, MLP
 from hies_export.slim.check import first_output
 from hies_export.slim.config import is_slim
 
@@ -202,7 +202,7 @@ def test_plain_checkpoints_load_without_code(model_type: str, hub: Hub, table: l
         dense = stock.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)
     batch = {"input_ids": torch.randint(6, 32, (2, 12))}
     # The configs of these two have no field for the width of a head.
-    modules = find_modules(dense, batch, kinds=(MLP,) if model_type in ("gpt_neox", "stablelm") else KINDS)
+    modules = find_modules(dense, batch, kinds=(MLP,) if model_type in ("gpt_neox", "stablelm") else BOTH)
     plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
     slim = prune_units(dense, plan, modules)
     assert not is_slim(slim)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, BertConfig, BertModel, PreTrainedModel
 
 from hies_export import PruningPlan, find_modules, load, prune, prune_units, save_slim
-from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.kinds import ATTENTION, BOTH, MLP
 from hies_export.slim.config import is_slim
 
 ROOT = Path(__file__).parents[1]
@@ -164,7 +164,7 @@ def cut_and_saved(
     folder: Path,
 ) -> PreTrainedModel:
     """Cut a model at random to these numbers of groups and neurons in its layers, None for all, and save it."""
-    modules = find_modules(dense, batch, kinds=KINDS)
+    modules = find_modules(dense, batch, kinds=BOTH)
     kept = {}
     for kind, counts in ((ATTENTION, groups), (MLP, neurons)):
         found = [module for module in modules if module.kind == kind]

@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 
 from ..entry_points import AUTO, FORMATS, RUNTIMES, criterion_names
 from ..errors import RecipeError, did_you_mean, one_of, quoted, refusing
-from ..kinds import ATTENTION, KINDS, KindName
+from ..kinds import ATTENTION, BOTH, KINDS, KindName
 from ..progress import SILENT, Progress
 from ..recipe.budget import Budget, KeepBudget
 from ..recipe.sections import (
@@ -154,7 +154,7 @@ class PruneSection(Constraints):
     @model_validator(mode="after")
     def _defaults_follow_the_budget(self) -> PruneSection:
         if self.budget is None or self.budget.heads is None:
-            usual = {"modules": tuple(KINDS), "criterion": "compensated", "compensation": CompensationSection()}
+            usual = {"modules": BOTH, "criterion": "compensated", "compensation": CompensationSection()}
             # Not added to `model_fields_set`, because a copy with another budget has other defaults.
             vars(self).update({name: value for name, value in usual.items() if name not in self.model_fields_set})
         return self

@@ -254,7 +254,7 @@ class Report:
         """
         values = asdict(self)
         del values["details"]
-        for name in ("neurons", "vocabulary", "cascade", "ranking"):
+        for name in (*self.units, "vocabulary", "cascade", "ranking"):
             if not values[name]:
                 del values[name]
         if self.bytes.gguf is None:

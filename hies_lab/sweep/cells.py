@@ -22,7 +22,7 @@ from hies_export.errors import RecipeError
 from hies_export.evaluate.judge import Judge, Quality
 from hies_export.evaluate.metrics import higher_is_better
 from hies_export.evaluate.predict import predict
-from hies_export.kinds import KINDS
+from hies_export.kinds import BOTH
 from hies_export.model.copies import share_weights
 from hies_export.pipeline import stages
 from hies_export.pipeline.delivery import Delivery
@@ -259,7 +259,7 @@ def _judge(shared: Shared, cell: Cell, selection: Selection | None) -> dict[str,
     else:
         predictions = _predict(shared, selection, judge, refit_for(shared, cell))
         flops = flops_ratio(shared, selection)
-        heads, neurons = (sum(len(of.removed) for of in selection.values() if of.kind == kind) for kind in KINDS)
+        heads, neurons = (sum(len(of.removed) for of in selection.values() if of.kind == kind) for kind in BOTH)
     shared.evaluations += 1
     quality = judge.of(predictions)
     return {

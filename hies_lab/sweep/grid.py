@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hies_export.errors import RecipeError, did_you_mean
-from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.kinds import ATTENTION, BOTH, MLP
 from hies_export.pipeline.recipe import PruneSection
 from hies_export.recipe.sections import CompensationSection
 from hies_export.score.criteria import CRITERIA, uses_alpha
@@ -22,7 +22,7 @@ METHODS = ("bias", "least_squares")
 AUTOMATIC = ("auto", "auto-area")
 SPARSITIES = (0.1, 0.3, 0.5, 0.7)
 # Names of what may lose units -> the kinds of modules.
-MODULES = {ATTENTION: (ATTENTION,), MLP: (MLP,), "both": tuple(KINDS)}
+MODULES = {ATTENTION: (ATTENTION,), MLP: (MLP,), "both": BOTH}
 # Least squares in which tokens weigh this + (1 - this) times the relative squared gradient of the prediction there.
 WEIGHTED, TOKEN_WEIGHTS = "weighted", 0.3
 SEQUENTIAL = "sequential"
@@ -106,7 +106,7 @@ class SweepGrid:
     def kinds(self) -> tuple[str, ...]:
         """The kinds of modules that lose units in any cell."""
         wanted = {kind for name in self.modules for kind in MODULES[name]}
-        return tuple(kind for kind in KINDS if kind in wanted)
+        return tuple(kind for kind in BOTH if kind in wanted)
 
     def for_modules(self, kinds: tuple[str, ...]) -> SweepGrid:
         """Return the grid with the kinds of modules of a recipe, unless its own say what: named, or shares of heads."""

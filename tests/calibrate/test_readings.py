@@ -30,7 +30,7 @@ from hies_export.calibrate import moments as moments_module
 from hies_export.calibrate.moments import Moments, MomentStore
 from hies_export.calibrate.readings import by_sample
 from hies_export.calibrate.statistics import collect_statistics
-from hies_export.kinds import KINDS, MLP
+from hies_export.kinds import BOTH, MLP
 
 Batches = list[dict[str, Tensor]]
 SUMS = ("x", "y", "xx", "yx", "yy")
@@ -143,7 +143,7 @@ MAPS = {"image_size": 16, "patch_size": 4, "hidden_sizes": [8], "depths": [2], "
 @pytest.mark.parametrize(
     ("make", "kinds"),
     [
-        (lambda: transformers.SwinForImageClassification(transformers.SwinConfig(**WINDOWS)), KINDS),
+        (lambda: transformers.SwinForImageClassification(transformers.SwinConfig(**WINDOWS)), BOTH),
         (lambda: transformers.ConvNextForImageClassification(transformers.ConvNextConfig(**MAPS)), (MLP,)),
     ],
     ids=["windows", "rows and columns"],

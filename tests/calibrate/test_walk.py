@@ -21,19 +21,19 @@ from hies_export import NonFiniteError, UnsupportedModelError, collect_statistic
 from hies_export.calibrate.readings import Gradients, Read, Reading, read_forward
 from hies_export.calibrate.walk import WHOLE, Walk, blocks_of
 from hies_export.data.batches import inputs_of
-from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.kinds import ATTENTION, BOTH, MLP
 from hies_export.model.modes import output_alone
 from hies_export.tasks import task_of
 from hies_export.tasks.task import random_projection
 
 Batch = dict[str, Tensor]
-BOTH = ["attention.output.dense", "output.dense"]
+CONSUMERS = ["attention.output.dense", "output.dense"]
 LAYERS = [f"bert.encoder.layer.{number}" for number in range(3)]
 
 
 def names_of(model: PreTrainedModel, batch: Batch, *kinds: str) -> dict[str, list[str]]:
     """Return the consumers in every block."""
-    found = blocks_of(model, find_modules(model, batch, kinds=kinds or KINDS), batch)
+    found = blocks_of(model, find_modules(model, batch, kinds=kinds or BOTH), batch)
     return {
         block: [module.consumer.removeprefix(f"{block}.") for module in modules] for block, modules in found.items()
     }
@@ -112,7 +112,7 @@ def test_after_all_blocks_the_outputs_are_those_of_a_plain_forward(case: str) ->
 def test_statistics_are_those_of_masks_for_other_layouts(model_type: str) -> None:
     model, batch = tiny(model_type)
     batches = [labelled(model, batch)]
-    modules = find_modules(model, batch, kinds=KINDS)
+    modules = find_modules(model, batch, kinds=BOTH)
     found, expected = collect_statistics(model, batches, modules), naive_statistics(model, batches, modules)
     for what in ("his", "fisher"):
         assert_near(dict(found[what]), expected[what], within=1e-3, where=what)
@@ -122,7 +122,7 @@ def test_layers_that_share_what_the_first_one_makes_are_scored_too() -> None:
     """T5 makes its positions in the first layer and hands them on; what is scored is an embedding, by four losses."""
     model, batch = embedder(t5_encoder("T5"), word_tokenizer(WORDS)).eval(), text_batch(2, 8, labels=False)
     batches = [{name: value[[row]] for name, value in batch.items()} for row in range(2)]
-    modules = find_modules(model, batch, kinds=KINDS)
+    modules = find_modules(model, batch, kinds=BOTH)
     found = collect_statistics(model, batches, modules)["his"]
     for module in modules:
         expected = []
@@ -141,7 +141,7 @@ def test_layers_that_share_what_the_first_one_makes_are_scored_too() -> None:
 
 def test_a_block_is_an_element_of_a_list() -> None:
     model, batch = bert(), text_batch()
-    assert names_of(model, batch) == {name: BOTH for name in LAYERS}
+    assert names_of(model, batch) == {name: CONSUMERS for name in LAYERS}
     # Elements without modules are blocks as well.
     modules = find_modules(model, batch, kinds=(MLP,))
     found = blocks_of(model, modules[1:2], batch)
@@ -196,7 +196,7 @@ def test_the_tower_comes_before_the_language_model() -> None:
     layers = [f"model.language_model.layers.{number}" for number in range(2)]
     model, batches = llava(), with_text()
     assert list(names_of(model, batches[0])) == list(names_of(model, batches[0], MLP)) == tower + layers
-    modules = find_modules(model, batches[0], kinds=KINDS)
+    modules = find_modules(model, batches[0], kinds=BOTH)
     assert list(blocks_of(model, modules, batches[1])) == tower + layers
 
 
@@ -298,7 +298,7 @@ def test_statistics_in_half_precision_are_those_of_its_float32_copy(case: str, d
     model, batches = make().to(dtype), make_batches()
     same = make()
     same.load_state_dict(model.state_dict())
-    modules = find_modules(same, batches[0], kinds=KINDS)
+    modules = find_modules(same, batches[0], kinds=BOTH)
     expected = collect_statistics(same, batches, modules)
     plain(model, batches)
     with unharmed(model):
@@ -322,7 +322,7 @@ def by_block(into: dict[str, list[list[Reading]]], count: int) -> Callable[[Any,
 def test_a_block_can_be_read_again(case: str, target: Any) -> None:
     make, make_batches = MODELS[case]
     model, batches = make(), make_batches()
-    modules = find_modules(model, batches[0], kinds=KINDS)
+    modules = find_modules(model, batches[0], kinds=BOTH)
     gradients = Gradients(model, batches, modules, target)
     first: dict[str, list[list[Reading]]] = {}
     again: dict[str, list[list[Reading]]] = {}
@@ -342,7 +342,7 @@ def test_a_block_can_be_read_again(case: str, target: Any) -> None:
 
 def test_a_hidden_state_that_is_no_number_is_said_by_the_batch() -> None:
     model, batches = bert().train(), [text_batch(4), text_batch(5, 11)]
-    modules = find_modules(model, batches[0], kinds=KINDS)
+    modules = find_modules(model, batches[0], kinds=BOTH)
 
     def break_row(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return output.index_fill(0, torch.tensor([3]), float("nan")) if output.shape[:2] == (5, 11) else output
@@ -358,7 +358,7 @@ def test_a_hidden_state_that_is_no_number_is_said_by_the_batch() -> None:
 def test_calls_keep_what_they_were_made_with_and_no_graph() -> None:
     """Neither the readings nor what `of` needs hold the graph that they come from."""
     model, batches = bert(), [text_batch()]
-    modules = find_modules(model, batches[0], kinds=KINDS)
+    modules = find_modules(model, batches[0], kinds=BOTH)
     gradients, seen = Gradients(model, batches, modules, "loss"), list[Mapping[str, Any]]()
 
     def work(inside: Any, read: Read) -> None:

@@ -20,7 +20,7 @@ from hies_export import Kept, PruningPlan, apply_plan, find_attention, find_modu
 from hies_export.checkpoint.beside import complete_settings
 from hies_export.checkpoint.save import REFIT
 from hies_export.errors import PlanError, ReloadMismatchError, RequestError
-from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.kinds import ATTENTION, BOTH, MLP
 from hies_export.select.fingerprint import digest_tensors, fingerprint
 
 
@@ -38,7 +38,7 @@ def change_config(folder: Path, **values: object) -> None:
     ("name", "kinds", "uniform"),
     [
         *((name, (ATTENTION,), False) for name in MODELS),
-        *((name, KINDS, True) for name in ("gpt2, transposed", "llama bfloat16, tied")),
+        *((name, BOTH, True) for name in ("gpt2, transposed", "llama bfloat16, tied")),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -68,7 +68,7 @@ def test_the_files_are_those_of_the_model_in_memory(
     assert [applied.dense_bytes, applied.slim_bytes] == sizes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH)
 def test_rows_and_columns_by_hand(kind: str, tmp_path: Path) -> None:
     """Keep two of three groups of two heads, eight wide, or four of 64 neurons, in the middle layer of three."""
     decoder("Phi3")().save_pretrained(tmp_path / "dense", max_shard_size="30KB")

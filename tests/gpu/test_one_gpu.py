@@ -26,7 +26,7 @@ from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.form import Form
 from hies_export.forms.time import time
-from hies_export.kinds import ATTENTION, KINDS
+from hies_export.kinds import ATTENTION, BOTH
 from hies_export.model.copies import convert, parameter_bytes
 from hies_export.score.compensated import removal_chain
 from hies_export.score.criteria import needs_of
@@ -37,7 +37,6 @@ REFIT = {"method": "least_squares"}
 pytestmark = pytest.mark.filterwarnings("ignore:.*calibration tokens are too few")
 
 Batch = dict[str, Tensor]
-BOTH = ["attention", "mlp"]
 # How to make a model, and a batch for it.
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Batch]]] = {
     "decoder, padded left": (causal_lm, lambda: padded([9, 4, 6], "left")),
@@ -174,7 +173,7 @@ def test_heads_of_a_width_that_the_fused_kernel_refuses(gpus: Gpus) -> None:
 def test_the_check_of_a_cut_holds_one_block_in_float64(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = causal_lm(hidden_size=128, intermediate_size=512, num_hidden_layers=3)
     model, batch = on_gpu(wide), padded([9], "left")
-    modules = find_modules(model, batch, kinds=KINDS)
+    modules = find_modules(model, batch, kinds=BOTH)
     kept = {module.name: module.kept(range(2) if module.kind == ATTENTION else range(0, 512, 3)) for module in modules}
     slim = prune_units(model, kept, modules)
     before = gpus.held[0]

@@ -17,7 +17,7 @@ from hies_export import (
     select_units,
 )
 from hies_export.calibrate.statistics import Calibration
-from hies_export.kinds import ATTENTION, KINDS
+from hies_export.kinds import ATTENTION, BOTH
 from hies_export.score.criteria import CRITERIA, uses_alpha
 from hies_export.units.units import Units
 from hies_lab.baselines.channels import channel_taylor
@@ -74,7 +74,7 @@ def test_signals_equal_loops_over_samples_and_the_gradients_that_torch_leaves_in
         assert [name for name, moves in towers.items() if not moves] == [[n for n in towers if "vision" in n][-1]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH)
 def test_weights_that_are_stored_transposed_have_the_signals_of_their_own_units(kind: str) -> None:
     """Every layer of a GPT-2 is a Conv1D, whose weight is stored (inputs, outputs): a unit reads columns, not rows.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import PruningPlan, export_onnx, find_modules, prune_units, quantize_onnx
-from hies_export.kinds import KINDS
+from hies_export.kinds import BOTH
 
 SMALL = SIX_HEADS | {"num_hidden_layers": 1, "vocab_size": 100, "max_position_embeddings": 64}
 # As in the checkpoints of DeBERTa-v3.
@@ -33,7 +33,7 @@ DEFAULT = ("DebertaV2", "ForSequenceClassification")  # `-m exports` takes all
 
 def cut(model: PreTrainedModel) -> PreTrainedModel:
     """Remove other numbers of heads and neurons in every layer."""
-    modules = find_modules(model, text_batch(labels=False), kinds=KINDS)
+    modules = find_modules(model, text_batch(labels=False), kinds=BOTH)
     return prune_units(model, PruningPlan(kept=random_neurons(modules, uniform=False), criterion="random"), modules)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hies_export import CRITERIA, RecipeError, Statistics, criterion, score_units
 from hies_export.calibrate.statistics import Calibration
-from hies_export.kinds import ATTENTION, KINDS
+from hies_export.kinds import ATTENTION, BOTH
 from hies_export.score.criteria import AUTO, COMPENSATED, DegenerateRangeWarning, criterion_names, needs_of, uses_alpha
 from hies_export.units.units import Units
 
@@ -73,7 +73,7 @@ def test_a_degenerate_range_scores_zero_and_warns() -> None:
 
 def test_names_needs_and_alpha() -> None:
     assert criterion_names() == (*CRITERIA, COMPENSATED, AUTO)
-    assert {name for name, found in CRITERIA.items() if found.kinds == tuple(KINDS)} == {*PLAIN, "random"} - {"ad"}
+    assert {name for name, found in CRITERIA.items() if found.kinds == BOTH} == {*PLAIN, "random"} - {"ad"}
     assert needs_of("hies", "activation", "compensated", "his") == ("his", "entropy", "activation_l2")
     assert needs_of("no such criterion") == ()
     assert [name for name in criterion_names() if uses_alpha(name)] == ["hies"]
@@ -108,8 +108,8 @@ def test_a_criterion_of_both_kinds_scales_each_kind_by_itself() -> None:
     [
         ("fisher", "fisher", ()),
         ("his", "his", ()),
-        ("l2", "fisher", tuple(KINDS)),
-        ("random", "fisher", tuple(KINDS)),
+        ("l2", "fisher", BOTH),
+        ("random", "fisher", BOTH),
         ("hies", "fisher", (ATTENTION,)),  # heads are ranked among themselves, neurons compared by their effects
     ],
 )

@@ -12,7 +12,7 @@ from support.models import bert, causal_lm, text_batch
 from support.tolerance import assert_near
 
 from hies_export import CutMismatchError, Kept, PlanError, compare_cut, find_attention, find_modules, prune_units
-from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.kinds import ATTENTION, BOTH, MLP
 from hies_export.select.fingerprint import fingerprint
 from hies_export.slim import check as check_module
 from hies_export.slim.check import check_selection, first_output, masked_units
@@ -55,7 +55,7 @@ def cut() -> tuple[Any, ...]:
     with torch.no_grad():
         deep.lm_head.weight.mul_(1e4)
     batch = {"input_ids": torch.randint(5, deep.config.vocab_size, (2, 24))}
-    modules = find_modules(deep, batch, kinds=KINDS)
+    modules = find_modules(deep, batch, kinds=BOTH)
     kept = {m.name: m.kept(range(m.units - 1 if m.kind == MLP else m.units // 2)) for m in modules}
     return deep, prune_units(deep, kept, modules), kept, modules, batch
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hies_export
 from hies_export import PruningPlan, Selection, apply_plan, find_modules, load, prune, prune_units, save_slim
-from hies_export.kinds import ATTENTION, KINDS
+from hies_export.kinds import ATTENTION, BOTH
 from hies_export.slim.check import compare_cut, first_output
 
 BATCH = {"input_ids": torch.arange(5, 27).view(2, 11)}
@@ -24,7 +24,7 @@ def uneven_neurons(
     model: PreTrainedModel, groups: int
 ) -> tuple[Selection, tuple[hies_export.units.units.PrunableModule, ...]]:
     """Keep as many groups of heads in every layer, and a number of neurons that differs."""
-    modules = find_modules(model, BATCH, kinds=KINDS)
+    modules = find_modules(model, BATCH, kinds=BOTH)
     kept = random_neurons(modules, uniform=False)
     for number, module in enumerate(m for m in modules if m.kind == ATTENTION):
         stay = {(number + i) % module.groups for i in range(groups)}
@@ -65,7 +65,7 @@ def test_plain_fields_say_the_heads_and_the_block_the_neurons(groups: int, famil
 def test_it_can_be_cut_again_unevenly(tmp_path: Path) -> None:
     dense = causal_lm(**SIZES)
     once = prune_units(dense, *uneven_neurons(dense, 3))
-    modules = find_modules(once, BATCH, kinds=KINDS)
+    modules = find_modules(once, BATCH, kinds=BOTH)
     kept = random_neurons(modules, uniform=False, seed=1)
     twice = prune_units(once, kept, modules)
     assert len({len(kept[m.name].units) for m in modules if m.kind == ATTENTION}) > 1
@@ -82,7 +82,7 @@ def test_it_can_be_cut_again_unevenly(tmp_path: Path) -> None:
 def test_a_config_that_cannot_say_the_heads_leaves_them_in_the_block() -> None:
     """The width of a BERT's head is that of the model by the number of heads."""
     dense, batch = bert(), text_batch(labels=False)
-    modules = find_modules(dense, batch, kinds=KINDS)
+    modules = find_modules(dense, batch, kinds=BOTH)
     kept = {m.name: m.kept(range(1 if m.kind == ATTENTION else 5 + i)) for i, m in enumerate(modules)}
     slim = prune_units(dense, kept, modules)
     assert compare_cut(dense, slim, kept, modules, batch) < 1e-5
@@ -93,8 +93,8 @@ def test_a_config_that_cannot_say_the_heads_leaves_them_in_the_block() -> None:
 def test_prune_takes_an_allocation_for_each_kind() -> None:
     batches = [{"input_ids": torch.randint(5, 32, (4, 16))} for _ in range(4)]
     allocation = {"attention": "uniform", "mlp": "global"}
-    options = {"modules": tuple(KINDS), "criterion": "fisher", "budget": {"flops": 0.6}, "held_out": []}
+    options = {"modules": BOTH, "criterion": "fisher", "budget": {"flops": 0.6}, "held_out": []}
     result = prune(causal_lm(**SIZES), batches, allocation=allocation, **options)
-    heads, neurons = ({len(k.units) for k in result.plan.kept.values() if k.kind == kind} for kind in KINDS)
+    heads, neurons = ({len(k.units) for k in result.plan.kept.values() if k.kind == kind} for kind in BOTH)
     assert heads == {result.model.config.num_attention_heads} != {8}
     assert len(neurons) > 1

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.utils import logging as of_transformers
 
 from hies_export import PruningPlan, find_modules, load, prune_units, save_slim
-from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.kinds import ATTENTION, BOTH, MLP
 from hies_export.model.internals import layers_differ
 from hies_export.slim.check import first_output
 
@@ -64,7 +64,7 @@ def wide(**options: object) -> PreTrainedModel:
 
 
 def test_every_save_says_it_where_servers_read_it(tmp_path: Path) -> None:
-    slim = cut(wide(), *KINDS, seed=2)
+    slim = cut(wide(), *BOTH, seed=2)
     once = said(slim, tmp_path / "once")
     assert [once[key] for key in TOP] == [once["hies_export"]["per_layer_config"], True]
     assert {key for fields in once["per_layer_config"].values() for key in fields} == {
@@ -105,12 +105,12 @@ def warnings_of_reads() -> Iterator[list[str]]:
 
 
 def test_nothing_warns_of_what_is_read_of_a_config(warnings_of_reads: list[str], tmp_path: Path) -> None:
-    slim = cut(wide(), *KINDS, seed=2)
-    kept = {module.name: module.kept(range(module.units)) for module in find_modules(slim, BATCH, kinds=KINDS)}
+    slim = cut(wide(), *BOTH, seed=2)
+    kept = {module.name: module.kept(range(module.units)) for module in find_modules(slim, BATCH, kinds=BOTH)}
     save_slim(slim, tmp_path / "slim", plan=PruningPlan(kept=kept, criterion="random"), batch=BATCH)
     loaded = load(tmp_path / "slim")
     loaded.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False)
-    cut(loaded, *KINDS, seed=3).save_pretrained(tmp_path / "again")
+    cut(loaded, *BOTH, seed=3).save_pretrained(tmp_path / "again")
     assert not layers_differ(loaded.config)
     assert loaded.config.num_attention_heads == 8
     assert warnings_of_reads == []
@@ -119,7 +119,7 @@ def test_nothing_warns_of_what_is_read_of_a_config(warnings_of_reads: list[str],
 def test_layers_that_differed_before_are_left_as_they_are(tmp_path: Path) -> None:
     own = {"1": {"attention_dropout": 0.1}}
     dense = wide(per_layer_config=own, allow_global_per_layer_attribute_access=True)
-    slim = cut(dense, *KINDS, seed=2)
+    slim = cut(dense, *BOTH, seed=2)
     assert "per_layer_config" not in slim.config.hies_export
     assert said(slim, tmp_path / "once")["per_layer_config"] == own
     assert said(load(tmp_path / "once"), tmp_path / "twice")["per_layer_config"] == own
@@ -130,7 +130,7 @@ def test_a_config_that_refuses_it_does_not_get_it(monkeypatch: pytest.MonkeyPatc
         raise ValueError("heads must be alike" if "per_layer_config" in fields else "unexpected")
 
     monkeypatch.setattr(LlamaConfig, "from_dict", classmethod(refuse))
-    config = said(cut(wide(), *KINDS, seed=2), tmp_path)
+    config = said(cut(wide(), *BOTH, seed=2), tmp_path)
     assert not {*TOP} & config.keys()
     assert config["hies_export"]["per_layer_config"]
 
@@ -162,7 +162,7 @@ def test_a_config_without_a_width_of_heads_gets_the_dense_one(
 def test_a_config_whose_fields_say_less_says_nothing() -> None:
     """A GPT-2 has four neurons for each feature of its width, unless its config says otherwise."""
     dense, batch = gpt2(), text_batch(labels=False)
-    modules = find_modules(dense, batch, kinds=KINDS)
+    modules = find_modules(dense, batch, kinds=BOTH)
     slim = prune_units(dense, random_neurons(modules, uniform=False), modules)
     assert "per_layer_config" not in slim.config.hies_export
     # Nor after a cut that could be said, because the first one was not.

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llam
 
 from hies_export import PruningPlan, apply_plan, compare_cut, find_modules, load, prune_units, save_slim
 from hies_export.forms.onnx.multimodal import image_text_batch
-from hies_export.kinds import KINDS
+from hies_export.kinds import BOTH
 from hies_export.model.copies import convert
 from hies_export.slim.check import first_output
 from hies_export.slim.config import as_mistral, is_slim
@@ -39,7 +39,7 @@ BATCH = {"input_ids": torch.arange(5, 27).view(2, 11), "attention_mask": torch.t
 
 def uniform_cut(dense: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[PreTrainedModel, PruningPlan]:
     """Remove a third of the groups and of the neurons of every layer."""
-    modules = find_modules(dense, batch, kinds=KINDS)
+    modules = find_modules(dense, batch, kinds=BOTH)
     plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
     slim = prune_units(dense, plan, modules)
     assert compare_cut(dense, slim, plan, modules, batch) < 1e-4
@@ -105,7 +105,7 @@ def test_the_folder_is_plain_by_every_way_and_goes_on(tmp_path: Path) -> None:
 
     # Pruned again, unevenly and uniformly.
     again = load(tmp_path / "applied", dtype=torch.float32)
-    modules = find_modules(again, BATCH, kinds=KINDS)
+    modules = find_modules(again, BATCH, kinds=BOTH)
     for uniform, family, code in ((True, "mistral", False), (False, "mistral", True)):
         twice = PruningPlan(kept=random_neurons(modules, uniform=uniform, seed=1), criterion="random")
         slimmer = prune_units(again, twice, modules)
@@ -120,7 +120,7 @@ def test_the_language_model_of_a_llava_is_written_as_a_mistral(tmp_path: Path) -
     llava(**ODD).save_pretrained(tmp_path / "dense")
     dense = load(tmp_path / "dense")
     batch = image_text_batch(dense)
-    modules = [m for m in find_modules(dense, batch, kinds=KINDS) if "vision" not in m.name]
+    modules = [m for m in find_modules(dense, batch, kinds=BOTH) if "vision" not in m.name]
     plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
     slim = prune_units(dense, plan, modules)
     assert compare_cut(dense, slim, plan, modules, batch) < 1e-4

@@ -24,7 +24,7 @@ from hies_export.checkpoint.save import check_reload, save_slim
 from hies_export.equal import Difference
 from hies_export.errors import ReloadMismatchError, UnsupportedModelError
 from hies_export.forms.onnx.multimodal import is_vision_language
-from hies_export.kinds import ATTENTION, KINDS
+from hies_export.kinds import ATTENTION, BOTH, KINDS
 from hies_export.slim.check import compare_cut, first_output
 from hies_export.slim.config import is_slim
 from hies_export.units.units import PrunableModule
@@ -204,7 +204,7 @@ def together(subject: Subject) -> None:
     """Cut heads and neurons at once, and take both cuts through `cut` and `reload`."""
     if subject.with_kinds(ATTENTION).refusal() is not None:
         raise NotApplicable("its heads are not cut")
-    both = subject.with_kinds(*KINDS)
+    both = subject.with_kinds(*BOTH)
     cut(both)
     reload(both)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import UnsupportedModelError, find_modules
-from hies_export.kinds import KINDS
+from hies_export.kinds import BOTH
 from hies_export.model.tokens import sample_batch
 from hies_export.tasks import TASKS
 from support.architectures import NoTinyModel, tiny, tiny_batch
@@ -47,7 +47,7 @@ class Proof:
             return "FAILED" if self.failed else "untried"
         if not self.cut:
             return "refused"
-        return "both" if len(self.cut) == len(KINDS) else {"attention": "heads", "mlp": "neurons"}[self.cut[0]]
+        return "both" if len(self.cut) == len(BOTH) else {"attention": "heads", "mlp": "neurons"}[self.cut[0]]
 
 
 def supported_types() -> list[str]:
@@ -77,7 +77,7 @@ def prove(head: Head) -> Proof:
         return _why_not(head, error)
     proof, kinds = Proof(), []
     try:
-        for kind in KINDS:
+        for kind in BOTH:
             try:
                 find_modules(model, sample_batch(model, sequence=SEQUENCE), kinds=(kind,))
                 find_modules(model, batch, kinds=(kind,))

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export import Kept, PrunableModule, UnsupportedModelError, find_modules, prune_units
-from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.kinds import ATTENTION, BOTH, MLP
 from hies_export.slim.config import is_slim
 from hies_export.units import neurons as mlp
 from hies_export.units.heads import tower_of
@@ -84,13 +84,13 @@ def test_plain_configs_say_uniform_cuts() -> None:
     config = cut(decoder("Llama", intermediate_size=48)(), text(), lambda m: 20)
     assert (config.intermediate_size, config.hidden_size) == (20, 48)
 
-    config = cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == MLP else 4, *KINDS)
+    config = cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == MLP else 4, *BOTH)
     assert (config.model_type, config.intermediate_size) == ("llama", 40)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
     uneven = iter(range(1, 99))
     assert cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == ATTENTION else next(uneven), MLP) is None
     heads = iter((2, 4, 6))
-    assert cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == MLP else next(heads), *KINDS) is None
+    assert cut(decoder("Llama")(), text(), lambda m: 40 if m.kind == MLP else next(heads), *BOTH) is None
     config = cut(llava(), llava_batch(), lambda m: 20 if "vision" in m.name else 12)
     assert (config.vision_config.intermediate_size, config.text_config.intermediate_size) == (20, 12)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hies_export import RequestError, UnsupportedModelError, compare_cut, find_modules, prune_units
-from hies_export.kinds import ATTENTION, KINDS, MLP
+from hies_export.kinds import ATTENTION, BOTH, MLP
 from hies_export.units.neurons import find_mlp
 from hies_export.units.probe import Probe
 from hies_export.units.reads import signature
@@ -30,17 +30,17 @@ def test_no_weight_is_read_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatc
     for make, batch in ((bert, text_batch()), (vit, image_batch())):
         model = make().train()
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        expected = find_modules(model, batch, kinds=KINDS)
+        expected = find_modules(model, batch, kinds=BOTH)
         assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
         assert model.training
         assert all(p.requires_grad and p.grad is None for p in model.parameters())
         assert not any("forward" in vars(module) for module in model.modules())
-        assert find_modules(model.to("meta"), batch, kinds=KINDS) == expected
+        assert find_modules(model.to("meta"), batch, kinds=BOTH) == expected
         assert model.device.type == "meta"
     large = {"hidden_size": 8192, "num_attention_heads": 64, "vocab_size": 10**5, "intermediate_size": 28672}
     with torch.device("meta"):
         huge = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SMALL | large)))
-    found = find_modules(huge, text(), kinds=KINDS)
+    found = find_modules(huge, text(), kinds=BOTH)
     assert [module.units for module in found] == [64] * 3 + [28672] * 3
     assert not reseeded
     assert all(torch.equal(part.owner, torch.arange(28672)) for module in found[3:] for part in module.slices)
