@@ -129,7 +129,8 @@ def _outcome(pruning: Pruning, table: CostTable | None, selection: Selection) ->
     """Return the budget with the predicted cost of a selection, or of a budget of heads with the share removed."""
     budget = budget_where(pruning, pruning.budget)
     if table is None:
-        removed = sum(len(of.removed) for of in selection.values()) / sum(of.total for of in selection.values())
+        heads = [selection[module.name] for module in pruning.scored]  # other towers do not count
+        removed = sum(len(kept.removed) for kept in heads) / sum(kept.total for kept in heads)
         return Outcome(budget, found=Found(removed))
     predicted = table.left(selection, pruning.scored, unit=pruning.options.unit)
     return Outcome(budget, predicted=predicted * table.dense, table=table.measured or ())

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import LayerMoments, MomentStore, Spread
 from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own
 from ..calibrate.walk import device_of_blocks
-from ..data.batches import size_of
+from ..data.batches import in_rows, size_of
 from ..kinds import KINDS
 from ..model.internals import exact_products
 from ..processes import mapped

@@ -308,7 +308,7 @@ def plain_model(
     settings = (_head_settings if modules[0].kind == ATTENTION else _unit_settings)(model, selection, modules)
     if settings is None:
         return None
-    stock, shapes = _stock_model(model, settings), tensor_shapes(model)
+    stock = _stock_model(model, settings)
     if stock is None:
         return as_mistral(model, settings)
     if tensor_shapes(stock) != tensor_shapes(model):

@@ -149,7 +149,7 @@ def test_a_config_without_a_width_of_heads_gets_the_dense_one(
     """Without one, readers divide the width of the model by the number of heads: fewer heads would be wider."""
     dense = make()
     width = dense.config.hidden_size // dense.config.num_attention_heads
-    slim = cut(dense, *KINDS, seed=0)
+    slim = cut(dense, *BOTH, seed=0)
     assert getattr(dense.config, "head_dim", None) is None
     config = said(slim, tmp_path)
     assert config["head_dim"] == width
