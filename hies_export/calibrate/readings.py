@@ -328,7 +328,8 @@ def bounded(inputs: Tensor, gradients: Tensor) -> Tensor:
     8,192 tokens had 40 % of the squared effects. Tokens that do not reach the prediction are not counted.
     """
     size = (inputs * gradients).norm(dim=1)
-    if not size.any():
+    reaching = size[size > 0]
+    if not len(reaching):
         return gradients
-    border = size[size > 0].quantile(1 - BOUNDED)
+    border = reaching.kthvalue(len(reaching) - int(BOUNDED * len(reaching))).values
     return gradients * (border / size).clamp(max=1)[:, None]

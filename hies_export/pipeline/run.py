@@ -99,7 +99,9 @@ def run(
                 write_report(folder, report)
                 return report
 
-            return processes.on_main(finish)
+            report = processes.on_main(finish)
+        processes.on_main(lambda: None)  # the others wait until the folder is in its place
+        return report
 
 
 def deploy(

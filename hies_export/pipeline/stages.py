@@ -115,9 +115,9 @@ def calibrate(pruning: Pruning) -> Statistics:
 
 
 def moments_of(pruning: Pruning) -> MomentStore | None:
-    """Return the moments of the rows to refit on, collected when first read; None without compensation."""
+    """Return the moments of the rows to refit on, collected when first read; None without such rows or compensation."""
     how = pruning.options.compensation
-    if how is None:
+    if how is None or not pruning.rows.refit:
         return None
     # Layers that are refitted one after the other have moments of their own, so these are read for scores alone.
     once = how.sequential and not pruning.budget.searched and pruning.options.criterion != AUTO
