@@ -101,7 +101,7 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
             real = path.resolve()
             is_blob = root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs")
             if real == root / name or is_blob:
-                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(real, folder / name)
 
 

@@ -91,7 +91,7 @@ def mapped_rows(
     together: str | None = None,
     numbered: bool = False,
 ) -> Iterator[datasets.Dataset]:
-    """Yield the rows of one split (or a slice: "train[:80%]"), of a Hub dataset or else of files.
+    """Yield the rows of one split (or a slice: "train[:80%]"), of files or, without them, of a Hub dataset.
 
     Rows stay on disk, and memory holds only what was read. The cache of local files is deleted afterwards: a changed
     file is never read from an old cache, and nothing is left beside the user's files or in the cache of `datasets`.

@@ -79,13 +79,9 @@ class _Template:
             initializers[name].const_value = None
         used = {piece.name for pieces in self._pieces.values() for piece in pieces}
         self._unused = {name: array for name, array in tensors.items() if name not in used}
-        self._nodes = list(self._program.graph.all_nodes())
-        self._weights = {
-            (number, index): value.name
-            for number, node in enumerate(self._nodes)
-            for index, value in enumerate(node.inputs)
-            if value is not None and value.name in self._pieces
-        }
+        self._nodes, inputs = list(self._program.graph.all_nodes()), dict(_inputs(self._program))
+        self._places = inputs.keys()
+        self._weights = {place: value.name for place, value in inputs.items() if value.name in self._pieces}
         self._contents = dict(_contents(self._program, self._weights))
         # By place and position there: the name and axis of the weight that a number is proportional to; None for what
         # is left out of a made graph, which only shapes of values can be.
@@ -95,12 +91,12 @@ class _Template:
     def learn(self, program: Any, tensors: Mapping[str, np.ndarray]) -> bool:
         """Learn what numbers depend on from the graph of another cut; return False if something else differs."""
         program = _with_separate_shapes(program)
-        weights, nodes = self._weights_of(tensors), list(program.graph.all_nodes())
+        weights, inputs = self._weights_of(tensors), dict(_inputs(program))
         contents = dict(_contents(program, self._weights))
-        if weights is None or contents.keys() != self._contents.keys():
+        if weights is None or contents.keys() != self._contents.keys() or inputs.keys() != self._places:
             return False
-        for (number, index), name in self._weights.items():
-            tensor = nodes[number].inputs[index].const_value
+        for place, name in self._weights.items():
+            tensor = inputs[place].const_value
             if tensor is None or not np.array_equal(tensor.numpy(), weights[name]):
                 return False
         shapes = _shapes(tensors, weights)
@@ -310,6 +306,12 @@ def _merge_shapes(graph: Any) -> None:
             output.name = output.producer().name = f"{output.name}_apart"
         taken.add(output.name)
     drop_unused(graph)
+
+
+def _inputs(program: Any) -> Iterator[tuple[tuple[int, int], Any]]:
+    """Yield the inputs of all nodes of a graph by the number of the node and the place there."""
+    for number, node in enumerate(program.graph.all_nodes()):
+        yield from (((number, place), value) for place, value in enumerate(node.inputs) if value is not None)
 
 
 def _contents(program: Any, weights: Collection[tuple[int, int]]) -> Iterator[tuple[Place, tuple[Any, ...]]]:

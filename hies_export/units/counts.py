@@ -165,7 +165,7 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
 def count_both_flops(
     dense: PreTrainedModel, slim: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]
 ) -> dict[Shape, FlopCount]:
-    """Count the FLOPs of one forward pass of two models at each (batch, sequence)."""
+    """Count the FLOPs of one forward pass of two models, and of their layers, at each (batch, sequence)."""
     found = {}
     for shape, batch in batches.items():
         of_dense, of_slim = (flops_by_module(model, batch) for model in (dense, slim))

@@ -175,3 +175,13 @@ def test_a_wrong_graph_is_not_kept(
     # The right one is that of the trace.
     assert described(resized.file) == described(exported.file)
     assert (resized.facts["fused"], resized.outputs) == (exported.facts["fused"], exported.outputs)
+
+
+def test_a_graph_of_the_same_operators_with_other_inputs_is_none_to_learn_from() -> None:
+    layer, traces = torch.nn.Linear(3, 2), Traces()
+    layer.load_state_dict({"weight": torch.arange(6.0).view(2, 3), "bias": torch.tensor([7.0, 8.0])})
+    for inputs in ("x, weight, bias", "x, weight"):
+        text = f"""<ir_version: 10, opset_import: ["" : 20]> g (float[1, 3] x) => (float[1, 2] y)
+        <float[2, 3] weight = {{0, 1, 2, 3, 4, 5}}, float[2] bias = {{7, 8}}> {{ y = Gemm<transB = 1>({inputs}) }}"""
+        traces.add("key", layer, onnx_ir.from_proto(onnx.parser.parse_model(text)))
+    assert [len(node.inputs) for node in traces.resized("key", layer).graph] == [3]

@@ -302,7 +302,8 @@ def test_compiled_torch_shares_a_program_among_many_shapes(monkeypatch):
     monkeypatch.setattr(pytorch, "MOST_SHAPES", 2)
     model = Embedding(16)
     runtime = load_runtime("torch-compile", model)
-    batches = [{"input_ids": torch.ones(2, length, dtype=torch.int64)} for length in range(2, 8)]
+    # None as long as there are rows: a program of such a shape assumes that both are always equal.
+    batches = [{"input_ids": torch.ones(2, length, dtype=torch.int64)} for length in range(3, 9)]
     for batch in batches[:3]:
         runtime.compute(batch)
     assert [(dynamic, counter.frame_count) for dynamic, counter in made] == [(False, 0), (True, 1)]
