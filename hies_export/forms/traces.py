@@ -95,8 +95,8 @@ class _Template:
         contents = dict(_contents(program, self._weights))
         if weights is None or contents.keys() != self._contents.keys() or inputs.keys() != self._places:
             return False
-        for place, name in self._weights.items():
-            tensor = inputs[place].const_value
+        for key, name in self._weights.items():
+            tensor = inputs[key].const_value
             if tensor is None or not np.array_equal(tensor.numpy(), weights[name]):
                 return False
         shapes = _shapes(tensors, weights)
