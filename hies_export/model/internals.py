@@ -48,6 +48,24 @@ def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def buffers_as_loaded(model: nn.Module) -> AbstractContextManager[None]:
+    """Give a model inside the block the buffers that it would have if it were loaded, where a cast has rounded them.
+
+    `model.to(torch.bfloat16)` rounds the frequencies of rotary embeddings too. No checkpoint has them, and
+    `from_pretrained(dtype=torch.bfloat16)` leaves them in float32.
+    """
+    changes: list[tuple[nn.Module, str, Tensor]] = []
+    for module in model.modules():
+        unsaved = [(n, b) for n, b in module.named_buffers(recurse=False) if n in module._non_persistent_buffers_set]
+        halves = {name: buffer for name, buffer in unsaved if buffer.is_floating_point() and buffer.element_size() < 4}
+        if halves and isinstance(getattr(module, "config", None), PreTrainedConfig):
+            with suppress(Exception):  # whatever a class raises that takes more than a config
+                made = dict(type(module)(module.config).named_buffers(recurse=False))
+                exact = {name: made[name].to(buffer.device) for name, buffer in halves.items()}
+                changes += [(module, n, t) for n, t in exact.items() if torch.equal(t.to(halves[n]), halves[n])]
+    return attributes_set(changes)
+
+
 @contextmanager
 def forwards_set(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Let modules compute by other functions inside the block, and afterwards as before."""

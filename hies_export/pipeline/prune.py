@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..data.batches import Batch, has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..kinds import KindName
-from ..model.internals import uncompiled, without_compiler
+from ..model.internals import buffers_as_loaded, uncompiled, without_compiler
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import SILENT, Progress, without_reports
@@ -290,7 +290,7 @@ def prune(
 
         given = unwrap(model)
     priced = Priced(progress)
-    with evaluating(given.model), uncompiled(given.model):
+    with evaluating(given.model), uncompiled(given.model), buffers_as_loaded(given.model):
         given = accept(given, processor)
         task = task_of(given.model, tolerance=comparison.stability_tolerance, threshold=comparison.threshold)
         more = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}

@@ -60,6 +60,10 @@ RIGHT: dict[str, tuple[Model, Change, Callable[[], Any]]] = {
     "a trained head in place of the tied one": (partial(causal_lm, tie_word_embeddings=True), other_head, stories),
     "layers that share their weights": (albert, as_it_is, texts),
     "images in float64": (vit, as_it_is, lambda: [{"pixel_values": torch.rand(4, 3, 16, 16).double()}] * 3),
+    "cast, with the frequencies of its rotary embeddings": (
+        *(causal_lm, lambda m: m.to(torch.bfloat16)),
+        lambda: [{key: value.repeat(1, 6) for key, value in batch.items()} for batch in stories()],
+    ),
     "a fully masked row": (
         *(bert, as_it_is),
         lambda: [batch | {"attention_mask": batch["attention_mask"] * torch.arange(4)[:, None]} for batch in texts()],
