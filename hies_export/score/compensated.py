@@ -16,7 +16,8 @@ respect to the consumer's output and input. The effect of keeping K is
 in the same unit for every consumer. The second term is the change of the sample's prediction. In it, errors of tokens
 cancel on the calibration rows, but may not cancel on others; the first term, which has no such sum, counts them in any
 case. Each term alone was worse on some model. For a language model only the first term counts, because a text is not a
-single prediction. Units are removed step by step, each time those that raise e least.
+single prediction. The few tokens with the largest effects have bounded gradients, see `bounded` in
+calibrate/readings.py. Units are removed step by step, each time those that raise e least.
 """
 
 from __future__ import annotations
