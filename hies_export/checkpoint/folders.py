@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 
@@ -36,15 +35,14 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
 
 @contextmanager
 def set_aside(folder: Path) -> Iterator[None]:
-    """Move a folder away while the block writes another in its place; put it back if the block raises anything."""
+    """Move a folder away while the block puts another in its place; put it back if the block raises and leaves none."""
     with _hidden(folder) as old:
-        if folder.exists():
-            folder.rename(old)
         try:
+            if folder.exists():
+                folder.rename(old)
             yield
-        except BaseException:  # an interrupt too
-            shutil.rmtree(folder, ignore_errors=True)
-            if old.exists():
+        except BaseException:  # an interrupt too: the old folder must not be deleted with the hidden one
+            if os.path.lexists(old) and not folder.exists():
                 old.rename(folder)
             raise
 
@@ -79,15 +77,8 @@ def _put(written: Path, output: Path) -> None:
     for path in written.rglob("*"):
         if path.is_file() and not path.is_symlink():
             path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
-    old = written.with_name(".replaced")
-    try:
-        if written.is_dir() and output.exists():  # a rename replaces files and empty folders only
-            output.rename(old)
+    with set_aside(output) if written.is_dir() else nullcontext():  # a rename replaces files and empty folders only
         written.replace(output)
-    except BaseException:  # an interrupt too: the old folder must not be deleted with the hidden one
-        if os.path.lexists(old) and not output.exists():
-            old.rename(output)
-        raise
 
 
 def refuse_existing(

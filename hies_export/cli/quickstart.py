@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,12 @@ def run(options: Options) -> dict[str, Any]:
     with set_aside(options.output):
         with new_folder(options.output) as folder:
             prepare_quickstart(folder, progress=options.progress)
-        recipe = PruningRecipe.from_yaml(options.output / "recipe.yaml")
-        report = run_recipe(recipe, command=options.command_line, progress=options.progress)
+        try:
+            recipe = PruningRecipe.from_yaml(options.output / "recipe.yaml")
+            report = run_recipe(recipe, command=options.command_line, progress=options.progress)
+        except BaseException:  # an interrupt too
+            shutil.rmtree(options.output)
+            raise
     print_report(report, options.console)
     where = options.output
     recipe_file, slim, dense, larger = (
