@@ -238,7 +238,11 @@ def _run_in_turns(
     """
 
     def prepare(batch: Mapping[str, Any]) -> list[Any]:
-        return [runner.prepare_step(batch) if phase == "decode" else runner.prepare(batch) for runner in runners]
+        prepared = {
+            runner: runner.prepare_step(batch) if phase == "decode" else runner.prepare(batch)
+            for runner in dict.fromkeys(runners)
+        }
+        return [prepared[runner] for runner in runners]
 
     feeds = prepare(batches[0])
     if rows := phase == "rows":
@@ -259,6 +263,7 @@ def _run_in_turns(
                 feeds = prepare(batches[number])
             for index in balanced_order(len(runners), number):
                 times_ns[number, index] = runners[index].time_ns(feeds[index])
+                runners[index].drop_outputs(feeds[index])
     finally:
         if collecting:
             gc.enable()
@@ -288,6 +293,7 @@ def _warm_up(runners: Sequence[Runtime], rounds: Iterable[Sequence[Any]]) -> Non
     for feeds in rounds:
         for runner, feed in zip(runners, feeds, strict=True):
             runner.run(feed)
+            runner.drop_outputs(feed)
 
 
 def balanced_order(count: int, number: int) -> list[int]:

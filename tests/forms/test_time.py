@@ -48,8 +48,10 @@ class Fake(Runtime):
 
     def __init__(self, clock, name, times_ms, threads=2):
         self.clock, self.label, self.times_ms, self.threads, self.runs = clock, name, times_ms, threads, 0
+        self.held = [0, 0]  # feeds, and runs whose outputs were not released
 
     def prepare(self, batch):
+        self.held[0] += 1
         return batch
 
     def prepare_step(self, batch):
@@ -59,8 +61,12 @@ class Fake(Runtime):
         self.feed = feed
         took_ms = self.times_ms[self.runs % len(self.times_ms)] + self.clock.drift_ms * len(self.clock.order)
         self.runs += 1
+        self.held[1] += 1
         self.clock.order.append(self.label)
         self.clock.now_ns += round(took_ms * 1e6)
+
+    def drop_outputs(self, feed):
+        self.held[1] -= 1
 
     def fetch(self, result):
         return {}
@@ -132,6 +138,7 @@ def test_a_large_model_runs_against_itself(clock):
     (first,), _ = time(forms, {(4, 128): [BATCH]}, repeats=5)
     assert (dense.runs, slim.runs) == (20, 10)
     assert first.ratio == 1.0
+    assert dense.held == slim.held == [1, 0]  # one feed each, and no outputs
 
 
 def test_garbage_collection_is_off_while_timing_and_back_on_after_a_failure(clock):

@@ -18,6 +18,8 @@ from hies_export import (
     export_onnx,
     load_runtime,
 )
+from hies_export.forms.onnx import export as export_module
+from hies_export.forms.runtimes import ort as ort_module
 from hies_export.forms.runtimes.base import RUNTIMES, split_last_token
 from hies_export.forms.runtimes.pytorch import TorchRuntime
 from hies_export.model.copies import share_weights
@@ -331,3 +333,28 @@ def test_compiled_torch_needs_a_compiler(model, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MissingRuntimeError, match=r"needs a C\+\+ compiler on the CPU, and found none"):
         load_runtime("torch-compile", model)
+
+
+def test_sessions_of_large_graphs_share_an_arena_and_compute_the_same(model, tmp_path, monkeypatch):
+    """The weights of a session in the shared arena are not freed with those of another one."""
+    monkeypatch.setattr(export_module, "INSIDE_BYTES", 0)  # the weights are in a file of their own
+    export_onnx(model, tmp_path / "large", batch={"input_ids": IDS})
+    usual = load_runtime("onnxruntime-cpu", tmp_path / "large").compute({"input_ids": IDS})
+    shared = []
+    monkeypatch.setattr(ort_module, "LARGE_BYTES", 0)
+    monkeypatch.setattr(ort_module, "_share_arena", lambda share=ort_module._share_arena: shared.append(share()))
+    first, second = (load_runtime("onnxruntime-cpu", tmp_path / "large") for _ in range(2))
+    assert len(shared) == 2
+    first.compute({"input_ids": IDS})
+    del first
+    for name, found in second.compute({"input_ids": IDS}).items():
+        np.testing.assert_array_equal(found, usual[name])
+
+
+def test_a_released_feed_holds_no_outputs_and_runs_again(folder):
+    runtime = load_runtime("onnxruntime-cpu", folder)
+    feed = runtime.prepare({"input_ids": IDS})
+    expected = runtime.fetch(runtime.run(feed))["logits"]
+    runtime.drop_outputs(feed)
+    assert not any(value.has_value() for value in feed.binding.get_outputs())
+    np.testing.assert_array_equal(runtime.fetch(runtime.run(feed))["logits"], expected)

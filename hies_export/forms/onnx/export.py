@@ -32,15 +32,13 @@ from ...progress import quiet
 from ...recipe.sections import ExportSection
 from ..formats import Export
 from ..runtimes.base import Provider
-from ..runtimes.ort import ONNX_FILE, require_onnxruntime
+from ..runtimes.ort import ONNX_FILE, WEIGHTS_SUFFIX, require_onnxruntime
 from ..traces import Traces
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
 from .parity import COMPARED_TOKENS, SPARE_POSITIONS, check_parity, compared_on, parity_batches
 from .trace import trace_onnx, trace_sample
 
-# model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
-WEIGHTS_SUFFIX = "_data"
 # Most bytes of weights inside of a graph. protobuf takes less than 2 GiB, and while it writes, memory for them twice.
 INSIDE_BYTES = 2**30
 

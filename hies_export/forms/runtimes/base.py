@@ -115,6 +115,10 @@ class Runtime(ABC):
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Copy the result of `run` to arrays on the host, by output name; not part of the timed run."""
 
+    def drop_outputs(self, feed: Any) -> None:
+        """Free the outputs that the last run left in its feed, if the runtime keeps them there."""
+        return
+
     def run_once(self, batch: Mapping[str, Any]) -> Any:
         """Prepare and run a batch that is not run again, and return what `run` returns."""
         return self.run(self.prepare(batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ import numpy as np
 import torch
 
 from ...errors import DataError, ExportError, MissingRuntimeError, RecipeError, first_line, require_package
+from ...model.memory import LARGE_BYTES
 from ...model.tokens import positions_of
 from .base import Runtime, register_runtime, split_last_token
 from .bits import INTEGER_OPERATORS, SMALLEST, quantize_graph
 
 ONNX_FILE = "model.onnx"
+# model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
+WEIGHTS_SUFFIX = "_data"
 # The name that Optimum gives a quantised graph.
 QUANTIZED_FILE = "model_quantized.onnx"
 # The parts of a vision-language model, with the names that onnx-community and transformers.js use.
@@ -112,6 +116,11 @@ class OnnxRuntime(GraphRuntime):
         options.log_severity_level = 3
         # Idle threads that spin would take cores from the other sessions of this process.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        weights = file.with_name(f"{file.name}{WEIGHTS_SUFFIX}")
+        if weights.is_file() and weights.stat().st_size > LARGE_BYTES:
+            _share_arena()
+            options.add_session_config_entry("session.use_env_allocators", "1")
+            options.enable_mem_pattern = False  # a pattern is one more block as large as all outputs
         for key, value in config.items():
             options.add_session_config_entry(f"session.{key}", value)
         # Otherwise a provider that fails is replaced by another one, with only a printed line.
@@ -154,6 +163,12 @@ class OnnxRuntime(GraphRuntime):
             raise ExportError(f"ONNX Runtime must run the graph, and stopped: {reason}; report the model") from error
         return feed.binding
 
+    def drop_outputs(self, feed: BoundFeed) -> None:
+        """Free the outputs of the last run, which are otherwise held until the next one."""
+        feed.binding.clear_binding_outputs()
+        for name in self.outputs:
+            feed.binding.bind_output(name, self.device)
+
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Return float32 arrays by output name."""
         arrays = result.copy_outputs_to_cpu()
@@ -184,8 +199,20 @@ class QuantizedOnnxRuntime(OnnxRuntime):
             )
         # On Linux and macOS the file may be deleted while the session is open: ONNX Runtime has read it by then.
         with tempfile.TemporaryDirectory(prefix="hies-int8-") as temporary:
-            onnx_ir.save(program, Path(temporary) / QUANTIZED_FILE, external_data=f"{QUANTIZED_FILE}_data")
+            onnx_ir.save(program, Path(temporary) / QUANTIZED_FILE, external_data=f"{QUANTIZED_FILE}{WEIGHTS_SUFFIX}")
             return super()._open(Path(temporary) / QUANTIZED_FILE)
+
+
+@functools.cache
+def _share_arena() -> None:
+    """Make an arena on the CPU for the sessions of large graphs, which grows by the requested size.
+
+    Arenas of their own would each keep the largest outputs of a session, and grow by powers of two.
+    """
+    import onnxruntime as ort
+
+    memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    ort.create_and_register_allocator(memory, ort.OrtArenaCfg({"arena_extend_strategy": 1}))
 
 
 def _dtype_of(node: Any) -> str:

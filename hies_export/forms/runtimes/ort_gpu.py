@@ -127,6 +127,9 @@ class CudaOnnxRuntime(OnnxRuntime):
         self._captured += 1
         return replace(bound, options=_graph_number(self._captured))
 
+    def drop_outputs(self, feed: BoundFeed) -> None:
+        """Keep the outputs, whose addresses a captured CUDA graph writes to."""
+
     def run_once(self, batch: Mapping[str, Any]) -> Any:
         """Run the graph on a batch that is not run again, without a CUDA graph, and return what `run` returns."""
         before = _free_bytes()
