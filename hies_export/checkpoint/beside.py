@@ -40,6 +40,7 @@ DOCUMENTS = (
     "data_config.json",  # the training data of a SentenceTransformer
 )
 CARD = "README.md"
+MODULES_FILE = "modules.json"  # of sentence-transformers, which loads a folder that has one
 # Vocabularies of tokenizers. transformers saves tokenizer.json instead, but converters to other formats read these.
 VOCABULARIES = (
     *("vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "vocab-src.json", "vocab-tgt.json"),
@@ -159,7 +160,8 @@ def write_card(folder: Path, text: str | None, source: Path | None) -> None:
     licence = {key: named[key] for key in LICENSE_KEYS if key in named}
     if text is None and not licence:
         return
-    metadata = ModelCardData(library_name="transformers", tags=["hies-export", "pruning"], **licence).to_yaml()
+    library = "sentence-transformers" if (folder / MODULES_FILE).is_file() else "transformers"
+    metadata = ModelCardData(library_name=library, tags=["hies-export", "pruning"], **licence).to_yaml()
     (folder / CARD).write_text(f"---\n{metadata}\n---\n\n{text or _TEXT}", encoding="utf-8")
 
 

@@ -23,11 +23,10 @@ from ..model.online import hub_or_cache
 from ..model.text_encoder import ENCODERS, TextEncoder, Unwrapped
 from ..model.tokens import longest_sequence, shortest_limit
 from ..slim.config import slim_class
-from .beside import COMPANIONS, fetch_files, write_json
+from .beside import COMPANIONS, MODULES_FILE, fetch_files, write_json
 from .classes import AGAIN, find_model_class, load_config, read_config
 from .weights import load_weights, weight_files
 
-MODULES_FILE = "modules.json"
 OPTIONS_FILE = "config_sentence_transformers.json"
 # Classes of sentence-transformers that give one embedding for a text, or one score for a pair, and others.
 EMBEDDER, RERANKER = "SentenceTransformer", "CrossEncoder"

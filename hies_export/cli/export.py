@@ -100,6 +100,8 @@ def _options_of_export(options: Options) -> ExportSection:
         raise RequestError(
             "--data is for --quantize int4, for gguf --dtype q4_0 and for openvino; leave it out, or give one of them"
         )
+    if options.text and not options.data:
+        raise RequestError("--text names columns of --data, which is missing; give --data train=FILE, or leave it out")
     FORMATS[how.format].require()
     return how
 

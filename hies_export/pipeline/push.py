@@ -11,8 +11,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperation, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-from ..checkpoint.beside import LICENSE_KEYS, read_card
-from ..checkpoint.sentence import MODULES_FILE
+from ..checkpoint.beside import LICENSE_KEYS, MODULES_FILE, read_card
 from ..entry_points import COMPOUNDS
 from ..errors import HiesError, OutputExistsError, PushError, RequestError, root_cause
 from ..progress import SILENT, Progress

@@ -15,13 +15,16 @@ from transformers import AutoModelForSequenceClassification
 
 from hies_export import find_modules, load, prune
 from hies_export.checkpoint.beside import (
+    CARD,
     COMPANIONS,
     DOCUMENTS,
+    MODULES_FILE,
     copy_companions,
     copy_documents,
     documents_of,
     fetch,
     fetch_files,
+    write_card,
 )
 from hies_export.errors import RequestError
 
@@ -160,3 +163,11 @@ def test_adapters_are_refused(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="but it has an adapter .PeftModel.* give what merge_and_unload"):
         prune(adapted, [text_batch()], budget={"heads": 0.5})
     assert find_modules(adapted.merge_and_unload(), text_batch())
+
+
+@pytest.mark.parametrize("library", ["transformers", "sentence-transformers"])
+def test_a_card_names_the_library_that_loads_the_folder(library: str, tmp_path: Path) -> None:
+    if library == "sentence-transformers":
+        (tmp_path / MODULES_FILE).write_text("[]")
+    write_card(tmp_path, "text", None)
+    assert metadata_load(tmp_path / CARD)["library_name"] == library

@@ -110,6 +110,7 @@ def test_what_the_command_refuses(checkpoint: Path, tmp_path: Path, capsys: pyte
             ["--format", "gguf"],
             "quantize belongs to format: onnx, got int8 for gguf; set dtype: q8_0",
         ),
+        (checkpoint, ["--text", "sentence"], "--text names columns of --data, which is missing"),
         (gptq, [], "gptq is quantised; give the checkpoint that it was made from"),
     ):
         assert hies("export", source, "--quantize", "int8", *options, "-o", tmp_path / "out") == 2
