@@ -18,6 +18,7 @@ from ..model.linear import features_of
 from ..model.tokens import count_tokens
 from ..progress import Progress
 from ..score.criteria import COMPENSATED
+from ..slim.certainty import PREDICTIONS
 from .pruning import Pruning
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class Size:
         fits = sum(RIDGES * (m.inputs**3 / 3 + 2 * m.inputs**2 * m.outputs) for m in kept)
         walks = 1 + self.left if self.sequential else 1
         refit = walks * self.refitted * self.forward + (1 - self.done) * (sums + fits)
+        refit += min(PREDICTIONS, self.refitted) * ((1 + self.left) * self.forward + 2 * head)  # the logits' scale
         judge = 2 * self.judged * (self.forward + head)
         return {"score": score, "rank": rank, "refit": refit, "judge": judge}
 

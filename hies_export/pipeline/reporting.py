@@ -103,6 +103,7 @@ def _details(
         metrics=evaluation.metrics,
         uncompensated=evaluation.uncompensated,
         compensation=slim.fits,
+        logit_scale=slim.logit_scale,
         tried=choice.tried,
         stability_of=FIRST_HIT if evaluation.ranking else _prediction_name(pruning, delivery),
         stability_tolerance=evaluation.tolerance,

@@ -30,6 +30,7 @@ from ..select.cost import Goal
 from ..select.fingerprint import digest_tensors, fingerprint
 from ..select.plan import PruningPlan, library_versions
 from ..select.select import select_units
+from ..slim.certainty import fit_logit_scale
 from ..slim.check import compare_cut, masked_units
 from ..slim.cut import prune_units
 from ..slim.refit import LayerFit, compensate, refit
@@ -303,6 +304,7 @@ class Slim:
         refitted: The parameters that compensation changed, as saved; None without compensation.
         fits: How well each layer was refitted.
         cut_max_abs: Largest difference of any output between the cut and the masked model.
+        logit_scale: By what the logits of a compensated language model were multiplied, see `fit_logit_scale`.
     """
 
     model: PreTrainedModel
@@ -311,6 +313,7 @@ class Slim:
     refitted: dict[str, Tensor] | None
     fits: list[LayerFit]
     cut_max_abs: float
+    logit_scale: float = 1.0
 
 
 def cut(pruning: Pruning, choice: Choice) -> Slim:
@@ -321,23 +324,24 @@ def cut(pruning: Pruning, choice: Choice) -> Slim:
     # Only a plan that was given has to be checked against the model, which `prune_units` does with a whole plan.
     slim = prune_units(share_weights(model), plan if choice.scores is None else plan.kept, modules, inplace=True)
     cut_max_abs = compare_cut(model, slim, plan, modules, pruning.sample)
-    fits: list[LayerFit] = []
+    fits, logit_scale = list[LayerFit](), 1.0
     if asked is not None:
         pruning.progress.stage("refit the output projections")
         fits = _refit(pruning, choice, slim)
+        logit_scale, scaled = fit_logit_scale(model, slim, pruning.rows.refit)
+        names = [*_changed_by(slim, modules, fits), *scaled]
     dtypes = _round(slim, pruning.dtype or slim.dtype)
     stored = None
     if asked is None:
         # The plan was made for a compensated model, but only the cut was done.
         plan = replace(plan, compensation={})
     else:
-        names = _changed_by(slim, modules, fits)
         stored = {
             name: slim.get_parameter(name).detach().to(device="cpu", dtype=dtypes.get(name)).contiguous()
             for name in names
         }
         plan = replace(plan, compensation={"method": asked.method, "refit": digest_tensors(stored)})
-    return confirm(pruning, Slim(slim, plan, choice.outcome, stored, fits, cut_max_abs), choice.served)
+    return confirm(pruning, Slim(slim, plan, choice.outcome, stored, fits, cut_max_abs, logit_scale), choice.served)
 
 
 def _refit(pruning: Pruning, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:

@@ -126,6 +126,7 @@ class Details(BaseModel):
     metrics: dict[str, Both[float]] = Field(default_factory=dict)
     uncompensated: Quality | None = None
     compensation: list[LayerFit] = Field(default_factory=list)
+    logit_scale: float = 1.0
     tried: list[Tried] = Field(default_factory=list)
     stability_of: str = "prediction"
     stability_tolerance: float | None = None

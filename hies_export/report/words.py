@@ -438,7 +438,9 @@ def method_text(report: Report) -> str:
     if not data.evaluation_labelled:
         notes.append(f"These have no labels: metrics compare with the dense model's own {what}.")
     if data.compensation_samples:
-        notes.append(f"The output projections were refitted on {data.compensation_samples:,} samples.")
+        scale = report.details.logit_scale
+        scaled = "" if scale == 1 else f", and the logits multiplied by {scale:.3f}"
+        notes.append(f"The output projections were refitted on {data.compensation_samples:,} samples{scaled}.")
     return " ".join(filter(None, [*notes, environment_text(report.environment)]))
 
 

@@ -317,6 +317,10 @@ class Task(ABC):
         best, second = output.float().topk(2, dim=-1).values.unbind(-1)
         return best - second
 
+    def next_tokens(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """Return which outputs of a model that generates predict a token of the text, (batch, tokens - shift) bool."""
+        raise NotImplementedError
+
     # How predictions are judged.
 
     def check_batches(self, batches: Sequence[Batch]) -> None:

@@ -295,6 +295,10 @@ class TextGeneration(Task):
         """
         return labels[:, self.shift :] != data.IGNORED
 
+    def next_tokens(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """Return which outputs predict a token of the text: those in front of its labels, by default of all of it."""
+        return self.predicting(text_labels(model, batch))
+
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
         """Return the log-probability of tokens that the model would write, summed over each sample, (batch,), in nats.
 

@@ -37,6 +37,7 @@ from hies_export.recipe.sections import CompensationSection
 from hies_export.score.criteria import AUTO, COMPENSATED, FALLBACK, Scores, needs_of, uses_alpha
 from hies_export.select.constraints import bundles_lost, check_budget
 from hies_export.select.cost import Goal, check_reachable, lowest_ratio
+from hies_export.slim.certainty import fit_logit_scale
 from hies_export.slim.cut import prune_units
 from hies_export.slim.refit import LayerFit, compensate
 from hies_export.tasks import Predictions
@@ -425,11 +426,15 @@ def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:
                 assert moments is not None
                 kwon.scale_units(slim, selection, pruning.modules, moments)
                 return []
+            dense, rows = pruning.model, of_seed.pruning.rows.refit
             if how.sequential:
-                return compensate(pruning.model, slim, selection, pruning.modules, of_seed.pruning.rows.refit, how)
-            refit = stages.refit_of(pruning, of_seed.statistics)
-            assert refit is not None
-            return refit(slim, selection)
+                fits = compensate(dense, slim, selection, pruning.modules, rows, how)
+            else:
+                refit = stages.refit_of(pruning, of_seed.statistics)
+                assert refit is not None
+                fits = refit(slim, selection)
+            fit_logit_scale(dense, slim, rows)
+            return fits
 
     return refitted
 

@@ -43,13 +43,14 @@ def test_work_by_hand() -> None:
     assert work["rank"] == pytest.approx(walks + products + 2 * (heads + neurons))
     sums = 2 * 4000 * (5 * (2.5 + 10) + 20 * (10 + 10))
     fits = 2 * 5 * sum(f**3 / 3 + 2 * f**2 * 10 for f in (5, 20))
-    assert work["refit"] == pytest.approx(1.5 * 4000 * forward + sums + fits)
+    scaled = 1.5 * 4000 * forward  # fewer tokens than the logits' scale is fitted on otherwise
+    assert work["refit"] == pytest.approx(1.5 * 4000 * forward + sums + fits + scaled)
 
 
 def test_what_was_found_before_is_not_paid_again() -> None:
     work, rest = SIZE.work(), replace(SIZE, ranked=1.0, done=1.0).work()
     assert rest["rank"] == (SIZE.refitted + 3 * SIZE.scored) * SIZE.forward
-    assert rest["refit"] == 1.5 * SIZE.refitted * SIZE.forward
+    assert rest["refit"] == 2 * 1.5 * SIZE.refitted * SIZE.forward
     assert rest["score"] == work["score"]
 
 

@@ -84,6 +84,22 @@ def test_query_heads_in_half_precision(stories: Path, tmp_path: Path) -> None:
     assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
 
 
+@pytest.mark.usefixtures("untraced")
+def test_the_scale_of_the_logits_is_in_the_last_norm_and_comes_along_with_the_plan(
+    stories: Path, tmp_path: Path
+) -> None:
+    options = ["prune.compensation={method: least_squares, samples: 24}", "measure.runtimes=[torch]"]
+    assert hies("run", stories, *(part for option in options for part in ("--set", option))) == 0
+    scale = Report.from_file(tmp_path / "out").details.logit_scale
+    assert scale != 1
+    assert f"the logits multiplied by {scale:.3f}" in (tmp_path / "out" / "report.md").read_text()
+    dense, slim = (hies_export.load(folder) for folder in (tmp_path / "model", tmp_path / "out" / "slim"))
+    torch.testing.assert_close(slim.model.norm.weight, scale * dense.model.norm.weight)
+    assert hies("apply", tmp_path / "out" / "plan.json", tmp_path / "model", "-o", tmp_path / "again") == 0
+    again = hies_export.load(tmp_path / "again").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in slim.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

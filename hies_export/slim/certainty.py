@@ -1,0 +1,119 @@
+"""Make a cut language model as certain as the dense one: scale its logits by one number, in closed form.
+
+What a cut and a refit leave of the logits is like those of the dense model with noise added, and the softmax of noisy
+logits is too certain. With logits l of the slim model and the dense model's prediction q, the scale s is that at which
+
+    E[ sum_v softmax(s l)_v l_v ] = E[ sum_v q_v l_v ]
+
+over the predicted tokens: there the mean KL divergence of softmax(s l) from q is least, as it is convex in s and this
+is its derivative. (Guo et al. 2017, https://arxiv.org/abs/1706.04599, scale logits to fit labels.) The likeliest token
+stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..data.batches import Batch, in_rows
+from ..equal import SAME_CODE, Difference
+from ..model.linear import set_parameter
+from ..model.modes import evaluating, output_alone, wide_products
+from ..model.tokens import short_samples
+from ..processes import mapped
+from ..tasks import task_of
+
+# Number of predictions that the scale is fitted on, and of those whose logits are copied at once.
+PREDICTIONS, AT_ONCE = 4096, 128
+# Scales at which the left side above is computed; between them, it is taken to be linear.
+SCALES = tuple(tenth / 10 for tenth in range(5, 16))
+
+
+def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequence[Batch]) -> tuple[float, list[str]]:
+    """Scale the logits of `slim` in place, so that its next tokens are about as certain as those of `dense`.
+
+    Returns:
+        The scale, and the names of the parameters that were multiplied by it: those of the norm before the head, which
+        `slim` then no longer shares with `dense`. The scale is 1, and there are none, if the model predicts no next
+        tokens, or if that norm does not scale its logits.
+    """
+    task = task_of(slim)
+    names = _scaling_logits(slim, batches[0]) if task.generative else []
+    if not names:
+        return 1.0, []
+    parts, left = list[Batch](), PREDICTIONS
+    for batch in batches:
+        for part in in_rows(batch, task.at_once(batch)) if left > 0 else ():
+            parts.append(part)
+            left -= int(task.next_tokens(slim, part).sum())
+
+    def sums(_: int, part: Batch) -> Tensor:
+        """Return the left side less the right one at all `SCALES`, summed over the predictions of a batch."""
+        there, here = (task.output(model, part) for model in (dense, slim))
+        places = task.next_tokens(slim, part).to(here.device).nonzero()
+        found = torch.zeros(len(SCALES), dtype=torch.float64)
+        for where in places.split(AT_ONCE):
+            q, logits = (output[where.unbind(-1)].float() for output in (there, here))  # (predictions, vocabulary)
+            right = (q.softmax(-1) * logits).sum(dtype=torch.float64)
+            for number, scale in enumerate(SCALES):
+                found[number] += ((scale * logits).softmax(-1) * logits).sum(dtype=torch.float64) - right
+        return found
+
+    with _running(dense), _running(slim):
+        slopes = torch.stack(mapped(parts, sums)).sum(0)
+    scale = float(np.interp(0, slopes, SCALES))
+    _multiply(slim, names, scale)
+    return scale, names
+
+
+def _scaling_logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of parameters by which the logits are multiplied; none if halving them does not halve these."""
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        return []
+    task, sample = task_of(model), short_samples(model, batch)
+    inputs: list[Tensor] = []
+    outputs: dict[str, Tensor] = {}
+    names = {layer: name for name, layer in model.named_modules()}
+
+    def after(layer: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            outputs[names[layer]] = output
+
+    with _running(model), ExitStack() as stack:
+        for layer in names:
+            if layer is not head and next(layer.parameters(recurse=False), None) is not None:
+                stack.enter_context(layer.register_forward_hook(after))
+        stack.enter_context(head.register_forward_pre_hook(lambda _, args: inputs.append(args[0])))
+        whole = task.output(model, sample)
+        last = next((name for name, y in outputs.items() if inputs and torch.equal(y, inputs[0])), None)
+        if last is None:
+            return []
+        found = [f"{last}.{name}" for name, _ in model.get_submodule(last).named_parameters(recurse=False)]
+        if getattr(head, "bias", None) is not None:
+            found.append(f"{names[head]}.bias")
+        before = {name: model.get_parameter(name) for name in found}
+        _multiply(model, found, 0.5)
+        halved = task.output(model, sample)
+        for name, parameter in before.items():
+            set_parameter(model, name, parameter)
+    return found if Difference.of(halved, whole / 2).within(SAME_CODE) else []
+
+
+@contextmanager
+def _running(model: PreTrainedModel) -> Iterator[None]:
+    with evaluating(model), output_alone(model), wide_products(model), torch.no_grad():
+        yield
+
+
+def _multiply(model: nn.Module, names: Sequence[str], factor: float) -> None:
+    """Replace parameters, which another model may share, by their products with a factor."""
+    for name in names:
+        old = model.get_parameter(name)
+        set_parameter(model, name, nn.Parameter(factor * old.detach(), requires_grad=old.requires_grad))
