@@ -32,7 +32,7 @@ from ..tasks import task_of
 # Number of predictions that the scale is fitted on, and of those whose logits are copied at once.
 PREDICTIONS, AT_ONCE = 4096, 128
 # Scales at which the left side above is computed; between them, it is taken to be linear.
-SCALES = tuple(tenth / 10 for tenth in range(5, 16))
+SCALES = tuple(step / 20 for step in range(14, 25))  # 0.7 to 1.2
 
 
 def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequence[Batch]) -> tuple[float, list[str]]:
