@@ -261,6 +261,8 @@ class Constraints(Section):
 class CompensationSection(Section):
     """How the output projections are refitted after the cut, without training; see `compensate`.
 
+    The logits of a language model are then scaled to be as certain as the dense model's, see `fit_logit_scale`.
+
     Attributes:
         method: "least_squares" refits weights and bias. "bias" only adds the removed units' average output to the bias,
             so the projections need one.
