@@ -8,4 +8,5 @@ config.py  how a config describes what is left: a stock one, a Mistral's for a L
 check.py   `masked_units`, the same removal by zeros; `compare_cut`; and whether a plan fits a model
 bundles.py what every bundle of heads or neurons costs, in FLOPs and parameters, for budgets that count them
 refit.py   `compensate`: refit the consumers by least squares, without training
+certainty.py  `fit_logit_scale`: make a language model as certain as the dense one
 """
