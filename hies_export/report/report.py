@@ -105,6 +105,7 @@ class Details(BaseModel):
         head_map: Attention module -> a mark per head, ■ kept, · cut.
         heads: Attention module -> "his", "entropy" or "score" -> one number per head.
         uncompensated: Quality of the cut alone; None if nothing was compensated.
+        logit_scale: By what the logits of a compensated language model were multiplied, see `fit_logit_scale`.
         tried: Candidates of `alpha: auto` or `criterion: auto`.
         stability_of: Word for one prediction: "choice", "answer", "first hit", or the `word` of the task, such as
             "next token", "sentence" or "prediction".

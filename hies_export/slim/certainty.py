@@ -12,8 +12,8 @@ stays the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..calibrate.readings import walking
 from ..data.batches import Batch, in_rows
 from ..equal import SAME_CODE, Difference
-from ..model.linear import set_parameter
-from ..model.modes import evaluating, output_alone, wide_products
+from ..model.internals import attributes_set
+from ..model.modes import watch
 from ..model.tokens import short_samples
 from ..processes import mapped
 from ..tasks import task_of
@@ -47,73 +48,66 @@ def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequ
     names = _scaling_logits(slim, batches[0]) if task.generative else []
     if not names:
         return 1.0, []
-    parts, left = list[Batch](), PREDICTIONS
+    parts, left = list[tuple[Batch, Tensor]](), PREDICTIONS  # each with the places of its predictions
     for batch in batches:
         for part in in_rows(batch, task.at_once(batch)) if left > 0 else ():
-            parts.append(part)
-            left -= int(task.next_tokens(slim, part).sum())
+            places = task.next_tokens(slim, part).nonzero()
+            parts.append((part, places))
+            left -= len(places)
 
-    def sums(_: int, part: Batch) -> Tensor:
+    def sums(_: int, one: tuple[Batch, Tensor]) -> Tensor:
         """Return the left side less the right one at all `SCALES`, summed over the predictions of a batch."""
+        part, places = one
         there, here = (task.output(model, part) for model in (dense, slim))
-        places = task.next_tokens(slim, part).to(here.device).nonzero()
         found = torch.zeros(len(SCALES), dtype=torch.float64)
-        for where in places.split(AT_ONCE):
+        for where in places.to(here.device).split(AT_ONCE):
             q, logits = (output[where.unbind(-1)].float() for output in (there, here))  # (predictions, vocabulary)
             right = (q.softmax(-1) * logits).sum(dtype=torch.float64)
             for number, scale in enumerate(SCALES):
                 found[number] += ((scale * logits).softmax(-1) * logits).sum(dtype=torch.float64) - right
         return found
 
-    with _running(dense), _running(slim):
+    with walking(dense), walking(slim), torch.no_grad():
         slopes = torch.stack(mapped(parts, sums)).sum(0)
     scale = float(np.interp(0, slopes, SCALES))
-    _multiply(slim, names, scale)
+    for owner, name, parameter in _multiplied(slim, names, scale):
+        setattr(owner, name, parameter)
     return scale, names
 
 
 def _scaling_logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[str]:
     """Return the names of parameters by which the logits are multiplied; none if halving them does not halve these."""
-    head: Any = model.get_output_embeddings()
-    if not isinstance(head, nn.Module):
+    head, names = model.get_output_embeddings(), {layer: name for name, layer in model.named_modules()}
+    if head not in names:
         return []
-    task, sample = task_of(model), short_samples(model, batch)
-    inputs: list[Tensor] = []
-    outputs: dict[str, Tensor] = {}
-    names = {layer: name for name, layer in model.named_modules()}
+    task, sample, outputs = task_of(model), short_samples(model, batch), dict[str, Tensor]()
 
     def after(layer: nn.Module, _: Any, output: Any) -> None:
         if isinstance(output, Tensor):
             outputs[names[layer]] = output
 
-    with _running(model), ExitStack() as stack:
+    with walking(model), torch.no_grad(), watch(model, {"head": names[head]}) as seen, ExitStack() as hooks:
         for layer in names:
             if layer is not head and next(layer.parameters(recurse=False), None) is not None:
-                stack.enter_context(layer.register_forward_hook(after))
-        stack.enter_context(head.register_forward_pre_hook(lambda _, args: inputs.append(args[0])))
+                hooks.enter_context(layer.register_forward_hook(after))
         whole = task.output(model, sample)
+        inputs = seen.inputs["head"]
         last = next((name for name, y in outputs.items() if inputs and torch.equal(y, inputs[0])), None)
         if last is None:
             return []
         found = [f"{last}.{name}" for name, _ in model.get_submodule(last).named_parameters(recurse=False)]
         if getattr(head, "bias", None) is not None:
             found.append(f"{names[head]}.bias")
-        before = {name: model.get_parameter(name) for name in found}
-        _multiply(model, found, 0.5)
-        halved = task.output(model, sample)
-        for name, parameter in before.items():
-            set_parameter(model, name, parameter)
+        with attributes_set(_multiplied(model, found, 0.5)):
+            halved = task.output(model, sample)
     return found if Difference.of(halved, whole / 2).within(SAME_CODE) else []
 
 
-@contextmanager
-def _running(model: PreTrainedModel) -> Iterator[None]:
-    with evaluating(model), output_alone(model), wide_products(model), torch.no_grad():
-        yield
-
-
-def _multiply(model: nn.Module, names: Sequence[str], factor: float) -> None:
-    """Replace parameters, which another model may share, by their products with a factor."""
-    for name in names:
-        old = model.get_parameter(name)
-        set_parameter(model, name, nn.Parameter(factor * old.detach(), requires_grad=old.requires_grad))
+def _multiplied(model: nn.Module, names: Sequence[str], factor: float) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return products of parameters, which another model may share, with a factor, each with its owner and its name."""
+    found = []
+    for owner, _, attribute in (name.rpartition(".") for name in names):
+        layer = model.get_submodule(owner)
+        old = layer.get_parameter(attribute)
+        found.append((layer, attribute, nn.Parameter(factor * old.detach(), requires_grad=old.requires_grad)))
+    return found

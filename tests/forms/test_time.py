@@ -48,7 +48,7 @@ class Fake(Runtime):
 
     def __init__(self, clock, name, times_ms, threads=2):
         self.clock, self.label, self.times_ms, self.threads, self.runs = clock, name, times_ms, threads, 0
-        self.held = [0, 0]  # feeds, and runs whose outputs were not released
+        self.held = [0, 0]  # feeds, and runs whose outputs were not dropped
 
     def prepare(self, batch):
         self.held[0] += 1

@@ -351,7 +351,7 @@ def test_sessions_of_large_graphs_share_an_arena_and_compute_the_same(model, tmp
         np.testing.assert_array_equal(found, usual[name])
 
 
-def test_a_released_feed_holds_no_outputs_and_runs_again(folder):
+def test_a_feed_whose_outputs_were_dropped_holds_none_and_runs_again(folder):
     runtime = load_runtime("onnxruntime-cpu", folder)
     feed = runtime.prepare({"input_ids": IDS})
     expected = runtime.fetch(runtime.run(feed))["logits"]

@@ -150,9 +150,14 @@ class OnnxRuntime(GraphRuntime):
                 value = ort.OrtValue.ortvalue_from_numpy(array, self.device, 0)
             binding.bind_ortvalue_input(node.name, value)
             values.append(value)
+        self._bind_outputs(binding)
+        return BoundFeed(binding, tuple(values))
+
+    def _bind_outputs(self, binding: Any) -> None:
+        """Let the next run make its outputs; free those that the binding holds."""
+        binding.clear_binding_outputs()
         for name in self.outputs:
             binding.bind_output(name, self.device)
-        return BoundFeed(binding, tuple(values))
 
     def run(self, feed: BoundFeed) -> Any:
         """Run the graph, also on a GPU to its end, and return the binding, which holds the outputs."""
@@ -165,9 +170,7 @@ class OnnxRuntime(GraphRuntime):
 
     def drop_outputs(self, feed: BoundFeed) -> None:
         """Free the outputs of the last run, which are otherwise held until the next one."""
-        feed.binding.clear_binding_outputs()
-        for name in self.outputs:
-            feed.binding.bind_output(name, self.device)
+        self._bind_outputs(feed.binding)
 
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Return float32 arrays by output name."""
