@@ -110,7 +110,7 @@ class Walk:
                 )
 
     def compute(self, call: Call, dtype: torch.dtype | None = None) -> Any:
-        """Return the output of a layer for a call, without gradients, computed and returned in `dtype` if given."""
+        """Return a layer's output for a call, without gradients; with `dtype`, it is computed and returned in that."""
         with self.at_hand(call.layer, dtype), torch.no_grad():
             return self._computed(call, dtype=dtype)
 

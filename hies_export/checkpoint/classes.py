@@ -182,7 +182,7 @@ def refuse_quantised(config: Any, path: str | Path) -> None:
 
 
 def check_text_config(config: Any) -> None:
-    """Refuse a config whose part for texts, where most fields are read, is not a config too."""
+    """Refuse, by a TypeError, a config whose part for texts, such as its `text_config`, is not a config."""
     part = config.get_text_config()
     if not isinstance(part, PreTrainedConfig):
         raise TypeError(f"its text_config, decoder, generator or text_encoder must be a config, got {quoted(part)}")

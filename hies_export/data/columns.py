@@ -68,7 +68,7 @@ def holds_images(feature: Any) -> bool:
 
 
 def as_images(rows: datasets.Dataset, column: str) -> datasets.Dataset:
-    """Return the rows with an image column that decodes when it is read."""
+    """Return the rows, with `column` as `datasets.Image`, which decodes an image when its row is read."""
     return rows if rows.features[column] == datasets.Image() else rows.cast_column(column, datasets.Image())
 
 

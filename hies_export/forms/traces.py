@@ -65,7 +65,7 @@ class _Piece:
 
 
 class _Template:
-    """A traced graph without its weights, what they are made of, and how its numbers depend on widths."""
+    """A traced graph without weights: which parameters these are made of, and how its sizes follow from theirs."""
 
     def __init__(self, program: Any, tensors: Mapping[str, np.ndarray]):
         self._program = _with_separate_shapes(program)

@@ -253,7 +253,7 @@ def predict_pruned(
     refit: Refit | None = None,
     by: Predictor = predict,
 ) -> Predictions:
-    """Return a model's predictions with only the units of a selection.
+    """Return the predictions of a model that keeps only the units of a selection.
 
     Without a refit, and in torch, units are masked instead of cut: that predicts the same at less cost.
     """

@@ -226,7 +226,7 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
 
 
 def _of_whole_blocks(head_of: Tensor, column_of: Tensor, heads: int, width: int) -> bool:
-    """Return whether every head has equally many features that reach several of its columns, and enough of them."""
+    """Return whether all heads have equally many features that reach several of their columns, half a width or more."""
     of_blocks = head_of.where(column_of < 0, -1)
     # Fewer than half as many as columns are values whose columns were not told apart.
     return evenly_owned(of_blocks, heads) and 2 * int((of_blocks == 0).sum()) >= width

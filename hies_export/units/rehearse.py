@@ -78,7 +78,7 @@ Wrong = tuple[F, str]
 
 @dataclass(frozen=True)
 class Meanings:
-    """What attributes of a module may count."""
+    """Which attributes of a module may hold a number of its units, such as `num_heads`."""
 
     by_name: Mapping[str, AttributeCount]  # name of an attribute -> what it counts if it has a fitting value
     # What any attribute with a fitting value counts, in a class that fails a rehearsal otherwise.
