@@ -39,7 +39,7 @@ WIDEST_CONTROL = 0.1
 ROWS = 512
 # Least number of timed batches of rows; where there are fewer, all are run again.
 LEAST = 48
-# Batches of rows that a model runs after it was loaded, before it is timed; and one of each further shape.
+# Batches of rows that a model runs after it was loaded, before it is timed; see also `Runtime.compiles_shapes`.
 WARMUP = 3
 
 
@@ -111,7 +111,7 @@ def time(
     than 1 GiB is its own control, for the sake of memory, and tells nothing of how copies differ. A shape with one
     batch repeats it, and its ratio is the median of the paired ratios. A shape with several batches runs through them,
     and its ratio is that of total times, so that rare expensive rows count as often as they occur. Each load runs a
-    part of them, after a run of every new shape, because OpenVINO compiles kernels for it.
+    part of them, after a run of every new shape if a runtime, such as OpenVINO, compiles kernels for it.
 
     Args:
         forms: Models on any runtimes; ratios are to the first.
@@ -247,7 +247,8 @@ def _run_in_turns(
     feeds = prepare(batches[0])
     if rows := phase == "rows":
         repeats = len(batches)
-        of_each_shape = {tuple(value.shape for value in batch.values()): batch for batch in batches[WARMUP:]}
+        more = batches[WARMUP:] if any(runner.compiles_shapes for runner in runners) else ()
+        of_each_shape = {tuple(value.shape for value in batch.values()): batch for batch in more}
         _warm_up(runners, map(prepare, (*batches[:WARMUP], *of_each_shape.values())))
     else:
         _warm_up(runners, [feeds] * warmup)

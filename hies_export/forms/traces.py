@@ -220,18 +220,22 @@ def _by_rows(tensors: Mapping[str, np.ndarray]) -> dict[int, list[tuple[str, boo
 
 
 def _pieces(value: Any, matrices: Mapping[int, list[tuple[str, bool, np.ndarray]]]) -> list[_Piece]:
-    """Return what a constant is made of, from left to right; nothing if it is not of parameters, or of unclear ones."""
+    """Return what a constant is made of, from left to right; nothing if it is not of parameters, or of unclear ones.
+
+    A single number is not of parameters, because a zero of a bias may equal it by chance.
+    """
     pieces: list[_Piece] = []
-    if value.const_value is None or not value.const_value.dtype.is_floating_point():
+    constant = value.const_value
+    if constant is None or constant.size == 1 or not constant.dtype.is_floating_point():
         return pieces
-    array = _matrix(value.const_value.numpy())
+    array = _matrix(constant.numpy())
     while (done := sum(piece.stop - piece.start for piece in pieces)) < array.shape[1]:
         left = array[:, done:]
-        found = [piece for matrix in matrices.get(len(array), ()) for piece in _first_piece(left, *matrix)]
-        found = [piece for piece in found if piece.name == value.name] or found
-        if len({piece.name for piece in found}) != 1:
+        first = [piece for matrix in matrices.get(len(array), ()) for piece in _first_piece(left, *matrix)]
+        first = [piece for piece in first if piece.name == value.name] or first
+        if len({piece.name for piece in first}) != 1:
             return []
-        pieces.append(found[0])
+        pieces.append(first[0])
     return pieces
 
 

@@ -63,6 +63,7 @@ class Runtime(ABC):
     # (1024, 384) x (384, N) and back: within noise, 497 to 512 neurons take the same time, 513 take 3 % more, and 529
     # another 3 to 5 %. OpenVINO: within 1 %, and 513 to 528 take 2 to 4 % more.
     width_step: ClassVar[int] = 16
+    compiles_shapes: ClassVar[bool] = True  # whether the first run at a shape may take longer than later ones
     threads: int  # CPU threads within an operator
     cuda_graph: bool = False  # whether a run replays a captured CUDA graph
     decodes: bool = False  # whether the model decodes from a key/value cache, which `prepare_step` needs

@@ -68,6 +68,7 @@ class OnnxRuntime(GraphRuntime):
     device: ClassVar[str] = "cpu"  # ONNX Runtime's name for the device of inputs and outputs
     extra: ClassVar[str] = "cpu"  # the extra of this package that installs ONNX Runtime for the provider
     loads: ClassVar[int] = 5  # copies of a model differ in time because their weights have other memory addresses
+    compiles_shapes: ClassVar[bool] = False
 
     def __init__(self, source: str | Path, *, threads: int):
         self.require()

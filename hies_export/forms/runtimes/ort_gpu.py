@@ -47,6 +47,7 @@ class CudaOnnxRuntime(OnnxRuntime):
     extra: ClassVar[str] = "gpu"
     # Loading is slow (it captures a graph), and copies are not known to differ in time on a GPU.
     loads: ClassVar[int] = 1
+    compiles_shapes: ClassVar[bool] = True
     fused_for: ClassVar[Provider] = "cuda"
     bits: ClassVar[tuple[str, ...]] = ("float32", "float16")
     width_step: ClassVar[int] = GPU_WIDTH_STEP
