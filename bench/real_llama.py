@@ -164,7 +164,8 @@ class Bench:
 
     @cached_property
     def _bases(self) -> Bases:
-        return collect_bases(self._shared.base.model, self._shared.calibrated(self._seed).refit, self._attention)
+        rows = self._shared.calibrated(self._seed).pruning.rows.refit
+        return collect_bases(self._shared.base.model, rows, self._attention)
 
     def _judged(self, model: PreTrainedModel) -> dict[str, Any]:
         found = {}

@@ -206,6 +206,19 @@ def by_length(batches: Sequence[Batch], *, config: Any, like: Sequence[Batch] | 
     return found
 
 
+def of_similar_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
+    """Return batches of the same samples, each of texts of similar length, in a random order that is always the same.
+
+    Of 32 rows of STS-B or SST-2, half to two thirds of the tokens are padding otherwise. The order is random because
+    the first batches are often taken for all. Batches without padding, or not of text, are returned as they are.
+    """
+    if all("attention_mask" not in batch or bool(batch["attention_mask"].all()) for batch in batches):
+        return list(batches)
+    found = by_length(batches, config=config)
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    return [found[place] for place in order.tolist()]
+
+
 def _is_text(batch: Batch) -> bool:
     """Return whether every tensor of a batch belongs to the tokens of its texts, or to its samples as wholes."""
     mask = batch.get("attention_mask")

@@ -13,7 +13,7 @@ import datasets
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batches import Batch, by_length
+from ..data.batches import Batch, by_length, of_similar_length
 from ..data.processors import padding_token, tokenizer_of
 from ..data.rows import column_values, load_rows, own_columns
 from ..errors import DataError
@@ -72,10 +72,15 @@ class Reading:
     trimming: Trimming | None
 
     def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
-        """Return batches of samples, with up to `size` samples each, as the model that is pruned reads them."""
-        if self._recut is None:
-            return self.task.read(samples, size=size, use=use)
-        return self._recut.batches(self.dense.read(samples, size=size, use=use))[1]
+        """Return batches of samples, with up to `size` samples each, as the model that is pruned reads them.
+
+        Those to score on are `of_similar_length`.
+        """
+        task = self.task if self._recut is None else self.dense
+        batches = task.read(samples, size=size, use=use)
+        if use == "score":
+            batches = of_similar_length(batches, config=task.config)
+        return batches if self._recut is None else self._recut.batches(batches)[1]
 
     def to_judge(self, samples: datasets.Dataset, size: int) -> tuple[list[Batch], list[Batch]]:
         """Return batches to judge predictions on, shortest samples first, and those of the untrimmed model.

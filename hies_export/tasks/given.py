@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
-from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, size_of
+from ..data.batches import (
+    CHOICE_KEYS,
+    GROUP_KEY,
+    IGNORED,
+    TEXT_KEYS,
+    Batch,
+    check_numbers,
+    of_similar_length,
+    size_of,
+)
 from ..data.columns import holds_images, holds_text
 from ..data.processors import tokenizer_of
 from ..data.rows import fixed_permutation, is_list, own_columns
@@ -67,6 +76,8 @@ def batches_of(
         rows, task = rows_to_read(given, what=what, task=task, **how)
         if not (batches := task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)):
             raise DataError(f"{what} must have at least one row, got an empty data set")
+        if use == "score":
+            batches = of_similar_length(batches, config=model.config)
     else:
         batches = check_batches(model, given, task, what=what)
     if task.predicts in ("words", "tokens"):

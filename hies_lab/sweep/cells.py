@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.calibrate.statistics import DEFAULT_NEEDS, Statistics, collect_statistics
-from hies_export.data.batches import Batch, by_length, samples_of
+from hies_export.data.batches import samples_of
 from hies_export.errors import RecipeError
 from hies_export.evaluate.judge import Judge, Quality
 from hies_export.evaluate.metrics import higher_is_better
@@ -64,21 +64,13 @@ class Calibrated:
         needs = (*DEFAULT_NEEDS, *needs_of(*grid.criteria))
         found = collect_statistics(pruning.model, pruning.rows.score, pruning.scored, needs=needs)
         how = compensation_of(WEIGHTED if WEIGHTED in grid.compensations else "least_squares", pruning.options)
-        options, rows = (
-            pruning.options.model_copy(update={"compensation": how}),
-            replace(pruning.rows, refit=self.refit),
-        )
-        return replace(found, moments=stages.moments_of(replace(pruning, options=options, rows=rows)))
+        options = pruning.options.model_copy(update={"compensation": how})
+        return replace(found, moments=stages.moments_of(replace(pruning, options=options)))
 
     @cached_property
     def channel_scores(self) -> dict[str, Tensor]:
         """The first-order Taylor importance of every channel of heads, (groups * unit_width,) by module."""
         return channels.channel_taylor(self.pruning.model, self.pruning.rows.score, self.pruning.scored)
-
-    @cached_property
-    def refit(self) -> list[Batch]:
-        """The batches to refit on, those with the shortest rows first."""
-        return by_length(self.pruning.rows.refit, config=self.pruning.model.config)
 
     @cached_property
     def removal(self) -> Scores:
@@ -88,7 +80,7 @@ class Calibrated:
     @cached_property
     def averages(self) -> dict[str, flap.Averages]:
         """The averages of what consumers read, by module name."""
-        return flap.input_averages(self.pruning.model, self.refit, self.pruning.modules)
+        return flap.input_averages(self.pruning.model, self.pruning.rows.refit, self.pruning.modules)
 
     @cached_property
     def mask_gradients(self) -> dict[str, Tensor]:
@@ -98,8 +90,8 @@ class Calibrated:
     @cached_property
     def bases(self) -> tuple[slicing.Bases, Predictions]:
         """The principal components on the rows to refit on, and the dense model's predictions there."""
-        model = self.pruning.model
-        return slicing.collect_bases(model, self.refit, self.pruning.scored), predict(model, self.refit)
+        model, rows = self.pruning.model, self.pruning.rows.refit
+        return slicing.collect_bases(model, rows, self.pruning.scored), predict(model, rows)
 
     @cached_property
     def judge(self) -> Judge:
@@ -280,7 +272,7 @@ def _samples(shared: Shared, cell: Cell) -> int:
         return 0
     if cell.criterion == COMPENSATED:
         return samples_of(stages.effect_batches(shared.calibrated(cell.seed).pruning))
-    return cell.samples or samples_of(shared.calibrated(cell.seed).refit)
+    return cell.samples or samples_of(shared.calibrated(cell.seed).pruning.rows.refit)
 
 
 def flops_ratio(shared: Shared, selection: Selection) -> float:
@@ -454,5 +446,5 @@ def _baseline(shared: Shared, cell: Cell) -> Iterator[None]:
             bases, targets = of_seed.bases
             stack.enter_context(slicing.sliced(model, modules, bases, share=cell.sparsity))
         if cell.criterion == SLICED_TUNED:
-            stack.enter_context(slicing.fine_tuned(model, modules, of_seed.refit, targets))
+            stack.enter_context(slicing.fine_tuned(model, modules, of_seed.pruning.rows.refit, targets))
         yield

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hies_export import DataError
-from hies_export.data.batches import Batch, by_length, in_rows, samples_of, size_of
+from hies_export.data.batches import Batch, by_length, in_rows, of_similar_length, samples_of, size_of
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
 from hies_export.model.tokens import count_tokens
@@ -217,3 +217,14 @@ def test_batches_by_length_predict_the_same() -> None:
     assert torch.equal(torch.cat([b["labels"] for b in ordered]), torch.cat([b["labels"] for b in batches])[order])
     found, expected = predict(model, ordered).values, predict(model, batches).values[order]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_samples_of_similar_length_share_a_batch_and_batches_come_in_a_random_order() -> None:
+    ones = torch.ones(40, 40, dtype=torch.int64).tril()[torch.randperm(40)]  # 1 to 40 tokens
+    batches = [{"input_ids": part, "attention_mask": part} for part in ones.split(4)]
+    found = of_similar_length(batches, config=bert().config)
+    tops = [batch["input_ids"].shape[1] for batch in found]
+    assert [batch["attention_mask"].sum(-1).tolist() for batch in found] == [[*range(top - 3, top + 1)] for top in tops]
+    assert sorted(tops) == [*range(4, 41, 4)] != tops
+    full = [{"input_ids": one[:5], "attention_mask": torch.ones_like(one[:5])} for one in ones.split(10)]
+    assert of_similar_length(full, config=bert().config) == full

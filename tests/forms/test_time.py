@@ -18,6 +18,7 @@ from hies_export.forms.runtimes import base as runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime
 from hies_export.forms.time import (
     LEAST,
+    WARMUP,
     Timed,
     balanced_order,
     fastest,
@@ -364,6 +365,20 @@ def test_rows_are_run_through_and_the_first_run_of_a_shape_is_not_timed(
     (row, _) = latency_rows("compiling", timed, {})
     assert (row.phase, row.batch, row.sequence, row.dense_ms) == ("rows", 1, mean, timed[0][0].ms)
     assert (row.flops_ratio, row.realised, row.dense_p90_ms, row.tokens_per_second) == (None, None, None, None)
+
+
+def test_a_runtime_that_compiles_no_shapes_is_not_warmed_up_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ready(Told):
+        compiles_shapes = False
+
+        def run(self, feed: Any) -> Any:
+            runs.append(feed)
+
+    runs: list[Any] = []
+    monkeypatch.setitem(RUNTIMES, "ready", Ready)
+    rows = [{"input_ids": torch.zeros(1, length)} for length in range(1, 30)]
+    time([Form("", "ready", 1.0)], rows_by_shape({1: rows}))  # type: ignore[arg-type]
+    assert len(runs) == 2 * WARMUP  # of the form and its control
 
 
 def test_forms_on_several_runtimes_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

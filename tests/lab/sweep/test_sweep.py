@@ -16,7 +16,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hies_export import Constraints, PruningRecipe, compensate, count_flops, prune_units
 from hies_export.cli.main import main
-from hies_export.data.batches import by_length
 from hies_export.errors import OutputExistsError, RequestError
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
@@ -86,8 +85,7 @@ def test_rows_are_what_a_single_run_of_each_finds(
         assert plan.alpha == row["alpha"]
         slim = prune_units(prepared.model, plan, prepared.modules)
         if compensation != "none":
-            batches = by_length(prepared.rows.refit, config=prepared.model.config)
-            compensate(prepared.model, slim, plan, prepared.modules, batches)
+            compensate(prepared.model, slim, plan, prepared.modules, prepared.rows.refit)
         found = compare(prepared, slim)
         assert row["quality"] == found.metrics["accuracy"].slim
         assert row["stability"] == found.stability
@@ -112,7 +110,7 @@ def test_baselines_that_cut_no_heads_are_judged_beside_the_others(recipe_file: P
     dense = predict(model, evaluation)
     taylor = channel_taylor(model, prepared.rows.score, sites)
     stay = select_channels(taylor, sites, heads=0.5, constraints=Constraints())
-    unlabelled = by_length(prepared.rows.refit, config=model.config)
+    unlabelled = prepared.rows.refit
     bases, targets = collect_bases(model, unlabelled, sites), predict(model, unlabelled)
     found = {}
     with masked_channels(model, sites, stay):
