@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.interpolate import PchipInterpolator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -32,8 +33,8 @@ from ..tasks import task_of
 
 # Number of predictions that the scale is fitted on, and of those whose logits are copied at once.
 PREDICTIONS, AT_ONCE = 4096, 128
-# Scales at which the left side above is computed; between them, it is taken to be linear.
-SCALES = tuple(step / 20 for step in range(14, 25))  # 0.7 to 1.2
+# Scales at which the left side above is computed; between them, it is interpolated.
+SCALES = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 
 
 def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequence[Batch]) -> tuple[float, list[str]]:
@@ -68,8 +69,8 @@ def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequ
         return found
 
     with walking(dense), walking(slim), torch.no_grad():
-        slopes = torch.stack(mapped(parts, sums)).sum(0)
-    scale = float(np.interp(0, slopes, SCALES))
+        slopes = torch.stack(mapped(parts, sums)).sum(0).numpy()
+    scale = float(PchipInterpolator(slopes, SCALES)(np.clip(0, slopes[0], slopes[-1])))
     for owner, name, parameter in _multiplied(slim, names, scale):
         setattr(owner, name, parameter)
     return scale, names
