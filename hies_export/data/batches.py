@@ -212,7 +212,7 @@ def of_similar_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     Of 32 rows of STS-B or SST-2, half to two thirds of the tokens are padding otherwise. The order is random because
     the first batches are often taken for all. Batches without padding, or not of text, are returned as they are.
     """
-    if all("attention_mask" not in batch or bool(batch["attention_mask"].all()) for batch in batches):
+    if not all(map(_is_text, batches)) or all(bool(batch["attention_mask"].all()) for batch in batches):
         return list(batches)
     found = by_length(batches, config=config)
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
