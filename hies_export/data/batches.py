@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import DataError
 from ..model.tokens import is_token
+from .rows import fixed_permutation
 
 Batch = dict[str, torch.Tensor]
 """Arguments of a model's forward by name; the first axis of each is the samples."""
@@ -215,8 +216,7 @@ def of_similar_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     if not all(map(_is_text, batches)) or all(bool(batch["attention_mask"].all()) for batch in batches):
         return list(batches)
     found = by_length(batches, config=config)
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
-    return [found[place] for place in order.tolist()]
+    return [found[place] for place in fixed_permutation(len(found))]
 
 
 def _is_text(batch: Batch) -> bool:

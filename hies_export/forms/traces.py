@@ -231,11 +231,11 @@ def _pieces(value: Any, matrices: Mapping[int, list[tuple[str, bool, np.ndarray]
     array = _matrix(constant.numpy())
     while (done := sum(piece.stop - piece.start for piece in pieces)) < array.shape[1]:
         left = array[:, done:]
-        first = [piece for matrix in matrices.get(len(array), ()) for piece in _first_piece(left, *matrix)]
-        first = [piece for piece in first if piece.name == value.name] or first
-        if len({piece.name for piece in first}) != 1:
+        found = [piece for matrix in matrices.get(len(array), ()) for piece in _first_piece(left, *matrix)]
+        found = [piece for piece in found if piece.name == value.name] or found
+        if len({piece.name for piece in found}) != 1:
             return []
-        pieces.append(first[0])
+        pieces.append(found[0])
     return pieces
 
 

@@ -230,12 +230,12 @@ def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Comp
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
-    task = _Checkpoint.of(recipe).reading().task
+    reading = _Checkpoint.of(recipe).reading()
     calibration, compensation = recipe.calibration, recipe.options.compensation
     assert compensation is not None
     how: dict[str, Any] = {"samples": compensation.samples, "shuffle_seed": calibration.seed}
-    rows = task.load(**recipe.data.source, split=calibration.split, **how)
-    return unlabelled(task.read(rows, size=calibration.batch_size), task)
+    rows = reading.task.load(**recipe.data.source, split=calibration.split, **how)
+    return unlabelled(reading.read(rows, size=calibration.batch_size), reading.task)
 
 
 def _in_order(reading: Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
