@@ -85,7 +85,7 @@ def _options_of_export(options: Options) -> ExportSection:
     """Return how to export; refuse options that do not fit the format, and one whose packages are not installed."""
     from pydantic import ValidationError
 
-    from ..pipeline.recipe import sentences
+    from ..pipeline.options import sentences
     from ..recipe.sections import ExportSection
 
     fields: dict[str, Any] = {name: getattr(options, name) for name in ExportSection.model_fields}

@@ -6,7 +6,8 @@ timed, saved and reported is a `Delivery`, of which choosing and cutting know no
 
 In the order of reading:
 
-- `pruning.py`: `Pruning`, and what is checked before anything is computed; `accept.py` checks the model on its rows.
+- `options.py`: how to prune; `pruning.py`: `Pruning`, and what is checked before the work starts; `accept.py` checks
+  the model on its rows.
 - `stages.py`: `calibrate`, `score`, `select`, `cut`, `compare`, and the values between them.
 - `choose.py`: what stays within the budget; `search.py`: the largest cut that keeps a promise; `trials.py`: alphas
   and criteria, by held-out rows.

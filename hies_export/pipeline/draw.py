@@ -27,7 +27,8 @@ from ..recipe.sections import (
 )
 from ..score.criteria import AUTO
 from ..tasks import Task
-from .recipe import FLOPS_TO_TRY, PruneSection, PruningRecipe
+from .options import PruneSection
+from .recipe import FLOPS_TO_TRY, PruningRecipe
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from ..tasks import Task
 from ..tasks.given import batches_of, first_rows, split_held_out, unlabelled, usual_columns
 from ..tasks.registry import refuse_unknown
 from .accept import check_in_memory
+from .options import PruneSection
 from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning
-from .recipe import PruneSection
 
 if TYPE_CHECKING:
     from .delivery import Delivery

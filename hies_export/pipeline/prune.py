@@ -31,9 +31,9 @@ from ..tasks import task_of
 from ..units.counts import Counted, FlopCount, count_both_flops, count_both_parameters, si
 from .choose import choose
 from .in_memory import accept, delivery_of, read_rows, take
+from .options import PruneSection, sentences
 from .price import Priced, size_of_pruning
 from .pruning import Pruning
-from .recipe import PruneSection, sentences
 from .stages import Choice, Evaluation, Slim, calibrate, compare, cut, try_metrics
 
 if TYPE_CHECKING:  # what delivers a slim model is imported when it is first asked for

@@ -39,7 +39,7 @@ from ..units.heads import tower_of
 from ..units.shapes import check_shapes, check_sizes, model_shapes, row_length
 from ..units.units import PrunableModule, Selection
 from .accept import check_model, warn_of_one_class
-from .recipe import PruneSection
+from .options import PruneSection
 
 if TYPE_CHECKING:
     from .trimming import Trimming

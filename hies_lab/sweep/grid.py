@@ -8,7 +8,7 @@ from typing import Any
 
 from hies_export.errors import RecipeError, did_you_mean
 from hies_export.kinds import ATTENTION, BOTH, MLP
-from hies_export.pipeline.recipe import PruneSection
+from hies_export.pipeline.options import PruneSection
 from hies_export.recipe.sections import CompensationSection
 from hies_export.score.criteria import CRITERIA, uses_alpha
 

@@ -22,7 +22,7 @@ from hies_export.evaluate.judge import (
 from hies_export.evaluate.metrics import register_metric
 from hies_export.evaluate.predict import predict
 from hies_export.evaluate.promise import asked_words, stays_words
-from hies_export.pipeline.recipe import PruneSection
+from hies_export.pipeline.options import PruneSection
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
 from hies_export.tasks import task_of
 

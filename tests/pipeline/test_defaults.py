@@ -10,7 +10,7 @@ from support.families import decoder
 from support.models import bert, text_batch
 
 from hies_export import PruningRecipe, RecipeError, UnsupportedModelError, prune
-from hies_export.pipeline.recipe import PruneSection
+from hies_export.pipeline.options import PruneSection
 
 PAPER = (("attention",), "hies", None)
 SMALLER = (("attention", "mlp"), "compensated", "least_squares")

@@ -16,7 +16,7 @@ from hies_export import RequestError
 from hies_export.data.rows import load_rows
 from hies_export.pipeline import draw as draws_module
 from hies_export.pipeline.draw import Promise, Splits, draw, evaluated, hold_out
-from hies_export.pipeline.recipe import PruneSection
+from hies_export.pipeline.options import PruneSection
 from hies_export.recipe.sections import (
     CalibrationSection,
     CascadeSection,

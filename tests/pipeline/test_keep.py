@@ -23,8 +23,8 @@ from hies_export.pipeline import choose as choosing
 from hies_export.pipeline import search
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.draw import Splits, draw
+from hies_export.pipeline.options import PruneSection
 from hies_export.pipeline.pruning import Pruning, Rows
-from hies_export.pipeline.recipe import PruneSection
 from hies_export.pipeline.stages import calibrate, confirm, cut
 from hies_export.recipe.budget import Budget, KeepBudget, Outcome
 from hies_export.slim.refit import refit

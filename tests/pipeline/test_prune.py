@@ -42,7 +42,7 @@ from hies_export.evaluate.metrics import register_metric
 from hies_export.pipeline import in_memory, stages
 from hies_export.pipeline import prune as prune_file
 from hies_export.pipeline.choose import choose
-from hies_export.pipeline.recipe import PruneSection
+from hies_export.pipeline.options import PruneSection
 
 BOTH = ["attention", "mlp"]
 REFIT = {"method": "least_squares", "samples": 64}
