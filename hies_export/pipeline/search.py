@@ -295,10 +295,11 @@ def largest(
 ) -> int:
     """Return the largest size in 1..count that holds, `at_least` if no larger one does.
 
-    Every size below one that holds is assumed to hold. Without a limit of failures, this is a bisection. With one, it
-    begins a tenth below `near`, because a size that fails costs more than one that holds. Then it goes up from the
-    largest size that held, in the steps that take the fewest trials in the worst case: for 100 sizes and 3 failures at
-    most 14.
+    Every size below one that holds is assumed to hold. Without a limit of failures, this is a bisection; above
+    `at_least`, it first goes up in steps that double, because the next scores or weights are seldom much better. With a
+    limit, it begins a tenth below `near`, because a size that fails costs more than one that holds. Then it goes up
+    from the largest size that held, in the steps that take the fewest trials in the worst case: for 100 sizes and 3
+    failures at most 14.
 
     Args:
         count: Number of sizes.
@@ -308,14 +309,17 @@ def largest(
         failures: How many sizes may fail.
         within: The result may be too small by less than this.
     """
-    low, high = at_least, count + 1
+    low, high, step = at_least, count + 1, max(1, count // 16) if at_least else count
     size = (low + 1 if low else high // 2) if near is None else max(low + 1, round(0.9 * near))
     while high - low > within:
         if holds(size):
             low = size
         else:
-            high, failures = size, None if failures is None else failures - 1
-        size = (low + high) // 2 if failures is None else low + _step_up(high - low - 1, failures)
+            high, step, failures = size, count, None if failures is None else failures - 1
+        if failures is None:
+            size, step = min((low + high) // 2, low + step), 2 * step
+        else:
+            size = low + _step_up(high - low - 1, failures)
     return low
 
 
