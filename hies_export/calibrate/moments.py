@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..data.batches import size_of
 from ..errors import DataError, RequestError
-from ..model.internals import exact_products
+from ..model.internals import bfloat16_products, exact_products
 from ..model.linear import features_of, weight_of
 from ..processes import added_up, mapped, on_main
 from ..progress import SILENT, Progress
@@ -64,6 +65,7 @@ class Moments:
     @exact_products()
     def add(self, x: Tensor, y: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Add tokens x (tokens, inputs), with targets y (tokens, outputs), or each times its weight, (tokens,)."""
+        halved = x.dtype == torch.bfloat16 and weights is None
         x = x.to(torch.float64 if len(self.xx) < WIDE else torch.float32)
         self.tokens += len(x) if weights is None else weights.sum(dtype=torch.float64).item()
         if y is not None:
@@ -81,8 +83,9 @@ class Moments:
         # is float64; only blocks from the diagonal on are computed. On MiniLM's neurons no entry (i, j) is off by more
         # than 1e-6 of the root of (i, i) times (j, j), and the held-out error of a fit changes by 1e-6 of itself.
         rows = BLOCK if len(self.xx) >= WIDE else len(self.xx)
-        for start in range(0, len(self.xx), rows):
-            self.xx[start : start + rows, start:] += root_x[:, start : start + rows].T @ root_x[:, start:]
+        with bfloat16_products() if halved else nullcontext():
+            for start in range(0, len(self.xx), rows):
+                self.xx[start : start + rows, start:] += root_x[:, start : start + rows].T @ root_x[:, start:]
 
     def complete(self) -> None:
         """Fill the blocks of xx that `add` leaves out."""

@@ -27,7 +27,7 @@ from ..data.batches import in_rows, inputs_of
 from ..errors import UnsupportedModelError
 from ..model.internals import forwards_set
 from ..model.memory import give_back_memory
-from ..model.modes import HALVES, evaluating, output_alone, wide_products
+from ..model.modes import evaluating, output_alone, wide_products, widens
 from ..model.tokens import short_samples
 from ..units.units import PrunableModule
 
@@ -51,8 +51,8 @@ class Walk:
     """Batches on their way through the blocks of a model, or through the layers of one block.
 
     Blocks compute on `device_of_blocks`: the weights of one at a time go there and back. The other weights, and the
-    hidden states between blocks, stay on the model's device. On a CPU a block of half precision computes in float32,
-    which gives exact products and is several times faster; hidden states between blocks keep the model's dtype.
+    hidden states between blocks, stay on the model's device. On a CPU a block of half precision computes in float32
+    where that is faster (see `widens`); hidden states between blocks keep the model's dtype.
 
     Args:
         model: The model; the forward methods of its layers are replaced inside of `forward` alone.
@@ -173,7 +173,7 @@ class Walk:
         return tree.tree_map(lambda t: _to(t, own.device, dtype or (computes_in and own.dtype)), output)
 
     def _widens(self, tensor: Tensor) -> bool:
-        return self._device.type == "cpu" and tensor.dtype in HALVES
+        return self._device.type == "cpu" and widens(tensor)
 
     @contextmanager
     def at_hand(self, name: str, dtype: torch.dtype | None = None) -> Iterator[None]:

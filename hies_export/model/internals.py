@@ -398,6 +398,22 @@ def exact_products() -> Iterator[None]:
         yield
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether the CPU has instructions that multiply bfloat16 numbers and add the products in float32."""
+    asks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(ask() for ask in asks if ask is not None)
+
+
+def bfloat16_products() -> AbstractContextManager[None]:
+    """Multiply float32 numbers on a CPU after rounding them to bfloat16 inside the block, where torch has that option.
+
+    Products of numbers that are bfloat16 already stay exact, and are added in float32.
+    """
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    flags = [(matmul, "fp32_precision", "bf16")] if hasattr(matmul, "fp32_precision") and multiplies_bfloat16() else []
+    return attributes_set(flags)
+
+
 def products_in_tf32() -> bool:
     """Return whether torch was told to multiply float32 numbers on a GPU in TF32."""
     matmul: Any = torch.backends.cuda.matmul

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .internals import ask_for_output_alone, attributes_set, configs_of, forwards_set, uncompiled
+from .internals import (
+    ask_for_output_alone,
+    attributes_set,
+    configs_of,
+    forwards_set,
+    multiplies_bfloat16,
+    uncompiled,
+)
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
@@ -44,28 +51,35 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-# On a CPU, layers of these dtypes compute in float32.
+# Half precision.
 HALVES = (torch.float16, torch.bfloat16)
+
+
+def widens(weight: Tensor) -> bool:
+    """Return whether a layer with such a weight computes in float32: in half precision on a CPU, where that is faster.
+
+    It is six times faster on a processor without bfloat16 instructions. With them, bfloat16 is, and its products are as
+    exact, because they are added in float32.
+    """
+    is_slow = weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and not multiplies_bfloat16())
+    return is_slow and weight.device.type == "cpu"
 
 
 @contextmanager
 def wide_products(model: nn.Module) -> Iterator[None]:
-    """Let linear layers of half precision on a CPU compute in float32 inside the block; they return their own dtype.
+    """Let linear layers that are slow in half precision compute in float32 inside the block; see `widens`.
 
-    Products of two numbers are then exact, and layers six times faster on a processor without bfloat16 instructions.
+    They return their own dtype.
     """
 
-    def is_half(layer: nn.Linear) -> bool:
-        return layer.weight.dtype in HALVES and layer.weight.device.type == "cpu"
-
     def forward(layer: nn.Linear, x: Tensor) -> Tensor:
-        if not is_half(layer):  # moved or converted inside the block
+        if not widens(layer.weight):  # moved or converted inside the block
             return nn.functional.linear(x, layer.weight, layer.bias)
         bias = None if layer.bias is None else layer.bias.float()
         return nn.functional.linear(x.float(), layer.weight.float(), bias).to(x.dtype)
 
     linear = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
-    with forwards_set({layer: partial(forward, layer) for layer in linear if is_half(layer)}):
+    with forwards_set({layer: partial(forward, layer) for layer in linear if widens(layer.weight)}):
         yield
 
 

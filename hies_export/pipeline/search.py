@@ -25,7 +25,8 @@ from .stages import Choice, Trial, choice_of, judging, predict_trial, select, to
 from .trials import Key, key_of
 
 # A guess assumes that a cut loses at least this many times as much of nDCG@10 against the dense model's ranking as
-# against the relevant documents: 3.5 to 9 times for MiniLM on BoolQ (bench/results/embedding-quality.txt).
+# against the relevant documents: 3.5 to 9 times for MiniLM on BoolQ (bench/results/embedding-quality.txt), and a fifth
+# more among `GUESS_ROWS` texts than among 2,000 (dev/LOG.md).
 OWN_LOSS = 3
 # Largest number of rows that a size is guessed on: the guess only says where the search on the held-out rows begins.
 GUESS_ROWS = 512
@@ -84,7 +85,7 @@ def guess(
     pruning.progress.stage("guess how much to remove, on rows that are not held out")
     by_own, keep = pruning.kind(rows) in ("texts", "groups"), promise.budget.keep
     assert keep is not None
-    if pruning.kind(rows) is None:
+    if pruning.kind(rows) in (None, "texts"):
         rows = first_rows(rows, GUESS_ROWS)
     judge = pruning.judge(rows, **judging(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
     if by_own and keep.metric != "own_ndcg@10" and keep.predictions is not None:

@@ -27,7 +27,7 @@ from hies_export import (
     score_compensated,
 )
 from hies_export.calibrate import moments as moments_module
-from hies_export.calibrate.moments import Moments, MomentStore
+from hies_export.calibrate.moments import WIDE, Moments, MomentStore
 from hies_export.calibrate.readings import by_sample
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.kinds import BOTH, MLP
@@ -215,6 +215,16 @@ def test_an_error_is_a_mean_over_tokens_and_never_below_zero() -> None:
     exact.yy -= 1e6
     assert exact.error(weight, None) == 0
     torch.testing.assert_close(moments.fit_bias(weight), (y - x @ weight.T).mean(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_wide_inputs_are_exact(dtype: torch.dtype) -> None:
+    x = torch.randn(2000, WIDE + 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact, found = x.double().T @ x.double(), Moments.zeros(x.shape[1], x.device)
+    found.add(x)
+    found.complete()
+    scale = exact.diagonal().sqrt()
+    assert ((found.xx - exact).abs() / torch.outer(scale, scale)).max() < 2e-6
 
 
 def test_moments_that_take_more_than_half_of_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

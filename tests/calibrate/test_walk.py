@@ -22,6 +22,7 @@ from hies_export.calibrate.readings import Gradients, Read, Reading, read_forwar
 from hies_export.calibrate.walk import WHOLE, Walk, blocks_of
 from hies_export.data.batches import inputs_of
 from hies_export.kinds import ATTENTION, BOTH, MLP
+from hies_export.model import modes
 from hies_export.model.modes import output_alone
 from hies_export.tasks import task_of
 from hies_export.tasks.task import random_projection
@@ -268,12 +269,23 @@ def test_whoever_calls_the_model_on_the_way_gets_what_it_computes() -> None:
     assert_near(ends, plain(model, batches))
 
 
-def test_a_block_in_half_precision_computes_in_float32_and_a_change_in_it_is_rounded() -> None:
-    model, batch = bert().to(torch.bfloat16), text_batch(labels=False)
+@pytest.mark.parametrize(
+    ("dtype", "multiplies", "computes"),
+    [
+        (torch.float16, True, torch.float32),
+        (torch.bfloat16, False, torch.float32),
+        (torch.bfloat16, True, torch.bfloat16),
+    ],
+)
+def test_a_block_in_half_precision_computes_where_it_is_fast_and_a_change_in_it_is_rounded(
+    dtype: torch.dtype, multiplies: bool, computes: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modes, "multiplies_bfloat16", lambda: multiplies)
+    model, batch = bert().to(dtype), text_batch(labels=False)
     layer = model.bert.encoder.layer[1].output.dense
     places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    changed = (layer.weight.detach().float() * 1.37).to(torch.bfloat16)
+    changed = (layer.weight.detach().float() * 1.37).to(dtype)
     walk, seen = walk_of(model, [batch], {}), list[torch.dtype]()
     with layer.register_forward_hook(lambda _, x, y: seen.extend([x[0].dtype, y.dtype])):
         for block, calls in walk.forward():
@@ -281,10 +293,10 @@ def test_a_block_in_half_precision_computes_in_float32_and_a_change_in_it_is_rou
                 layer.weight.data.mul_(1.37)
             for call in calls:
                 call.output = walk.compute(call)
-                assert (call.args[0].dtype, call.output.dtype) == (torch.bfloat16, torch.bfloat16)
-            assert {p.dtype for p in model.get_submodule(block).parameters()} == {torch.float32}
-            assert model.classifier.weight.dtype == torch.bfloat16
-    assert seen == [torch.float32] * 2
+                assert (call.args[0].dtype, call.output.dtype) == (dtype, dtype)
+            assert {p.dtype for p in model.get_submodule(block).parameters()} == {computes}
+            assert model.classifier.weight.dtype == dtype
+    assert seen == [computes] * 2
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
     weights["bert.encoder.layer.1.output.dense.weight"] = changed
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
