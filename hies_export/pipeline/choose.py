@@ -31,7 +31,7 @@ def choose(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores] = 
     """
     budget = pruning.budget
     if budget.heads == 0:
-        return nothing(pruning, statistics, (scored or score(pruning, statistics))[0])
+        return nothing(pruning, statistics, Scores(pruning.options.criterion, {}, {}))
     table = _cost_table(pruning)
     scored = scored or score(pruning, statistics)
     if budget.searched:

@@ -98,10 +98,11 @@ class Choice:
 def calibrate(pruning: Pruning) -> Statistics:
     """Collect the statistics that the criteria read, with the moments that refits need.
 
-    A deployment by `compensated` collects the moments alone: the statistics would only be shown in the report.
+    A deployment by `compensated` collects the moments alone: the statistics would only be shown in the report. Where no
+    unit goes, nothing is collected.
     """
     criterion = pruning.options.criterion
-    if pruning.fast and criterion == COMPENSATED:
+    if pruning.budget.heads == 0 or (pruning.fast and criterion == COMPENSATED):
         return Statistics({}, calibration_of(pruning.model, pruning.rows.score), moments_of(pruning))
     pruning.progress.stage("score units: calibration rows forward and backward")
     tried = AUTO_CRITERIA if criterion == AUTO else (criterion,)
