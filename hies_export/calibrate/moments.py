@@ -65,7 +65,7 @@ class Moments:
     @exact_products()
     def add(self, x: Tensor, y: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Add tokens x (tokens, inputs), with targets y (tokens, outputs), or each times its weight, (tokens,)."""
-        halved = x.dtype == torch.bfloat16 and weights is None
+        in_bfloat16 = x.dtype == torch.bfloat16 and weights is None
         x = x.to(torch.float64 if len(self.xx) < WIDE else torch.float32)
         self.tokens += len(x) if weights is None else weights.sum(dtype=torch.float64).item()
         if y is not None:
@@ -83,7 +83,7 @@ class Moments:
         # is float64; only blocks from the diagonal on are computed. On MiniLM's neurons no entry (i, j) is off by more
         # than 1e-6 of the root of (i, i) times (j, j), and the held-out error of a fit changes by 1e-6 of itself.
         rows = BLOCK if len(self.xx) >= WIDE else len(self.xx)
-        with bfloat16_products() if halved else nullcontext():
+        with bfloat16_products() if in_bfloat16 else nullcontext():
             for start in range(0, len(self.xx), rows):
                 self.xx[start : start + rows, start:] += root_x[:, start : start + rows].T @ root_x[:, start:]
 

@@ -58,8 +58,8 @@ HALVES = (torch.float16, torch.bfloat16)
 def widens(weight: Tensor) -> bool:
     """Return whether a layer with such a weight computes in float32: in half precision on a CPU, where that is faster.
 
-    It is six times faster on a processor without bfloat16 instructions. With them, bfloat16 is, and its products are as
-    exact, because they are added in float32.
+    On a processor without bfloat16 instructions it is six times faster. With them bfloat16 is faster, and as exact:
+    products are added in float32.
     """
     is_slow = weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and not multiplies_bfloat16())
     return is_slow and weight.device.type == "cpu"

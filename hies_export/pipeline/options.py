@@ -70,9 +70,7 @@ class PruneSection(Constraints):
     """
 
     modules: tuple[KindName, ...] = (ATTENTION,)
-    criterion: Annotated[str, AfterValidator(lambda name: known_name(name, criterion_names(), what="criterion"))] = (
-        "hies"
-    )
+    criterion: _Criterion = "hies"
     alpha: float | Literal["auto"] = 0.9
     normalize: Literal["model", "layer"] = "model"
     budget: Budget | None = None
