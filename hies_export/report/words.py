@@ -431,10 +431,10 @@ def method_text(report: Report) -> str:
     used, there = data.evaluation_samples, data.evaluation_of
     rows = f"all {there:,} samples" if used >= there else f"{used:,} samples, drawn from the {there:,}"
     units, what = kinds_text(report).capitalize(), "rankings" if ranks else "predictions"
-    notes = [
-        f"{units} were scored on {data.calibration_samples} samples {'without labels' if ranks else labels}; quality "
-        f"is over {rows} of {data.evaluation_split}."
-    ]
+    scored = f"{units} were scored on {data.calibration_samples} samples {'without labels' if ranks else labels}; "
+    if report.details.outcome is None and report.vocabulary is not None:  # only tokens went
+        scored = ""
+    notes = [f"{scored}{'quality' if scored else 'Quality'} is over {rows} of {data.evaluation_split}."]
     if not data.evaluation_labelled:
         notes.append(f"These have no labels: metrics compare with the dense model's own {what}.")
     if data.compensation_samples:

@@ -174,6 +174,7 @@ def test_only_tokens_that_went_change_what_a_language_model_says(tmp_path: Path)
     )
     report, small = run(recipe), hies_export.load(tmp_path / "out" / "slim")
     assert json.loads((tmp_path / "out" / "scores.json").read_text())["scores"] == {}  # no unit goes
+    assert "scored" not in (tmp_path / "out" / "report.md").read_text()
     smaller = AutoTokenizer.from_pretrained(tmp_path / "out" / "slim")
     batch = {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}
     assert (report.flops.dense, report.flops.slim) == (count_flops(dense, batch), count_flops(small, batch))
