@@ -50,7 +50,7 @@ class Entropies:
 
     @contextmanager
     def recorded(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """Record the entropies of a batch, whose masks say which tokens are real, inside the block."""
+        """Record the entropies of attention computed inside the block; the batch's masks say which tokens are real."""
         with attributes_set([(self, "_batch", batch)]):
             yield
 

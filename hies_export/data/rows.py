@@ -268,7 +268,7 @@ def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the files of a path whose last part may be a pattern, in name order."""
+    """Return the files that a path stands for, in the order of their names; its last part may be a glob pattern."""
     return [path] if path.is_file() else sorted(part for part in path.parent.glob(path.name) if part.is_file())
 
 

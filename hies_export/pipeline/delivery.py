@@ -109,7 +109,7 @@ def check_delivery(pruning: Pruning, delivery: Delivery) -> None:
 
 
 def on_rows(pruning: Pruning) -> bool:
-    """Return whether a deployment is timed on rows as they come: without shapes, if a row takes one forward pass."""
+    """Return whether a deployment is timed on rows: no shapes were given, and a row takes one forward pass."""
     return pruning.length is not None and not pruning.task.generative
 
 

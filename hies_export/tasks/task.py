@@ -328,7 +328,7 @@ class Task(ABC):
         return
 
     def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-        """Return what is kept of the output for a batch; if it has NaN, one of these tensors must have it too."""
+        """Return the tensors to keep of the output for a batch; NaN in the output must appear in one of them."""
         return (output,)
 
     def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:

@@ -68,7 +68,7 @@ def _owners(model: PreTrainedModel) -> list[Any]:
 
 
 def _fields(owner: Any) -> dict[str, Any]:
-    """Return the fields of a configuration that hold tokens."""
+    """Return the fields of a configuration that hold token ids, by name."""
     return {name: value for name, value in vars(owner).items() if _TOKENS.search(name) and value is not None}
 
 

@@ -232,7 +232,7 @@ def _contents(programs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind_and_inputs(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:
-    """Return the kind of the model, and of the given inputs what its export takes; raises as `export_onnx`."""
+    """Return the kind of export that fits a model, and the inputs to trace it on; raises as `export_onnx`."""
     refuse_encoder_decoder(model.config, type(model).__name__)
     if not model.can_generate():
         tokens = given["input_ids"].shape if "input_ids" in given else None
