@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batches import OWN_KEY, batches_fingerprint, in_rows, size_of
+from ..data.batches import OWN_KEY, batches_fingerprint, size_of
 from ..errors import DataError
 from ..kinds import ATTENTION
 from ..model.linear import weight_of
@@ -210,7 +210,7 @@ def _parts(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> tupl
     with walking(model):
         for number, batch in enumerate(batches):
             given = {key: value.to(device) for key, value in batch.items()}
-            for part in in_rows(given, task.at_once(given)):
+            for part in task.parts(given):
                 repeated = {key: value.repeat_interleave(task.repeats, 0) for key, value in part.items()}
                 parts.append(task.with_labels(model, repeated))
                 numbers.append(number)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data.batches import Batch, in_rows
+from ..data.batches import Batch
 from ..errors import DataError, NonFiniteError
 from ..model.modes import evaluating, output_alone, wide_products
 from ..processes import mapped
@@ -65,9 +65,8 @@ def logits_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]
 def _kept(
     forward: Callable[[Batch], torch.Tensor], task: Task, count: int, index: int, batch: Batch
 ) -> tuple[torch.Tensor, ...]:
-    """Return what the task keeps of the output of batch `index` of `count`, computed `Task.at_once` rows at a time."""
-    parts = in_rows(batch, task.at_once(batch))
-    kept = [_finite(task.keep(forward(part), part), count, index) for part in parts]
+    """Return what the task keeps of the output of batch `index` of `count`, computed in `Task.parts`."""
+    kept = [_finite(task.keep(forward(part), part), count, index) for part in task.parts(batch)]
     return kept[0] if len(kept) == 1 else tuple(torch.cat(values) for values in zip(*kept, strict=True))
 
 

@@ -10,7 +10,7 @@ from types import FunctionType
 import torch
 from transformers import PreTrainedModel
 
-from ..data.batches import Batch, in_rows
+from ..data.batches import Batch
 from ..errors import RequestError, listed, quoted, refusing
 from ..model.internals import empty_model, lacks_pooler
 from ..model.modes import evaluating, output_alone
@@ -77,7 +77,7 @@ def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor
     """Return the output for the last part of a batch; refuse a model that fails on one, or has weights of NaN."""
     must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
-        for part in in_rows(batch, task.at_once(batch)):
+        for part in task.parts(batch):
             output = task.output(model, part)
             if not output.isfinite().all():
                 break

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from ..calibrate.moments import LayerMoments, MomentStore, Spread
 from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own
 from ..calibrate.walk import device_of_blocks
-from ..data.batches import in_rows, size_of
+from ..data.batches import size_of
 from ..kinds import KINDS
 from ..model.internals import exact_products
 from ..processes import mapped
@@ -88,7 +88,7 @@ def score_compensated(
     task, device = task_of(model), device_of_blocks(model)
     per_sample = not task.generative  # a text is not a single prediction
     samples, chains = sum(map(size_of, batches)), {} if known is None else known
-    parts = [(number, part) for number, batch in enumerate(batches) for part in in_rows(batch, task.at_once(batch))]
+    parts = [(number, part) for number, batch in enumerate(batches) for part in task.parts(batch)]
     numbers, batches = [number for number, _ in parts], [part for _, part in parts]
 
     def rank(modules: Sequence[PrunableModule], read: Read, sums: Mapping[str, LayerMoments]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..calibrate.readings import walking
-from ..data.batches import Batch, in_rows
+from ..data.batches import Batch
 from ..equal import SAME_CODE, Difference
 from ..model.internals import attributes_set
 from ..model.modes import watch
@@ -51,7 +51,7 @@ def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequ
         return 1.0, []
     parts, left = list[tuple[Batch, Tensor]](), PREDICTIONS  # each with the places of its predictions
     for batch in batches:
-        for part in in_rows(batch, task.at_once(batch)) if left > 0 else ():
+        for part in task.parts(batch) if left > 0 else ():
             places = task.next_tokens(slim, part).nonzero()
             parts.append((part, places))
             left -= len(places)

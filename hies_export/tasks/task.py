@@ -253,9 +253,9 @@ class Task(ABC):
         """
         return dict(batch)
 
-    def at_once(self, batch: Batch) -> int:
-        """Return how many samples one forward pass may take; by default all."""
-        return data.size_of(batch)
+    def parts(self, batch: Batch) -> list[Batch]:
+        """Return a batch in parts of as many samples as one forward pass may take; by default in one."""
+        return [batch]
 
     # How units are scored.
 
@@ -278,8 +278,7 @@ class Task(ABC):
         if "labels" in batch or self.predicts in ("numbers", "embeddings") or data.GROUP_KEY in batch:
             return dict(batch)
         with torch.no_grad():
-            parts = data.in_rows(batch, self.at_once(batch))
-            labels = [self.own_labels(model, part, self.output(model, part)) for part in parts]
+            labels = [self.own_labels(model, part, self.output(model, part)) for part in self.parts(batch)]
         return {**batch, "labels": torch.cat(labels)}
 
     def loss(self, model: PreTrainedModel, batch: Batch, number: int) -> Loss:

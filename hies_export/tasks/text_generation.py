@@ -262,12 +262,12 @@ class TextGeneration(Task):
             found["labels"].append(labels)
         return data.as_batch(found, tokenizer, self.config)
 
-    def at_once(self, batch: Batch) -> int:
-        """Return how many samples, at least 1, have float32 logits of at most `LOGITS_BYTES`."""
+    def parts(self, batch: Batch) -> list[Batch]:
+        """Return a batch in parts whose float32 logits take at most `LOGITS_BYTES`, of at least one sample each."""
         vocabulary = getattr(self.config.get_text_config(), "vocab_size", None)
         if vocabulary is None or "input_ids" not in batch:
-            return super().at_once(batch)
-        return max(1, LOGITS_BYTES // (4 * vocabulary * batch["input_ids"].shape[1]))
+            return super().parts(batch)
+        return data.in_rows(batch, max(1, LOGITS_BYTES // (4 * vocabulary * batch["input_ids"].shape[1])))
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
         """Return a batch with labels: by default the text itself, as in training on plain text."""
