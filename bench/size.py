@@ -1,12 +1,13 @@
 """Minutes and peak memory of `prune()` on a decoder, by stage.
 
-    python bench/size.py MODEL TEXT [--flops 0.8] [--score 32] [--refit 240] [--length 256] [--dtype float32]
+    python bench/size.py MODEL TEXT [--flops 0.8] [--score 32] [--refit 240] [--length 256] [--dtype DTYPE]
         [--sequential true|false] [--save FOLDER] [--units FILE]
 
-MODEL is a checkpoint folder, or `llama-1b` or `llama-8b` for random weights of these shapes in bfloat16, with
-`--layers` of their blocks. TEXT is a .txt or .txt.gz; its first blocks of tokens are scored and refitted on, and the
-next 16 are held out. Memory is what the operating system says is resident, sampled every 20 ms, and `processor` the
-seconds of all threads. The units that stay go to `--units`, for a comparison with another version.
+MODEL is a checkpoint folder, loaded in float32, or `llama-1b` or `llama-8b` for random weights of these shapes in
+bfloat16, with `--layers` of their blocks; `--dtype` takes another dtype. TEXT is a .txt or .txt.gz; its first blocks of
+tokens are scored and refitted on, and the next 16 are held out. Memory is what the operating system says is resident,
+sampled every 20 ms, and `processor` the seconds of all threads. The units that stay go to `--units`, for a comparison
+with another version.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Memory:
 
 def loaded(args: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
     """Return the model, and its tokenizer; None for random weights."""
-    dtype = getattr(torch, args.dtype)
+    dtype = getattr(torch, args.dtype or ("bfloat16" if args.model in SHAPES else "float32"))
     if args.model not in SHAPES:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval(), tokenizer
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype")
     parser.add_argument("--sequential", choices=("true", "false"))
     parser.add_argument("--save")
     parser.add_argument("--units")
