@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..data.batches import size_of
-from ..errors import DataError, RequestError
+from ..errors import DataError, NonFiniteError, RequestError
 from ..model.internals import bfloat16_products, exact_products
 from ..model.linear import features_of, weight_of
 from ..processes import added_up, mapped, on_main
@@ -180,7 +180,12 @@ class LayerMoments:
         return *self.uniform, *(self.weighted or ())
 
     def add_up(self, name: str) -> None:
-        """Add up over all processes, after the last token; refuse, by a DataError, a module `name` that read none."""
+        """Add up over all processes, after the last token.
+
+        Raises:
+            DataError: The module `name` read no tokens.
+            NonFiniteError: It read or gave NaN or infinity, from which any chain, fit or error would be NaN.
+        """
         added_up(tensor for part in self.parts() for tensor in part.tensors())
         for part in self.parts():
             part.complete()
@@ -188,6 +193,12 @@ class LayerMoments:
             raise DataError(
                 "every module that may lose units must read tokens of the rows to refit on, but "
                 f"{name} reads none, as texts reach no image tower; give other rows, or leave its tower out"
+            )
+        if not all(values.isfinite().all() for part in self.parts() for values in part.tensors()):
+            raise NonFiniteError(
+                f"every input and output of {name}'s last layer must be finite to refit it, but over {self.counted} "
+                "calibration tokens they add up to NaN or infinity; check the weights before it, the compensation rows "
+                "and the model's dtype (float16 overflows where bfloat16 does not), or leave compensation out"
             )
 
     @property

@@ -79,7 +79,7 @@ def score_compensated(
 
     Raises:
         DataError: There is no batch, or a language model's sample has no label token.
-        NonFiniteError: A prediction or a gradient is NaN or infinite; the message names the batch.
+        NonFiniteError: A prediction, a gradient or a moment is NaN or infinite; the message names the batch or module.
 
     Examples:
         >>> score_compensated(model, batches, modules).criterion

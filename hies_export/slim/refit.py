@@ -39,7 +39,7 @@ from ..calibrate.readings import Reading, by_sample, walk_forward, walking
 from ..calibrate.residual import residual_places, streams
 from ..calibrate.walk import Call, Walk, blocks_of
 from ..data.batches import size_of
-from ..errors import NonFiniteError, RequestError
+from ..errors import RequestError
 from ..model.linear import features_of, weight_of
 from ..model.tokens import real_tokens
 from ..processes import mapped
@@ -286,7 +286,6 @@ def _refit(
     weight = weight_of(layer).detach().to(fitting.x)
     bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else None
     everything = fitting + held_out
-    _check_finite(module, everything)
     untouched = held_out.error(weight, bias)
     # (error on held-out tokens, method, ridge). The method chosen is then fitted again on all tokens.
     tried: list[tuple[float, str, float | None]] = []
@@ -311,14 +310,3 @@ def _refit(
             layer.bias.copy_(refitted)  # type: ignore[operator]
     share = error / untouched if untouched > 0 else 1.0
     return LayerFit(module.name, chosen, chosen_ridge, round(everything.tokens.item()), share)
-
-
-def _check_finite(module: PrunableModule, moments: Moments) -> None:
-    """Refuse moments that are NaN or infinite, from which any fit and its error would be NaN."""
-    found = (moments.x, moments.y, moments.xx, moments.yx, moments.yy)
-    if not all(values.isfinite().all() for values in found):
-        raise NonFiniteError(
-            f"every input and output of {module.consumer} must be finite to refit it, but over {moments.tokens:.0f} "
-            "calibration tokens they add up to NaN or infinity; check the weights before it, the compensation rows and "
-            "the model's dtype (float16 overflows where bfloat16 does not), or leave compensation out"
-        )

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from hies_export import PrunableModule, PruningRecipe, find_attention, score_compensated
 from hies_export.calibrate.moments import MomentStore, Spread
 from hies_export.calibrate.readings import LayerEffects
+from hies_export.errors import NonFiniteError
 from hies_export.kinds import KINDS, Kind
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.reporting import write_choice
@@ -251,6 +252,20 @@ def test_moments_reach_the_modules_they_were_collected_of() -> None:
         layer, spread = layers[module.name], known_of[module.name].spread(centred=True)
         assert_same_chain(chain, removal_chain(layer, module, 8, spread=spread))
         assert [r.effect for r in chain[:-1]] != pytest.approx([r.effect for r in removal_chain(layer, module, 8)[:-1]])
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "block by block"])
+def test_moments_that_are_no_numbers_are_refused_by_name(keep: bool) -> None:
+    model, batches, others = llama(), [text_batch(4)], [text_batch(8)]
+    modules = neurons(model)
+
+    def broken(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        return (args[0].index_fill(0, torch.tensor(3), torch.nan),) if len(args[0]) == 8 else None
+
+    model.get_submodule(modules[-1].consumer).register_forward_pre_hook(broken)
+    store = MomentStore(model, modules, others, keep=keep)
+    with pytest.raises(NonFiniteError, match=f"of {modules[-1].name}'s last layer must be finite to refit it"):
+        score_compensated(model, batches, modules, moments=store)
 
 
 def test_units_rank_among_their_kind_by_slope_and_the_last_of_every_module_above_all() -> None:

@@ -180,7 +180,7 @@ def test_inputs_that_are_no_numbers_are_refused_by_name(how: str, stays: bool, v
         dense.get_submodule(f"{last.name}.value").weight[head * last.unit_width] = value
     slim = prune_units(dense, plan.kept, sites)
     before = copy.deepcopy(slim.get_submodule(last.consumer)).state_dict()
-    said = f"every input and output of {last.consumer} must be finite to refit it, but .* NaN or infinity"
+    said = f"every input and output of {last.name}'s last layer must be finite to refit it, but .* NaN or infinity"
     with pytest.raises(NonFiniteError, match=said):
         compensate(dense, slim, plan, sites, batches, HOW[how])
     after = slim.get_submodule(last.consumer).state_dict()
