@@ -35,6 +35,7 @@ from ..calibrate.walk import device_of_blocks
 from ..data.batches import size_of
 from ..kinds import KINDS
 from ..model.internals import exact_products
+from ..model.memory import give_back_memory
 from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..tasks import task_of
@@ -97,6 +98,7 @@ def score_compensated(
                 read(number)
             return
         effects = effects_of(model, batches, modules, read)
+        give_back_memory()  # of the readings that the effects were put together from
 
         def order(_: int, module: PrunableModule) -> Chain:
             layer, found = effects.pop(module.name), sums.get(module.name)
