@@ -49,6 +49,7 @@ def size_of(args: argparse.Namespace, name: str, itemsize: int) -> Size:
         parameters=blocks * of_block,
         weights=(blocks * of_block + (2 - tied) * hidden * vocabulary) * itemsize,
         itemsize=itemsize,
+        widened=itemsize < 4,  # as on a processor that does not multiply bfloat16
         left=1 - (1 - args.flops) * (1 + share),
     )
 

@@ -15,6 +15,7 @@ from ..calibrate.walk import blocks_of
 from ..data.batches import Batch, size_of
 from ..kinds import KINDS
 from ..model.linear import features_of
+from ..model.modes import widens
 from ..model.tokens import count_tokens
 from ..progress import Progress
 from ..score.criteria import COMPENSATED
@@ -61,6 +62,7 @@ class Size:
     parameters: int  # of all blocks
     weights: int  # bytes of the model's weights
     itemsize: int  # bytes of a weight
+    widened: bool = False  # whether a block computes in a float32 copy of its weights
     sequential: bool = True  # whether layers are refitted one after the other
     left: float = 1.0  # share of the units that stay
     ranked: float = 0.0  # share of the modules that a run that was killed has ranked before
@@ -103,7 +105,7 @@ class Size:
         inputs = max(sum(module.inputs for module in block) for block in self.blocks)
         widest = max(module.inputs for block in self.blocks for module in block)
         of_block = self.parameters / len(self.blocks)
-        floats = of_block * (4 if self.itemsize < 4 else 0)
+        floats = of_block * (4 if self.widened else 0)
         states = 2 * self.scored * self.hidden * len(self.blocks) * self.itemsize
         waiting = self.refitted * self.hidden * self.itemsize
         # Moments of both parts of the rows, and the inverse; inputs and gradients, in float32 and in parts.
@@ -146,6 +148,7 @@ def size_of_pruning(pruning: Pruning) -> Size | None:
         parameters=sum(p.numel() for name in blocks for p in model.get_submodule(name).parameters()),
         weights=sum(p.numel() * p.element_size() for p in model.parameters()),
         itemsize=next(model.parameters()).element_size(),
+        widened=widens(next(model.parameters())),
         sequential=bool(how.sequential),
         ranked=len(pruning.chains or ()) / len(pruning.scored),
         done=len(pruning.fits or ()) / len(pruning.scored),

@@ -61,6 +61,8 @@ def test_memory_grows_with_what_is_held() -> None:
     assert most(scored=10**6) - most() > 2 * 10 * 2 * 4 * (10**6 - 1000)  # hidden states and their gradients
     assert most(refitted=10**7) > most()
     assert most(vocabulary=10**6) - most() > 0.9 * 3 * 4 * 100 * 10**6
+    half = {"scored": 10**6, "itemsize": 2}
+    assert most(**half, widened=True) - most(**half) == 4 * 4000  # a copy of one of the two blocks
 
 
 def test_it_is_said_once_and_corrected() -> None:
