@@ -186,7 +186,8 @@ class LayerMoments:
             DataError: The module `name` read no tokens.
             NonFiniteError: It read or gave NaN or infinity, from which any chain, fit or error would be NaN.
         """
-        added_up(tensor for part in self.parts() for tensor in part.tensors())
+        sums = [tensor for part in self.parts() for tensor in part.tensors()]
+        added_up(sums)
         for part in self.parts():
             part.complete()
         if not self.counted:
@@ -194,7 +195,8 @@ class LayerMoments:
                 "every module that may lose units must read tokens of the rows to refit on, but "
                 f"{name} reads none, as texts reach no image tower; give other rows, or leave its tower out"
             )
-        if not all(values.isfinite().all() for part in self.parts() for values in part.tensors()):
+        weights = [] if self.layer is None else self.layer.parameters(recurse=False)  # which give the targets later
+        if not all(values.isfinite().all() for values in (*sums, *weights)):
             raise NonFiniteError(
                 f"every input and output of {name}'s last layer must be finite to refit it, but over {self.counted} "
                 "calibration tokens they add up to NaN or infinity; check the weights before it, the compensation rows "

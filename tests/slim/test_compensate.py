@@ -189,6 +189,18 @@ def test_inputs_that_are_no_numbers_are_refused_by_name(how: str, stays: bool, v
         refit(slim, plan, sites, MomentStore(dense, sites, batches), HOW[how])
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_weights_that_are_no_numbers_are_refused_by_name(how: str) -> None:
+    dense, batches = bert(), [text_batch(8, 40, padding=False, labels=False)]
+    sites = find_attention(dense, batches[0])
+    plan = random_plan(sites, uniform=False)
+    slim, last = prune_units(dense, plan.kept, sites), [site for site in sites if plan.kept[site.name].removed][-1]
+    with torch.no_grad():
+        dense.get_submodule(last.consumer).weight[0, 0] = math.nan
+    with pytest.raises(NonFiniteError, match=f"of {last.name}'s last layer must be finite to refit it"):
+        compensate(dense, slim, plan, sites, batches, HOW[how])
+
+
 def test_bad_requests() -> None:
     dense, batch = bert(), text_batch(8)
     slim, plan, sites = random_cut(dense, batch)
