@@ -25,10 +25,6 @@ def _words(digits: str) -> str:
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
-def _cased_words(digits: str) -> str:
-    return rf"{'|'.join(_CASED)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-
-
 # llama.cpp's name of a pre-tokenizer -> the regular expression, as tokenizer.json has it, and whether a word that is
 # itself a token is taken whole (`ignore_merges`).
 # Source: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, which quotes these expressions
@@ -36,7 +32,7 @@ _SPLITS = {
     "llama-bpe": (_words(r"\p{N}{1,3}"), True),
     "smaug-bpe": (_words(r"\p{N}{1,3}"), False),
     "qwen2": (_words(r"\p{N}"), False),
-    "tekken": (_cased_words(r"\p{N}"), True),
+    "tekken": (rf"{'|'.join(_CASED)}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}", True),
 }
 _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 # Types of tokens in a GGUF file.
