@@ -86,7 +86,7 @@ def _work_on(work: Work | None, modules: list[PrunableModule], read: Read, calls
 
 
 def walk_forward(model: PreTrainedModel, batches: Batches, blocks: Sequence[str]) -> Walk:
-    """Return a walk that takes the batches of this process (see `mapped`) forward by `run_forward`."""
+    """Return a walk that takes this process's share of the batches forward through the blocks, without labels."""
     return Walk(model, own(batches), blocks, lambda _, batch: run_forward(model, batch))
 
 

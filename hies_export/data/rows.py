@@ -292,7 +292,7 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
 
 
 def _reason(error: Exception) -> str:
-    """Return why data does not load; where it has no rows, the error of `datasets` does not say so."""
+    """Return why data did not load: "it has none" for no rows, which `datasets` does not say, or its own error."""
     cause = root_cause(error)
     return "it has none" if cause == "StopIteration" or "corresponds to no data" in cause else cause
 

@@ -65,7 +65,7 @@ def logits_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]
 def _kept(
     forward: Callable[[Batch], torch.Tensor], task: Task, count: int, index: int, batch: Batch
 ) -> tuple[torch.Tensor, ...]:
-    """Return what the task keeps of the output of batch `index` of `count`, computed in `Task.parts`."""
+    """Return what the task keeps of the output of batch `index` of `count`, computed part by part (`Task.parts`)."""
     kept = [_finite(task.keep(forward(part), part), count, index) for part in task.parts(batch)]
     return kept[0] if len(kept) == 1 else tuple(torch.cat(values) for values in zip(*kept, strict=True))
 

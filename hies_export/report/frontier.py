@@ -210,7 +210,7 @@ def page_frontier(figure: FrontierFigure) -> str:
 
 
 def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int, str]], *, columns: int) -> None:
-    """Draw the legend below the axes, and below it the names that numbers stand for."""
+    """Draw the legend below the axes, and below it a list of the numbered points' names."""
     from matplotlib.lines import Line2D
 
     entries = [

@@ -254,7 +254,7 @@ class Task(ABC):
         return dict(batch)
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """Return a batch in parts of as many samples as one forward pass may take; by default in one."""
+        """Return a batch divided into batches that one forward pass may take; by default, it is not divided."""
         return [batch]
 
     # How units are scored.

@@ -263,7 +263,7 @@ class TextGeneration(Task):
         return data.as_batch(found, tokenizer, self.config)
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """Return a batch in parts whose float32 logits take at most `LOGITS_BYTES`, of at least one sample each."""
+        """Return a batch divided so that the float32 logits of several samples take at most `LOGITS_BYTES`."""
         vocabulary = getattr(self.config.get_text_config(), "vocab_size", None)
         if vocabulary is None or "input_ids" not in batch:
             return super().parts(batch)

@@ -254,7 +254,7 @@ def _kind_and_inputs(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> 
 def _samples(
     kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Return the batch to trace a model with, and the batches to compare its graphs on."""
+    """Return the batch to trace a model with, and the batches to compare its graphs on, by name."""
     if kind == "encoder":
         sample = trace_sample(model, given)
         return sample, parity_batches(given, sample)
