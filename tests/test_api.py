@@ -4,6 +4,8 @@ import copy
 import doctest
 import inspect
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,3 +85,20 @@ def test_every_field_is_described(name: str) -> None:
     assert [f for f in fields if not re.search(rf"\b{f}\b", text)] == []
     methods = [m for m, v in vars(CLASSES[name]).items() if not m.startswith("_") and callable(v)]
     assert [m for m in methods if not inspect.getdoc(getattr(CLASSES[name], m))] == []
+
+
+def test_pruning_on_tensors_imports_nothing_that_reads_rows() -> None:
+    """These libraries take 140 MB."""
+    code = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from hies_export import prune
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+rows = [{"input_ids": torch.arange(16).view(2, 8)} for _ in range(4)]
+prune(LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)), rows, budget={"flops": 0.9})
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert "hies_export" in modules
+    assert not {"datasets", "evaluate", "pandas", "pyarrow", "sklearn", "onnxruntime"} & modules

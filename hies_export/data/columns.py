@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import PIL.Image
 from transformers.image_utils import load_image
 
 from ..errors import DataError, quoted, refusing
+from ..late import datasets
 from .rows import column_values, row_name
 
 # Types of text.

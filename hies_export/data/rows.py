@@ -17,15 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import pandas
-import pyarrow as pa
-import pyarrow.dataset
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-from pyarrow import parquet
 
 from ..errors import DataError, listed, quoted, refusing, root_cause
+from ..late import datasets, pa, pandas, parquet
 from ..model.online import hub_or_cache
 from ..progress import quiet
 
@@ -39,14 +34,7 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "json": ("json", _JSON),
     "csv": ("csv", _DELIMITED),
     "tsv": ("csv", {**_DELIMITED, "sep": "\t", "quoting": csv.QUOTE_NONE}),
-    # By default, a row group is read as a whole, and many files have only one.
-    "parquet": (
-        "parquet",
-        {
-            "batch_size": 10_000,
-            "fragment_scan_options": pa.dataset.ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False),
-        },
-    ),
+    "parquet": ("parquet", {"batch_size": 10_000}),
     "txt": ("text", {"encoding": "utf-8-sig"}),
 }
 
@@ -283,6 +271,12 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
             f"or be a folder of images, got {path}"
         )
     builder, options = _BUILDERS[ending]
+    if builder == "parquet":
+        import pyarrow.dataset
+
+        # By default, a row group is read as a whole, and many files have only one.
+        scan = pyarrow.dataset.ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
+        options = {**options, "fragment_scan_options": scan}
     try:
         return _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
@@ -376,6 +370,8 @@ def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
     if _is_saved(path):
         return _load_saved(path, split).features
     if path.is_dir():
+        from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
         images = (file for file in path.glob("[!.]*/[!.]*") if file.suffix.lower() in ImageFolder.EXTENSIONS)
         named = {image.parent.name for image in images if not image.parent.name.startswith("__")}  # as `datasets` does
         return {"label": datasets.ClassLabel(names=sorted(named))}

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
-import scipy.stats
-import sklearn.metrics
 
 from ..entry_points import Registry
 from ..errors import DataError, RecipeError, did_you_mean, refusing
+from ..late import datasets, evaluate, sklearn_metrics, stats
 from ..progress import quiet
 from .ranking import RowsKind
 
@@ -87,7 +84,7 @@ def _f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None 
     """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro)."""
     classes = num_labels or max(np.max(predictions), np.max(references)) + 1
     average = "binary" if classes <= 2 else "macro"
-    return float(sklearn.metrics.f1_score(references, predictions, average=average, zero_division=0.0))
+    return float(sklearn_metrics.f1_score(references, predictions, average=average, zero_division=0.0))
 
 
 def _f1_micro(predictions: np.ndarray, references: np.ndarray) -> float:
@@ -117,6 +114,10 @@ def _unless_constant(compute: Compute) -> Compute:
     return of_both
 
 
+def _matthews(predictions: np.ndarray, references: np.ndarray) -> float:
+    return float(sklearn_metrics.matthews_corrcoef(references, predictions))
+
+
 def _mean_of(field: str) -> Compute:
     """Return a metric that is the mean of a field of the predictions."""
     return lambda predictions, references: predictions[field].mean()
@@ -139,13 +140,13 @@ def _nats_per_character(predictions: np.ndarray, references: np.ndarray) -> floa
 
 # The name, what it is `of`, the title and the function of a metric; messages list them in this order.
 _ROWS: tuple[tuple[str, str, str | None, Compute], ...] = (
-    ("accuracy", "classes", None, lambda given, wanted, **_: sklearn.metrics.accuracy_score(wanted, given)),
+    ("accuracy", "classes", None, lambda given, wanted, **_: sklearn_metrics.accuracy_score(wanted, given)),
     ("f1", "classes", "F1", _f1),
-    ("matthews_correlation", "classes", "Matthews correlation", _unless_constant(sklearn.metrics.matthews_corrcoef)),
+    ("matthews_correlation", "classes", "Matthews correlation", _unless_constant(_matthews)),
     ("f1_micro", "labels", "micro F1", _f1_micro),
     ("subset_accuracy", "labels", "subset accuracy", lambda given, wanted: (given == wanted).all(-1).mean()),
-    ("pearson", "numbers", "Pearson", _unless_constant(lambda *both: scipy.stats.pearsonr(*both).statistic)),
-    ("spearman", "numbers", "Spearman", _unless_constant(lambda *both: scipy.stats.spearmanr(*both).statistic)),
+    ("pearson", "numbers", "Pearson", _unless_constant(lambda *both: stats.pearsonr(*both).statistic)),
+    ("spearman", "numbers", "Spearman", _unless_constant(lambda *both: stats.spearmanr(*both).statistic)),
     ("perplexity", "tokens", None, lambda given, wanted: np.exp(math.fsum(given["nll"]) / wanted.sum())),
     ("nats_per_character", "characters", "nats per character", _nats_per_character),
     ("token_accuracy", "tokens", "token accuracy", lambda given, wanted: given["right"].sum() / wanted.sum()),

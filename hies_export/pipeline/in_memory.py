@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import torch
 
@@ -16,6 +15,7 @@ from ..data.rows import common_values, fixed_permutation, has_one_value, number_
 from ..errors import RequestError
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import kind_of_rows
+from ..late import datasets, is_data_set
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import Progress
 from ..recipe.sections import ComparisonSection, ExportSection
@@ -126,10 +126,10 @@ def read_rows(
     model, processor, max_length = given.model, given.processor, given.max_length
     read = partial(batches_of, model, task=task, processor=processor, columns=columns, max_length=max_length)
     fields = columns
-    if columns is None and task.embeds and isinstance(batches, datasets.Dataset):
+    if columns is None and task.embeds and is_data_set(batches):
         fields = usual_columns(batches, type(task))
     together = None if fields is None else fields.get("query") or fields.get("group")
-    divided = held_out is None and isinstance(batches, datasets.Dataset) and len(batches) > 1
+    divided = held_out is None and is_data_set(batches) and len(batches) > 1
     if divided and (task.a_row_is_a_sample or task.rows_together or together is not None):
         batches, held_out = _divided(number_rows(batches, source="batches"), together)
     score = read(batches, what="batches")

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import datasets
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -27,6 +26,7 @@ from ..data.processors import tokenizer_of
 from ..data.rows import fixed_permutation, is_list, own_columns
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, check
+from ..late import datasets, is_data_set
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import is_token
 from ..recipe.sections import Columns
@@ -68,10 +68,9 @@ def batches_of(
         DataError: Texts are no texts, or blank; or the batches do not suit the model.
         RequestError: The processor is missing, or columns are given where there are none.
     """
-    is_data_set = isinstance(given, datasets.Dataset)
-    if is_data_set and holds_inputs(model, given, columns):
+    if is_data_set(given) and holds_inputs(model, given, columns):
         batches = check_batches(model, _of_inputs(model, given, processor, task), task, what=what)
-    elif is_data_set or columns is not None or _has_texts(given):
+    elif is_data_set(given) or columns is not None or _has_texts(given):
         how: dict[str, Any] = {"processor": processor, "columns": columns, "max_length": max_length}
         rows, task = rows_to_read(given, what=what, task=task, **how)
         if not (batches := task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)):
@@ -87,7 +86,7 @@ def batches_of(
 
 def holds_inputs(model: PreTrainedModel, given: Any, columns: Mapping[str, Any] | None) -> bool:
     """Return whether what `batches_of` is given are the model's inputs, rather than what a processor makes them of."""
-    if isinstance(given, datasets.Dataset):
+    if is_data_set(given):
         return columns is None and model.main_input_name in given.features
     return not isinstance(given, (list, tuple)) or any(isinstance(item, Mapping) for item in given)
 
@@ -175,7 +174,7 @@ def rows_to_read(
     Arguments and errors are those of `batches_of`.
     """
     fields = columns
-    if not isinstance(given, datasets.Dataset):
+    if not is_data_set(given):
         if columns is not None:
             raise RequestError(
                 f"columns= belongs to a datasets.Dataset, but {what} is a {type(given).__name__}; leave it out"

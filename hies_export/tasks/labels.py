@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import DataError, RequestError, listed, quoted
-from .late import Tensor, data, datasets, torch
+from ..late import Tensor, data, datasets, torch
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import DataError, quoted
-from .late import Tensor, data, datasets, torch
+from ..late import Tensor, data, datasets, torch
 
 # A doubled brace, a column's name between braces, or a brace that stands alone.
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")

@@ -1,0 +1,66 @@
+"""What is imported once something of it is needed.
+
+A recipe is checked against the class attributes of tasks before torch is imported, which takes seconds; and libraries
+that read rows and compute metrics take 140 MB, which pruning on batches of tensors does without. So files import these
+names from here, as if they were the modules themselves, and the types, which only annotations name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+__all__ = [
+    "Batch",
+    "PreTrainedModel",
+    "Tensor",
+    "data",
+    "datasets",
+    "evaluate",
+    "is_data_set",
+    "np",
+    "pa",
+    "pandas",
+    "parquet",
+    "sklearn_metrics",
+    "stats",
+    "torch",
+]
+
+if TYPE_CHECKING:
+    import datasets
+    import evaluate
+    import numpy as np
+    import pandas
+    import pyarrow as pa
+    import sklearn.metrics as sklearn_metrics
+    import torch
+    from pyarrow import parquet
+    from scipy import stats
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from . import data
+    from .data import Batch
+else:
+
+    class _Late:
+        """A module that is imported when it is first asked for one of its names."""
+
+        def __init__(self, module: str) -> None:
+            self._module = module
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module(self._module), name)
+
+    data, np, torch = map(_Late, ("hies_export.data", "numpy", "torch"))
+    datasets, evaluate, pandas = map(_Late, ("datasets", "evaluate", "pandas"))
+    pa, parquet = map(_Late, ("pyarrow", "pyarrow.parquet"))
+    sklearn_metrics, stats = map(_Late, ("sklearn.metrics", "scipy.stats"))
+    Batch = PreTrainedModel = Tensor = Any
+
+
+def is_data_set(given: object) -> TypeGuard[datasets.Dataset]:
+    """Return whether something is a data set; if so, `datasets` is imported already."""
+    return "datasets" in sys.modules and isinstance(given, datasets.Dataset)
