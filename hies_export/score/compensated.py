@@ -47,7 +47,7 @@ from .criteria import COMPENSATED, Chain, Removal, Scores, merged
 RIDGE = 0.1
 # Removed columns are dropped when less than this share of the columns is left, because dropping copies the others.
 STILL_LEFT = 0.8
-TOKENS_AT_ONCE = {"cpu": 512}  # whose numbers for all neurons fit a processor's cache together
+TOKENS_AT_ONCE = {"cpu": 256}  # whose numbers for all neurons fit a processor's cache together
 TOKENS_AT_ONCE_ELSEWHERE = 1 << 16
 
 
@@ -244,10 +244,12 @@ class _Greedy:
         self._inverse.addmm_(self._inverse[:, columns], taken_over, alpha=-1)
         self._left[places] = False
         self._left_count -= count
+        read, gradient = self._read[:, columns], self._gradient[:, columns]
+        self._of_token += (gradient * (read @ solved)).sum(1)
         if self._width == 1:
-            self._candidates = self._neurons(columns, solved, taken_over)
+            self._candidates = self._neurons(read, gradient, taken_over)
         else:
-            self._move(slice(None), columns, solved, taken_over)
+            self._take_over(slice(None), read, gradient, taken_over)
             self._candidates = self._heads()
         if self._left_count < STILL_LEFT * len(self._left):
             stay = self._columns(self._left.nonzero().flatten())
@@ -257,21 +259,17 @@ class _Greedy:
             self._left = self._left[self._left]
         return groups, self._size(self._of_token[:, None])[0]
 
-    def _move(self, tokens: slice, columns: Tensor, solved: Tensor, taken_over: Tensor) -> None:
-        """Add the removal of columns to the effects of tokens, and let the other columns take over, in place."""
-        read, gradient = self._read[tokens], self._gradient[tokens]
-        gone_read, gone_gradient = read[:, columns], gradient[:, columns]
-        self._of_token[tokens] += (gone_gradient * (gone_read @ solved.to(gone_read))).sum(1)
-        moved = taken_over.to(read)
-        read.addmm_(gone_read, moved, alpha=-1)
-        gradient.addmm_(gone_gradient, moved, alpha=-1)
+    def _take_over(self, tokens: slice, read: Tensor, gradient: Tensor, taken_over: Tensor) -> None:
+        """Let the other columns take over from removed ones, (all tokens, removed) each, at some tokens, in place."""
+        self._read[tokens].addmm_(read[tokens], taken_over, alpha=-1)
+        self._gradient[tokens].addmm_(gradient[tokens], taken_over, alpha=-1)
 
     def _columns(self, places: Tensor) -> Tensor:
         """Return the columns of groups by their places, (places * width,)."""
         return (places[:, None] * self._width + torch.arange(self._width, device=places.device)).flatten()
 
-    def _neurons(self, *gone: Tensor) -> Tensor:
-        """Return what `_heads` does, for neurons; first `_move` by the arguments `gone`, if any.
+    def _neurons(self, *taken: Tensor) -> Tensor:
+        """Return what `_heads` does, for neurons; first `_take_over` by the arguments `taken`, if any.
 
         One pass over the tokens does both, so that their numbers are still in the processor's cache.
         """
@@ -282,8 +280,8 @@ class _Greedy:
         at_once = TOKENS_AT_ONCE.get(self._read.device.type, TOKENS_AT_ONCE_ELSEWHERE)
         for start in range(0, len(self._read), at_once):
             tokens = slice(start, start + at_once)
-            if gone:
-                self._move(tokens, *gone)
+            if taken:
+                self._take_over(tokens, *taken)
             moved = self._gradient[tokens] * self._read[tokens]
             if of_sample is not None:
                 of_sample.index_add_(0, self._sample[tokens], moved)

@@ -29,7 +29,7 @@ BLOCK = "input_ids"
 # Texts that are tokenised at once.
 TEXTS = 1000
 # Most bytes of float32 logits that one forward pass of several samples gives, and that are copied at once.
-LOGITS_BYTES = 256 << 20
+LOGITS_BYTES = 128 << 20
 COPIED_BYTES = 64 << 20
 # The tokens of a sample, and which of them are labels.
 Tokens = tuple[list[int], list[bool]]
