@@ -71,16 +71,16 @@ class Moments:
         if y is not None:
             assert weights is None
             y = y.to(x)
-            self.y += y.sum(0, dtype=torch.float64)
+            self.y += y.sum(0)
             self.yx += y.T @ x
             self.yy += y.pow(2).sum(dtype=torch.float64)
         root_x = x
         if weights is not None:
             weights = weights.to(x)[:, None]
             x, root_x = x * weights, x * weights.sqrt()
-        self.x += x.sum(0, dtype=torch.float64)
-        # For a wide layer these products are the main cost of a pass, so they are float32 for each batch, and their sum
-        # is float64; only blocks from the diagonal on are computed. On MiniLM's neurons no entry (i, j) is off by more
+        self.x += x.sum(0)
+        # For a wide layer the products are the main cost of a pass, so sums over a batch are float32, and over batches
+        # float64; only blocks from the diagonal on are computed. On MiniLM's neurons no entry (i, j) is off by more
         # than 1e-6 of the root of (i, i) times (j, j), and the held-out error of a fit changes by 1e-6 of itself.
         rows = BLOCK if len(self.xx) >= WIDE else len(self.xx)
         with bfloat16_products() if in_bfloat16 else nullcontext():
