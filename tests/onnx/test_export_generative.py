@@ -20,7 +20,7 @@ from support.exported import TEXT, endless_llama, padded_prompts, prompt_tokeniz
 from support.families import architecture, decoder
 from support.models import bert, causal_lm
 from support.runs import hies
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CLIPConfig, CLIPModel, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hies_export.data.processors import load_processor
 from hies_export.errors import DataError, ParityError, RecipeError, RequestError
@@ -196,11 +196,13 @@ def test_every_row_is_compared_and_of_a_long_text_the_beginning(uneven: Uneven) 
     with pytest.raises(ParityError, match="on x"):
         check_parity(exported.folder, lambda: other, {"x": batch}, "float32", generates=True)
     for made, positions in ((causal_lm(max_position_embeddings=64), 57), (causal_lm(max_position_embeddings=999), 128)):
-        kind, given = export_module._kind_and_inputs(made, {"input_ids": torch.ones(3, 500, dtype=torch.int64)})
-        assert (kind, given["input_ids"].shape) == ("decoder", (2, positions))
+        kind, _, batches = export_module._samples(made, {"input_ids": torch.ones(3, 500, dtype=torch.int64)})
+        assert (kind, batches["the given batch"]["input_ids"].shape) == ("decoder", (2, positions))
     text = {"input_ids": torch.ones(3, 500, dtype=torch.int64), "pixel_values": torch.ones(3, 3, 500, 500)}
-    _, given = export_module._kind_and_inputs(bert(), text)
-    assert [tensor.shape for tensor in given.values()] == [(3, 128), (3, 3, 500, 500)]
+    with torch.device("meta"):
+        clip = CLIPModel(CLIPConfig())
+    _, _, batches = export_module._samples(clip, text)
+    assert [tensor.shape for tensor in batches["the given batch"].values()] == [(3, 128), (3, 3, 500, 500)]
 
 
 def test_no_copy_of_the_weights_is_in_memory_beside_the_graph(

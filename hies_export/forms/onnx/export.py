@@ -19,12 +19,7 @@ from ...checkpoint.folders import new_folder, refuse_existing
 from ...errors import DataError, ExportError, ParityError, RequestError, UnsupportedModelError
 from ...files import Rule, check
 from ...model.copies import convert, parameter_bytes, share_weights
-from ...model.internals import (
-    configs_in,
-    exact_products,
-    fused_attention_fits,
-    require_onnx_exporter,
-)
+from ...model.internals import configs_in, exact_products, fused_attention_fits, require_onnx_exporter
 from ...model.memory import give_back_memory
 from ...model.modes import output_alone
 from ...model.tokens import forward_inputs, longest_sequence, refuse_encoder_decoder, short_samples
@@ -42,7 +37,6 @@ from .trace import trace_onnx, trace_sample
 # Most bytes of weights inside of a graph. protobuf takes less than 2 GiB, and while it writes, memory for them twice.
 INSIDE_BYTES = 2**30
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
 # Common types that are known to be exported; a model of another type is tried before a run.
 EXPORTED = {
     *("albert", "beit", "bert", "bloom", "camembert", "clip", "cohere", "data2vec-text", "data2vec-vision"),
@@ -120,14 +114,9 @@ def export_onnx(
     how = check({"provider": provider, "dtype": dtype}, ExportSection, _OPTIONS, where="export")
     refuse_existing(target, overwrite=overwrite)
     require_onnx("cpu" if provider == "cpu" else "gpu")
-    given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
-    if model.main_input_name not in given:
-        raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
-    kind, given = _kind_and_inputs(model, given)
-    sample, batches = _samples(kind, model, given)
-    traced = _traceable_copy(_float32_copy(model), provider, DTYPES[dtype])
+    kind, sample, batches = _samples(model, batch)
+    traced = _traceable_copy(_float32_copy(model), provider, getattr(torch, dtype))
     described = share_weights(traced, device="meta")
-    talk = logger.isEnabledFor(logging.DEBUG)
 
     def write(programs: dict[str, Any], spent: PreTrainedModel | None = None) -> Export:
         """Write graphs, given by file name, free them and the copy `spent` that they are of, and compare the files."""
@@ -140,11 +129,9 @@ def export_onnx(
             if size >= INSIDE_BYTES:  # copies of graphs are cycles, which hold their weights until they are collected
                 gc.collect()
                 give_back_memory()
-            with quiet(verbose=talk), exact_products():
-                runtime, decodes = compared_on(provider), kind != "encoder"
-                max_abs = check_parity(
-                    staging, partial(_float32_copy, model), batches, dtype, runtime, generates=decodes
-                )
+            with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), exact_products():
+                reference, runtime = partial(_float32_copy, model), compared_on(provider)
+                max_abs = check_parity(staging, reference, batches, dtype, runtime, generates=kind != "encoder")
         return Export(
             format="onnx",
             folder=target,
@@ -167,8 +154,7 @@ def export_onnx(
             return write(programs)
         except (ExportError, ParityError) as error:
             logger.debug("the model is traced, as the graph that was made for it is wrong: %s", error)
-    with quiet(verbose=talk), output_alone(traced, cache=kind != "encoder"):
-        programs = _trace(kind, traced, sample, provider)
+    programs = _trace(kind, traced, sample, provider)
     if traces is not None:
         traces.add(key, traced, programs[ONNX_FILE])
     return write(programs, traced)
@@ -198,13 +184,9 @@ def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """
     if _is_known(model):
         return
-    given = {name: tensor.cpu() for name, tensor in forward_inputs(model, short_samples(model, batch)).items()}
     try:
-        kind, given = _kind_and_inputs(model, given)
-        traced = _traceable_copy(_float32_copy(model), "cpu", torch.float32)
-        sample, _ = _samples(kind, model, given)
-        with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(traced, cache=kind != "encoder"):
-            _trace(kind, traced, sample, "cpu")
+        kind, sample, _ = _samples(model, short_samples(model, batch))
+        _trace(kind, _traceable_copy(_float32_copy(model), "cpu", torch.float32), sample, "cpu")
     except (ExportError, UnsupportedModelError) as error:
         raise RequestError(
             "a run writes its models in ONNX, too, which this one cannot be in; prune it by the command prune, which "
@@ -231,42 +213,44 @@ def _contents(programs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kind_and_inputs(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> tuple[Kind, dict[str, torch.Tensor]]:
-    """Return the kind of export that fits a model, and the inputs to trace it on; raises as `export_onnx`."""
+def _samples(
+    model: PreTrainedModel, batch: Mapping[str, Any]
+) -> tuple[Kind, dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Return the kind of export that fits a model, the batch to trace it with, and those to compare it on, by name.
+
+    Raises as `export_onnx`.
+    """
+    given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
+    if model.main_input_name not in given:
+        raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
     refuse_encoder_decoder(model.config, type(model).__name__)
     if not model.can_generate():
         tokens = given["input_ids"].shape if "input_ids" in given else None
-        cut = {name: tensor[:, :COMPARED_TOKENS] for name, tensor in given.items() if tensor.shape[:2] == tokens}
-        return "encoder", given | cut
+        given |= {name: tensor[:, :COMPARED_TOKENS] for name, tensor in given.items() if tensor.shape[:2] == tokens}
+        sample = trace_sample(model, given)
+        return "encoder", sample, parity_batches(given, sample)
     check_decoder(model)
     given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
-    if is_vision_language(model):
+    kind: Kind = "vision-language" if is_vision_language(model) else "decoder"
+    if kind == "vision-language":
         names = ("input_ids", "attention_mask", "pixel_values")
         given = {name: given[name] for name in names if name in given}
         check_vision_language(model, given)
-        return "vision-language", given
-    # The comparison continues the prompt by a few tokens, which need positions too.
-    positions = longest_sequence(model.config)
-    length = COMPARED_TOKENS if positions is None else min(COMPARED_TOKENS, max(1, positions - SPARE_POSITIONS))
-    return "decoder", {name: given[name][:2, :length] for name in ("input_ids", "attention_mask")}
-
-
-def _samples(
-    kind: Kind, model: PreTrainedModel, given: dict[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Return the batch to trace a model with, and the batches to compare its graphs on, by name."""
-    if kind == "encoder":
-        sample = trace_sample(model, given)
-        return sample, parity_batches(given, sample)
+    else:
+        # The comparison continues the prompt by a few tokens, which need positions too.
+        positions = longest_sequence(model.config)
+        length = COMPARED_TOKENS if positions is None else min(COMPARED_TOKENS, max(1, positions - SPARE_POSITIONS))
+        given = {name: given[name][:2, :length] for name in ("input_ids", "attention_mask")}
     padded = left_padded(given, image_token_id=model.config.image_token_id if kind == "vision-language" else None)
-    return padded, parity_batches(given, padded, shorten=False)
+    return kind, padded, parity_batches(given, padded, shorten=False)
 
 
 def _trace(kind: Kind, model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Provider) -> dict[str, Any]:
-    """Trace the model; return the graphs by file name, the decoder last."""
-    if kind == "vision-language":
-        return trace_vision_language(model, sample, fusions)
-    return {ONNX_FILE: (trace_onnx if kind == "encoder" else trace_decoder)(model, sample, fusions)}
+    """Trace the model without a sound; return the graphs by file name, the decoder last."""
+    with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(model, cache=kind != "encoder"):
+        if kind == "vision-language":
+            return trace_vision_language(model, sample, fusions)
+        return {ONNX_FILE: (trace_onnx if kind == "encoder" else trace_decoder)(model, sample, fusions)}
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:

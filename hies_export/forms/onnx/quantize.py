@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...checkpoint.beside import write_json
 from ...checkpoint.folders import Contents, new_folder, refuse_existing
 from ...equal import FEWER_BITS
 from ...errors import ExportError, ParityError, RequestError
@@ -24,7 +24,7 @@ from ..formats import FORMATS, Export, Format, Given, export_options
 from ..rounding import Opens, spreads
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
 from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime
-from .export import DTYPES, check_traceable, copy_beside, export_onnx, require_onnx, save_program
+from .export import check_traceable, copy_beside, export_onnx, require_onnx, save_program
 from .multimodal import is_vision_language
 from .parity import without_padding
 
@@ -106,7 +106,7 @@ def quantize_onnx(
     with new_folder(folder, overwrite=overwrite) as staging:
         copy_beside(exported, staging)
         size = save_program(program, staging / QUANTIZED_FILE)
-        (staging / "ort_config.json").write_text(json.dumps(_ort_config(bits), indent=2) + "\n", encoding="utf-8")
+        write_json(staging / "ort_config.json", _ort_config(bits))
         threads, files = torch.get_num_threads(), (exported.file, staging / QUANTIZED_FILE)
         one, other = (OnnxRuntime(file, threads=threads).compute(batch) for file in files)  # one at a time in memory
         max_abs = largest_difference(one, other, batch)
@@ -210,7 +210,7 @@ FORMATS["onnx"] = Format(
     check=_check,
     write=export_in_bits,
     quantize=_quantized,
-    dtypes=tuple(DTYPES),
+    dtypes=("float32", "float16"),
     hub_folder="onnx",
     # Those of transformers.js, and of sentence-transformers.
     hub_names={"int8": ("model_quantized.onnx", "model_qint8_avx512_vnni.onnx"), "int4": ("model_q4.onnx",)},
