@@ -26,12 +26,11 @@ def check_decoder(model: PreTrainedModel) -> None:
     """Refuse, by an UnsupportedModelError, a generating model that is no decoder with a key/value cache."""
     name = type(model).__name__
     if cache_name(model) is None:
-        wanted = f"a decoder with a key/value cache, and {name} takes no cache"
-    elif keeps_recurrent_state(model.config):
-        wanted = f"a decoder whose cache is keys and values, and {name} keeps a recurrent state"
-    else:
-        return
-    raise UnsupportedModelError(f"ONNX export needs {wanted}")
+        raise UnsupportedModelError(f"ONNX export needs a decoder with a key/value cache, and {name} takes no cache")
+    if keeps_recurrent_state(model.config):
+        raise UnsupportedModelError(
+            f"ONNX export needs a decoder whose cache is keys and values, and {name} keeps a recurrent state"
+        )
 
 
 def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = None) -> Tensor:

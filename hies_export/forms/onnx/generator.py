@@ -51,12 +51,10 @@ class OnnxGenerator:
         """Load a folder with an exported decoder; raises RequestError if it has none."""
         folder = Path(folder)
         parts = (folder / DECODER_FILE).is_file()
-        quantised = (folder / QUANTIZED_FILE).is_file() and not (folder / ONNX_FILE).is_file()
-        single = QUANTIZED_FILE if quantised else ONNX_FILE
-        names = (DECODER_FILE, EMBED_FILE, VISION_FILE) if parts else (single,)
+        sources = [folder / name for name in (DECODER_FILE, EMBED_FILE, VISION_FILE)] if parts else [folder]
         config = load_config(folder)
         eos, pad = _special_tokens(folder, config)
-        decoder, *others = (runtime(folder / name, threads=torch.get_num_threads()) for name in names)
+        decoder, *others = (runtime(source, threads=torch.get_num_threads()) for source in sources)
         if "past_key_values.0.key" not in decoder.inputs:
             raise RequestError(
                 f"a folder to generate from must have a decoder, which takes past_key_values, and the graph in "
@@ -73,12 +71,7 @@ class OnnxGenerator:
         )
 
     def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        pixel_values: Tensor | None = None,
-        *,
-        max_new_tokens: int,
+        self, input_ids: Tensor, attention_mask: Tensor, pixel_values: Tensor | None = None, *, max_new_tokens: int
     ) -> Tensor:
         """Return prompts, padded on the left, and their greedy continuation, (batch, sequence + new).
 

@@ -43,9 +43,7 @@ def parity_batches(
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if shorten and "input_ids" in sample:
         given_length = given["input_ids"].shape[1]
-        length = max(3, given_length // 2)
-        if length == given_length:
-            length += 1
+        length = 4 if given_length == 3 else max(3, given_length // 2)
         tokens = single["input_ids"].shape
         single = {name: t[:, :length] if t.shape[:2] == tokens else t for name, t in single.items()}
     return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
@@ -137,30 +135,27 @@ def _continued(batch: Mapping[str, torch.Tensor], image_token_id: int | None) ->
 
 
 def _in_pieces(exported: OnnxGenerator, batch: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Run a prompt, a chunk of two tokens and two single tokens; return all logits and the final cache."""
+    """Run a prompt, a chunk of two tokens and two single tokens; return all logits and the final cache in float32."""
     tokens, mask = batch["input_ids"], batch["attention_mask"]
     cache, logits, length = None, [], tokens.shape[1]
     for start, stop in pairwise((0, length - 4, length - 2, length - 1, length)):
         inputs = exported.prompt(tokens[:, start:stop], batch.get("pixel_values") if start == 0 else None)
         piece, cache = exported.step(inputs, mask[:, :stop], cache)
         logits.append(piece)
-    presents = {name.replace("past_key_values", "present"): v.numpy() for name, v in (cache or {}).items()}
-    return {"logits": torch.cat(logits, dim=1).numpy(), **presents}
+    presents = {name.replace("past_key_values", "present"): value.numpy() for name, value in (cache or {}).items()}
+    in_float32 = {name: array.astype(np.float32, copy=False) for name, array in presents.items()}
+    return {"logits": torch.cat(logits, dim=1).numpy(), **in_float32}
 
 
 def _logits_and_cache(
     want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the logits of torch and of the graph, and their caches in float32, in which they are compared.
+    """Return the logits and the cache of torch and of the graph.
 
     With a sliding window, torch keeps only the last tokens in the cache and the graph all, so the graph's is cut.
     """
-
-    def in_float32(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        cache = {name: array for name, array in outputs.items() if name.startswith("present.")}
-        return {"logits": outputs["logits"], **{n: array.astype(np.float32, copy=False) for n, array in cache.items()}}
-
-    wanted, found = in_float32(want), in_float32(got)
+    wanted = {name: array for name, array in want.items() if name == "logits" or name.startswith("present.")}
+    found = dict(got)
     for name in wanted.keys() & found.keys() - {"logits"}:  # a name that one of them lacks is refused afterwards
         found[name] = found[name][:, :, -wanted[name].shape[2] :]
     return wanted, found

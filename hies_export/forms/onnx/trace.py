@@ -29,10 +29,10 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
     if "input_ids" not in rows:
         return rows
-    length = max(4, rows["input_ids"].shape[1])
-    columns = torch.arange(length) % rows["input_ids"].shape[1]
-    of_tokens = [name for name, tensor in rows.items() if tensor.shape[:2] == rows["input_ids"].shape]
-    rows |= {name: rows[name][:, columns.to(rows[name].device)] for name in of_tokens}
+    tokens = rows["input_ids"].shape
+    length = max(4, tokens[1])
+    columns = torch.arange(length) % tokens[1]
+    rows |= {name: tensor[:, columns] for name, tensor in rows.items() if tensor.shape[:2] == tokens}
     rows["attention_mask"] = torch.ones_like(rows["input_ids"])
     rows["attention_mask"][1, length // 2 :] = 0
     accepted = list(inspect.signature(model.forward).parameters)
@@ -63,7 +63,7 @@ def export_program(
     `fusions` is the provider to fuse for. `axes` names the dynamic axes of each input, by number; without, the exporter
     tries to make all axes dynamic, and they stay unnamed. Raises ExportError if it fails.
     """
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
 
     auto = torch.export.Dim.AUTO
     shapes = None if axes is None else {name: dict.fromkeys(named, auto) for name, named in axes.items()}
@@ -79,9 +79,7 @@ def export_program(
         count_from_past(program)
     RemoveUnusedNodesPass()(program)
     # Stack traces contain paths of the exporting machine.
-    for node in program.graph.all_nodes():
-        node.metadata_props.clear()
-        node.doc_string = None
+    ClearMetadataAndDocStringPass()(program)
     for value in _values(program.graph):
         value.metadata_props.clear()
     program.graph.metadata_props.clear()
