@@ -149,8 +149,7 @@ class CascadeForm(Compound):
             of_slim, of_dense = logits(slim_file), logits(dense.file)
             largest = max(1.0, *(found.abs().max().item() for found in (of_slim, of_dense)))
             near, tolerance = RESOLUTION * largest, OTHER_PROGRAM["float32"] * largest
-            how = {"confidence": self.confidence, "resolution": near}
-            promise = choose_threshold(of_slim, answers, self.disagreement, **how)
+            promise = choose_threshold(of_slim, answers, self.disagreement, confidence=self.confidence, resolution=near)
             program = onnx_ir.load(slim_file)
             shared = join_graphs(program.graph, dense_program.graph, promise.threshold)
             program.metadata_props[PROMISE] = json.dumps(asdict(promise))

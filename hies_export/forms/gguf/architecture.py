@@ -152,26 +152,21 @@ def _sizes(layer: Any) -> LayerSizes:
 
 
 def _architecture(model: PreTrainedModel, layers: list[Any], *, scaled: bool, uneven: bool) -> str:
-    """Return the name of the architecture that reads all parameters of the layers.
+    """Return the name of the architecture that reads all parameters of the layers; refuse them if none does.
 
     `scaled` says whether rotary frequencies, or what is rotated, have factors, and `uneven` whether sizes may differ.
     """
     own = {name for layer in layers for name, _ in layer.named_parameters()}
     biases = {name for name in own if name.endswith(".bias")}
-    if own & {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}:
-        _check_norms(model, layers, biases, scaled=scaled, uneven=uneven)
-        return "qwen3"
-    if uneven:
-        return "deci"
-    # qwen2 takes heads that fill the width, biases of queries, keys and values, and no factors.
-    projection = layers[0].self_attn.o_proj
-    fills = projection.in_features == projection.out_features
-    of_qwen2 = {f"self_attn.{name}_proj.bias" for name in "qkv"}
-    return "qwen2" if fills and not scaled and biases == of_qwen2 else "llama"
-
-
-def _check_norms(model: PreTrainedModel, layers: list[Any], biases: set[str], *, scaled: bool, uneven: bool) -> None:
-    """Refuse, beside norms of queries and keys, what `qwen3`, the only architecture that has them, does not support."""
+    attention = layers[0].self_attn
+    if not own & {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}:
+        if uneven:
+            return "deci"
+        # qwen2 takes heads that fill the width, biases of queries, keys and values, and no factors.
+        fills = attention.o_proj.in_features == attention.o_proj.out_features
+        of_qwen2 = {f"self_attn.{name}_proj.bias" for name in "qkv"}
+        return "qwen2" if fills and not scaled and biases == of_qwen2 else "llama"
+    # Only qwen3 reads such norms, and these are what it does not read beside them.
     norm = "a norm of queries and keys (self_attn.q_norm)"
     if uneven:
         raise refused(
@@ -183,5 +178,6 @@ def _check_norms(model: PreTrainedModel, layers: list[Any], biases: set[str], *,
         raise refused(model, f"layer 0 has {norm} and {min(biases)}, but llama.cpp's qwen3 reads no biases")
     if scaled:
         raise refused(model, f"layer 0 has {norm} and scaled rotary frequencies, which llama.cpp's qwen3 does not read")
-    if layers[0].self_attn.q_norm.weight.numel() != layers[0].self_attn.head_dim:
+    if attention.q_norm.weight.numel() != attention.head_dim:
         raise refused(model, f"layer 0 has {norm} across heads, but llama.cpp's qwen3 norms each head")
+    return "qwen3"

@@ -7,6 +7,7 @@ llama.cpp knows by name.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -121,13 +122,10 @@ def _scores(model: Mapping[str, Any], tokens: Sequence[str]) -> Iterator[float]:
         raise _refused(f"it has no token for the byte {missing[0]}, which llama.cpp falls back to")
     merges = [pair_of(merge) for merge in model["merges"]]
     ranks: dict[str, int] = {}
-    last = ""
-    for rank, (left, right) in enumerate(merges):
-        joined = left + right
-        if joined in ranks and joined != last:
-            raise _refused(f"merges of the token {joined!r} stand apart, and SentencePiece has one score for a token")
-        ranks.setdefault(joined, rank)
-        last = joined
+    for token, ranked in itertools.groupby(enumerate(merges), key=lambda numbered: "".join(numbered[1])):
+        if token in ranks:
+            raise _refused(f"merges of the token {token!r} stand apart, and SentencePiece has one score for a token")
+        ranks[token], _ = next(ranked)
     of_model, pairs = set(model["vocab"]) - _BYTE_TOKENS, set(merges)
     for token in ranks:
         for cut in range(1, len(token)):

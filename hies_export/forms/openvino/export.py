@@ -83,20 +83,16 @@ def set_apart(program: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
 
 def _are_neurons(value: Any) -> bool:
     """Return whether a value is computed by elementwise operators, one of them an activation, from linear layers."""
-    layers, stack, has_activation = 0, [value], False
-    while stack:
-        node = stack.pop().producer()
+    nodes, has_layers = [value.producer()], False
+    for node in nodes:  # the list grows on the way
         if node is None or node.op_type not in _SCALING | _ACTIVATIONS:
             return False
-        has_activation |= node.op_type in _ACTIVATIONS
-        for given in node.inputs:
-            if given is None or given.const_value is not None:
-                continue
-            if given.producer() is not None and weight_of(given.producer()) is not None:
-                layers += 1
+        for producer in (x.producer() for x in node.inputs if x is not None and x.const_value is None):
+            if producer is not None and weight_of(producer) is not None:
+                has_layers = True
             else:
-                stack.append(given)
-    return has_activation and layers > 0
+                nodes.append(producer)
+    return has_layers and any(node.op_type in _ACTIVATIONS for node in nodes)
 
 
 def _computed_for(neurons: np.ndarray, value: Any, new: Rewrite, width: int) -> Any:
@@ -122,11 +118,7 @@ def require_nncf() -> None:
 
 
 def quantize_openvino(
-    exported: Export,
-    folder: str | Path,
-    *,
-    rows: Sequence[Mapping[str, Any]],
-    overwrite: bool = False,
+    exported: Export, folder: str | Path, *, rows: Sequence[Mapping[str, Any]], overwrite: bool = False
 ) -> Export:
     """Quantise an exported encoder for OpenVINO: `openvino_model.xml`, its weights, and `openvino_config.json`.
 
