@@ -197,7 +197,7 @@ def test_every_row_is_compared_and_of_a_long_text_the_beginning(uneven: Uneven) 
         check_parity(exported.folder, lambda: other, {"x": batch}, "float32", generates=True)
     for made, positions in ((causal_lm(max_position_embeddings=64), 57), (causal_lm(max_position_embeddings=999), 128)):
         kind, _, batches = export_module._samples(made, {"input_ids": torch.ones(3, 500, dtype=torch.int64)})
-        assert (kind, batches["the given batch"]["input_ids"].shape) == ("decoder", (2, positions))
+        assert (kind, batches["the given batch"]["input_ids"].shape) == ("decoder", (2, positions + 4))
     text = {"input_ids": torch.ones(3, 500, dtype=torch.int64), "pixel_values": torch.ones(3, 3, 500, 500)}
     with torch.device("meta"):
         clip = CLIPModel(CLIPConfig())

@@ -31,7 +31,7 @@ from ..runtimes.ort import ONNX_FILE, WEIGHTS_SUFFIX, require_onnxruntime
 from ..traces import Traces
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
-from .parity import COMPARED_TOKENS, SPARE_POSITIONS, check_parity, compared_on, parity_batches
+from .parity import COMPARED_TOKENS, SPARE_POSITIONS, check_parity, compared_on, continued, parity_batches
 from .trace import trace_onnx, trace_sample
 
 # Most bytes of weights inside of a graph. protobuf takes less than 2 GiB, and while it writes, memory for them twice.
@@ -241,8 +241,10 @@ def _samples(
         positions = longest_sequence(model.config)
         length = COMPARED_TOKENS if positions is None else min(COMPARED_TOKENS, max(1, positions - SPARE_POSITIONS))
         given = {name: given[name][:2, :length] for name in ("input_ids", "attention_mask")}
-    padded = left_padded(given, image_token_id=model.config.image_token_id if kind == "vision-language" else None)
-    return kind, padded, parity_batches(given, padded, shorten=False)
+    image_token_id = model.config.image_token_id if kind == "vision-language" else None
+    padded = left_padded(given, image_token_id=image_token_id)
+    batches = parity_batches(given, padded, shorten=False)
+    return kind, padded, {label: continued(batch, image_token_id) for label, batch in batches.items()}
 
 
 def _trace(kind: Kind, model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Provider) -> dict[str, Any]:

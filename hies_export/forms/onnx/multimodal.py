@@ -85,11 +85,10 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
     input_ids to inputs_embeds, and last the decoder, as in `trace_decoder`, on inputs_embeds. `given` has at least 2
     rows, padded on the left.
     """
-    pixels = given["pixel_values"].to(model.device, model.dtype)
+    pixels, ids = given["pixel_values"].to(model.dtype), given["input_ids"]
     embedding: Any = model.get_input_embeddings()
     with torch.no_grad():
         features = _image_features(model, pixels)
-        ids = given["input_ids"].to(model.device)
         embeds = merge_images(embedding(ids), ids, features, model.config.image_token_id)
     images, texts = {"pixel_values": pixels}, {"input_ids": ids}
     vision = export_program(_ImageEncoder(model), images, fusions, axes={"pixel_values": {0: "images"}})

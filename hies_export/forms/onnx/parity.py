@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.classes import load_config
 from ...equal import OTHER_PROGRAM, Difference
 from ...errors import MissingRuntimeError, ParityError
 from ...model.memory import let_go
-from ..runtimes.ort import DECODER_FILE, OnnxRuntime
+from ..runtimes.ort import OnnxRuntime
 from ..runtimes.ort_gpu import CudaOnnxRuntime
 from ..runtimes.pytorch import TorchRuntime
 from .decoder import text_tokens
@@ -49,6 +48,14 @@ def parity_batches(
     return {"the given batch": dict(given), "a padded batch": dict(sample), "a batch of 1": single}
 
 
+def continued(batch: Mapping[str, torch.Tensor], image_token_id: int | None) -> dict[str, torch.Tensor]:
+    """Return prompts with four more tokens of text."""
+    further = text_tokens(batch["input_ids"], 4, image_token_id=image_token_id)
+    tokens = torch.cat([batch["input_ids"], further], dim=1)
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(further)], dim=1)
+    return {**batch, "input_ids": tokens, "attention_mask": mask}
+
+
 def compared_on(provider: str) -> type[OnnxRuntime]:
     """Return the runtime to compare a graph for a provider on: the provider's own, or the CPU's if that is missing."""
     try:
@@ -69,16 +76,12 @@ def check_parity(
 ) -> float:
     """Return the largest absolute difference between a graph and torch; raises ParityError if it is too large.
 
-    If the model `generates`, four tokens follow each prompt. The graphs take the prompt, then a chunk of two tokens,
-    then two single tokens, each with the cache of the tokens before. Torch takes all tokens in one forward pass. Logits
-    and cache are compared.
+    If the model `generates`, batches are prompts, as `continued` returns them. The graphs take the prompt, then a chunk
+    of two tokens, then two single tokens, each with the cache of the tokens before. Torch takes all tokens in one
+    forward pass. Logits and cache are compared.
 
     `reference` makes the model in torch, which is not in memory together with the graph.
     """
-    if generates:
-        config = load_config(folder)
-        image_token_id = config.image_token_id if (folder / DECODER_FILE).is_file() else None
-        batches = {label: _continued(batch, image_token_id) for label, batch in batches.items()}
     wanted = _in_torch(reference, batches.values())
     run: Callable[[Mapping[str, torch.Tensor]], dict[str, np.ndarray]]
     if generates:
@@ -124,14 +127,6 @@ def without_padding(outputs: Mapping[str, np.ndarray], batch: Mapping[str, Any])
         return array
 
     return {name: zeroed(name, array) for name, array in outputs.items()}
-
-
-def _continued(batch: Mapping[str, torch.Tensor], image_token_id: int | None) -> dict[str, torch.Tensor]:
-    """Return prompts with four more tokens of text."""
-    further = text_tokens(batch["input_ids"], 4, image_token_id=image_token_id)
-    tokens = torch.cat([batch["input_ids"], further], dim=1)
-    mask = torch.cat([batch["attention_mask"], torch.ones_like(further)], dim=1)
-    return {**batch, "input_ids": tokens, "attention_mask": mask}
 
 
 def _in_pieces(exported: OnnxGenerator, batch: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
