@@ -13,25 +13,15 @@ from ...evaluate.interval import CONFIDENCE, rate_rows_needed, upper_rate
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """At most a share of the answers differs from the dense model's, on rows like those it was made on.
+    """At most a share of the answers differs from the dense model's, on rows like those it was made on."""
 
-    Attributes:
-        disagreement: The share that is promised.
-        confidence: The probability that the promise holds, over draws of the rows.
-        threshold: Rows whose margin is at most this go on to the dense model.
-        rows: Number of rows that the threshold was chosen on.
-        passed_on: Share of these rows that go on to the dense model.
-        differ: Number of these rows whose answer differs from the dense model's.
-        bound: Upper confidence bound of the share of answers that differ; at most `disagreement`.
-    """
-
-    disagreement: float
-    confidence: float
-    threshold: float
-    rows: int
-    passed_on: float
-    differ: int
-    bound: float
+    disagreement: float  # the share that is promised
+    confidence: float  # the probability that the promise holds, over draws of the rows
+    threshold: float  # rows whose margin is at most this go on to the dense model
+    rows: int  # number of rows that the threshold was chosen on
+    passed_on: float  # share of these rows that go on to the dense model
+    differ: int  # number of these rows whose answer differs from the dense model's
+    bound: float  # upper confidence bound of the share of answers that differ; at most `disagreement`
 
 
 def margins(logits: torch.Tensor) -> torch.Tensor:

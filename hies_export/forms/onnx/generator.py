@@ -26,25 +26,15 @@ from .multimodal import merge_images
 
 @dataclass(frozen=True)
 class OnnxGenerator:
-    """Greedy generation in ONNX Runtime; the cache stays in ONNX Runtime's memory between steps.
+    """Greedy generation in ONNX Runtime; the cache stays in ONNX Runtime's memory between steps."""
 
-    Attributes:
-        decoder: The graph from tokens or embeddings, and cache, to logits and cache.
-        embed_tokens: The graph from tokens to embeddings; `None` if the decoder takes tokens.
-        vision_encoder: The graph from images to features; `None` for text.
-        image_token_id: The token that stands for one image feature; `None` for text.
-        positions: Largest number of tokens in a row; `None` for no limit.
-        eos_token_ids: The tokens that end a row.
-        pad_token_id: The token that fills a row after its end.
-    """
-
-    decoder: OnnxRuntime
-    embed_tokens: OnnxRuntime | None
-    vision_encoder: OnnxRuntime | None
-    image_token_id: int | None
-    positions: int | None
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
+    decoder: OnnxRuntime  # from tokens or embeddings, and cache, to logits and cache
+    embed_tokens: OnnxRuntime | None  # from tokens to embeddings; None if the decoder takes tokens
+    vision_encoder: OnnxRuntime | None  # from images to features; None for text
+    image_token_id: int | None  # the token that stands for one image feature; None for text
+    positions: int | None  # largest number of tokens in a row; None for no limit
+    eos_token_ids: tuple[int, ...]  # the tokens that end a row
+    pad_token_id: int  # the token that fills a row after its end
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, runtime: type[OnnxRuntime] = OnnxRuntime) -> OnnxGenerator:
