@@ -11,23 +11,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-__all__ = [
-    "Batch",
-    "PreTrainedModel",
-    "Tensor",
-    "data",
-    "datasets",
-    "evaluate",
-    "is_data_set",
-    "np",
-    "pa",
-    "pandas",
-    "parquet",
-    "sklearn_metrics",
-    "stats",
-    "torch",
-]
-
 if TYPE_CHECKING:
     import datasets
     import evaluate
