@@ -162,8 +162,7 @@ def _broadcast(value: T, source: int) -> T:
         else:
             sent = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(sent, src=source, group=ours.group)
-    found: T = pickle.loads(sent.numpy().data)
-    return found
+    return pickle.loads(sent.numpy().data)
 
 
 @contextmanager

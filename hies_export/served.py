@@ -78,8 +78,7 @@ class OnnxEncoder(Transformer):  # type: ignore[misc, unused-ignore]
 
     def get_embedding_dimension(self) -> int:
         """Return the width of the embeddings."""
-        width: int = self.model.settings.dimension
-        return width
+        return self.model.settings.dimension
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> OnnxEncoder:
@@ -87,5 +86,4 @@ class OnnxEncoder(Transformer):  # type: ignore[misc, unused-ignore]
         where = ("token", "cache_folder", "revision", "local_files_only")
         hub = {name: kwargs[name] for name in where if name in kwargs}
         folder = cls.load_dir_path(model_name_or_path, subfolder=subfolder, **hub)
-        found: OnnxEncoder = super().load(folder, **kwargs)
-        return found
+        return super().load(folder, **kwargs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..checkpoint.folders import Contents, contents, refuse_other
+from ..checkpoint.folders import Contents, contents, refuse_existing, refuse_other
 from ..errors import PlanError, RecipeError, RequestError, check_path, quoted
 from ..progress import Progress
 
@@ -215,8 +215,6 @@ def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 def refuse_output(options: Options, recipe: PruningRecipe) -> None:
     """Refuse a recipe's output folder if it exists without --overwrite, or if replacing it would delete an input."""
-    from ..checkpoint.folders import refuse_existing
-
     refuse_existing(recipe.output, overwrite=options.overwrite, inputs={"recipe": options.recipe, **recipe.inputs})
 
 
@@ -242,9 +240,8 @@ def plan_in(path: Path, *, progress: Progress) -> Path:
     return path
 
 
-def refuse_other_than(path: str | Path, *wanted: Contents, needs: str) -> None:
-    """Raise a RequestError for a path that does not hold what is wanted, which names a nearby one that does."""
-    found = contents(path)
-    if found not in wanted:
-        near = next((p for p in (Path(path).parent, Path(path) / "run") if contents(p) in wanted), None)
+def refuse_other_than_run(path: Path, *, needs: str) -> None:
+    """Raise a RequestError for a path that is not the folder of a run, which names a nearby one that is."""
+    if (found := contents(path)) is not Contents.RUN:
+        near = next((p for p in (path.parent, path / "run") if contents(p) is Contents.RUN), None)
         raise RequestError(f"{needs}, but {path} is {found.value}" + (f"; give {near}" if near else ""))

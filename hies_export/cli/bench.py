@@ -77,8 +77,8 @@ def run(options: Options) -> dict[str, Any]:
 
 def _models(options: Options) -> tuple[str, str]:
     """Return the two models to compare: those of a single run, dense and slim, or else the given ones."""
-    first, second = options.first, options.second or options.first
-    if options.second is None and contents(first) is Contents.RUN:
+    first, second = options.first, options.second
+    if second is None and contents(first) is Contents.RUN:
         from ..report.provenance import dense_model
 
         slim = checkpoint_in(first, progress=options.progress)
@@ -89,5 +89,5 @@ def _models(options: Options) -> tuple[str, str]:
         else:
             options.progress.stage(f"A is its dense model, {dense}; B is {slim}")
         return dense or slim, slim
-    first, second = (checkpoint_in(path, *EXPORTS, progress=options.progress) for path in (first, second))
+    first, second = (checkpoint_in(path, *EXPORTS, progress=options.progress) for path in (first, second or first))
     return first, second

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folders import refuse_existing
 from ..entry_points import FORMATS
-from ..errors import RequestError
+from ..errors import DataError, RequestError
 from .arguments import Options, add_data, add_model, add_output, checkpoint_in, read_data
 
 if TYPE_CHECKING:
@@ -152,7 +152,6 @@ def _report(options: Options, exported: Export) -> dict[str, Any]:
 def load_processor_if_any(path: str, model: Any) -> Any:
     """Return the checkpoint's tokenizer or processor, or None, with a warning, if it has none."""
     from ..data.processors import load_processor
-    from ..errors import DataError
     from ..tasks import TASKS
     from ..tasks.registry import task_by_class
 

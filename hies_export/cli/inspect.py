@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UnsupportedModelError
 from ..kinds import ATTENTION, KINDS
 from .arguments import Options, a_path_or_id, checkpoint_in, plan_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..errors import UnsupportedModelError
     from ..units.units import PrunableModule
 
 # Further keys in --json, and columns, of a kind of module -> attribute of the module.
@@ -82,7 +82,6 @@ def _inspect_model(options: Options) -> dict[str, Any]:
 
 def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
     """Return the modules that can be cut, and the errors of the kinds that cannot."""
-    from ..errors import UnsupportedModelError
     from ..model.tokens import sample_batch
     from ..units.find import FINDERS, find_modules
     from ..units.shapes import check_runs

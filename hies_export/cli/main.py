@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -25,7 +26,7 @@ from ..progress import SILENT
 from ..version import __version__
 from . import apply, bench, deploy, export, generate, inspect, prune, push, quickstart, report, run, score, upgrade
 from .arguments import Options
-from .terminal import TerminalProgress, print_json, show_messages
+from .terminal import TerminalProgress, show_messages
 
 # In the order of --help.
 COMMANDS: tuple[ModuleType, ...] = (
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         ):
             result = options.command.run(options)
             if result is not None and options.json and not quiet:
-                print_json(result)
+                print(json.dumps(result))
         return 0
     except (Exception, KeyboardInterrupt) as error:
         # Some libraries catch an interrupt and raise something else.
@@ -108,7 +109,8 @@ def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hies-export {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Subparser)
     for command in COMMANDS:
-        subparser = subparsers.add_parser(_name(command), help=command.__doc__, description=command.__doc__)
+        name, text = command.__name__.rpartition(".")[2], command.__doc__
+        subparser = subparsers.add_parser(name, help=text, description=text)
         command.add_arguments(subparser)
         _finish(subparser, command)
     for name, point in entry_points_of("commands").items():
@@ -132,11 +134,6 @@ class _Subparser(argparse.ArgumentParser):
             command.add_arguments(self)
             _finish(self, command)
         return super().parse_known_args(*arguments, **named)
-
-
-def _name(command: ModuleType) -> str:
-    """Return the name of a command: that of its file."""
-    return command.__name__.rpartition(".")[2]
 
 
 def _finish(parser: argparse.ArgumentParser, command: ModuleType) -> None:

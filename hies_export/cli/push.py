@@ -6,8 +6,7 @@ from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
-from ..checkpoint.folders import Contents
-from .arguments import Options, a_path, refuse_other_than
+from .arguments import Options, a_path, refuse_other_than_run
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -23,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Upload the run, and return the repository, its URL, the files and their size."""
-    refuse_other_than(options.folder, Contents.RUN, needs="a push needs the folder of a run")
+    refuse_other_than_run(options.folder, needs="a push needs the folder of a run")
     from ..pipeline.push import push_to_hub  # after the refusal, because it takes seconds
 
     pushed = push_to_hub(

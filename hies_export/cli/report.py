@@ -6,9 +6,9 @@ from argparse import ArgumentParser
 from dataclasses import asdict
 from typing import Any
 
-from ..checkpoint.folders import Contents, refuse_other_file, replace_file
+from ..checkpoint.folders import refuse_other_file, replace_file
 from ..errors import RequestError
-from .arguments import Options, a_path, refuse_other_than
+from .arguments import Options, a_path, refuse_other_than_run
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Options) -> dict[str, Any]:
     """Print what was found, write the page and draw the figures that were asked for, and return the values."""
     if not options.folder.is_file() and not (options.folder / "report.json").is_file():
-        refuse_other_than(options.folder, Contents.RUN, needs="a report needs the folder of a finished run")
+        refuse_other_than_run(options.folder, needs="a report needs the folder of a finished run")
     from ..report.comparison import Bench, print_bench, read_report, render_bench  # after the refusals: takes seconds
     from ..report.figures import draw_report, write_figures
     from ..report.html import is_page, render_html

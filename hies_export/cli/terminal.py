@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
@@ -164,9 +162,3 @@ def plan_totals(plan: PruningPlan) -> dict[str, dict[str, int]]:
     from ..report.report import plan_counts
 
     return {units: {"total": of.total, "removed": of.removed} for units, of in plan_counts(plan).items()}
-
-
-def print_json(result: Mapping[str, Any]) -> None:
-    """Print a result as one line on standard output, after everything that was printed there."""
-    sys.stdout.flush()
-    print(json.dumps(result))

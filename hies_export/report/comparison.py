@@ -38,8 +38,7 @@ class Bench:
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, where: str | Path = "it") -> Bench:
         """Return the content of a comparison's JSON; a RequestError, in which `where` names the file, refuses other."""
-        bench: Bench = check(values, cls, _BENCH, where=str(where))
-        return bench
+        return check(values, cls, _BENCH, where=str(where))
 
 
 def read_report(path: str | Path) -> Report | Bench:

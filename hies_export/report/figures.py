@@ -93,8 +93,7 @@ def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:
 
 def _draw(macro: str, *values: Any) -> str:
     """Return what a macro of the pages draws of values."""
-    drawn: str = getattr(environment().get_template("macros.html.j2").module, macro)(*values)
-    return drawn
+    return getattr(environment().get_template("macros.html.j2").module, macro)(*values)
 
 
 def _height(svg: str, width: float) -> int:

@@ -73,16 +73,6 @@ class FrontierFigure:
         return frontier([one.time for one in self.found], [one.same for one in self.found])
 
     @property
-    def fastest(self) -> float:
-        """Where the axis of times begins."""
-        return max(0.0, math.floor(10 * (min(0.9, *(one.time for one in self.found)) - 0.05)) / 10)
-
-    @property
-    def slowest(self) -> float:
-        """Where the axis of times ends."""
-        return max(1.0, *(max(one.time, one.time_ends[1] if one.name else 0.0) for one in self.found))
-
-    @property
     def least(self) -> float:
         """The least agreement that the axis must show: that of every point, unless it is far below the promise."""
         floor = 0.0 if self.promise is None else 1 - _WORST * (1 - self.promise)
@@ -194,7 +184,10 @@ def _draw_axes(drawn: Drawing, figure: FrontierFigure, *, ticks: int) -> float:
     shares = MaxNLocator(4, steps=round_numbers).tick_values(figure.least, 1.0)
     axes.set_yticks([share for share in shares if -1e-9 <= share <= 1 + 1e-9])
     lowest: float = axes.get_yticks()[0]
-    axes.set(xlim=(figure.fastest, figure.slowest), ylim=(lowest, 1.0))
+    times = [one.time for one in figure.found]
+    first = max(0.0, math.floor(10 * (min(0.9, *times) - 0.05)) / 10)
+    last = max(1.0, *times, *(one.time_ends[1] for one in figure.found if one.name))
+    axes.set(xlim=(first, last), ylim=(lowest, 1.0))
     axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=round_numbers))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
     axes.set_xlabel(figure.across, loc="right")

@@ -281,5 +281,4 @@ class Report:
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, where: str | Path) -> Report:
         """Return the report with the fields of a report.json; `where` names the file in the RequestError of others."""
-        report: Report = check(values, cls, REPORT, where=str(where))
-        return report
+        return check(values, cls, REPORT, where=str(where))
