@@ -133,36 +133,25 @@ def _rank() -> int:
     return 0 if _group is None else _group.rank
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors of any device so that they arrive on the CPU: another process may not see that device."""
-
-    def reducer_override(self, value: Any) -> Any:
-        import torch
-
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
-
-
 def _broadcast(value: T, source: int) -> T:
     """Return the value of the process of rank `source`, in all processes, pickled; `value` of the others is not read.
 
-    Not by `broadcast_object_list`, which copies it several times: the effects of a pass are large.
+    Tensors arrive on the CPU: another process may not see their device. Not by `broadcast_object_list`, which copies
+    the value several times: the effects of a pass are large.
     """
     import torch
 
     buffer = io.BytesIO()
     if mine := _rank() == source:
-        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+        torch.save(value, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
     with _exchange() as (dist, ours):
         size = torch.tensor(buffer.tell())
         dist.broadcast(size, src=source, group=ours.group)
-        if mine:
-            sent = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        else:
-            sent = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(sent, src=source, group=ours.group)
-    return pickle.loads(sent.numpy().data)
+        if not mine:
+            buffer = io.BytesIO(bytes(int(size)))
+        dist.broadcast(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), src=source, group=ours.group)
+    buffer.seek(0)
+    return torch.load(buffer, map_location="cpu", weights_only=False)
 
 
 @contextmanager
