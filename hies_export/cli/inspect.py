@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.folders import Contents, contents
 from ..errors import UnsupportedModelError
 from ..kinds import ATTENTION, KINDS
 from .arguments import Options, a_path_or_id, checkpoint_in, plan_in
@@ -28,8 +29,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """Show the heads and neurons of a checkpoint, or a plan, and return them."""
-    from ..checkpoint.folders import Contents, contents
-
     path = Path(options.model)
     if contents(path) is Contents.SCORED or path.suffix == ".json":
         return _inspect_plan(plan_in(path, progress=options.progress), options)

@@ -135,8 +135,8 @@ def _same_ends(form: Judged) -> Ends:
     return form.stability if low is None else low, form.stability if high is None else high
 
 
-def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wide") -> str:
-    """Return agreement against time with its legend, as an SVG element of a CSS class and a width."""
+def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH) -> str:
+    """Return agreement against time with its legend, as an SVG element of a width, and of a CSS class that tells it."""
     narrow = width < WIDTH
     with canvas(width, 400, size=13, within=(66, 52, 18, 68)) as drawn:
         axes = drawn.axes
@@ -171,7 +171,7 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH, kind: str = "wi
                 names.append(axes.text(*place, _text(one, below=one.same < lowest), gid=gid, **style))
         numbered = place_names(axes, [place for _, place in placed], names, crossed)
         _legend(drawn.figure, figure, numbered, columns=1 if narrow else 3)
-        return drawn.svg(f"frontier {kind}", figure.text, tight=True)
+        return drawn.svg(f"frontier {'narrow' if narrow else 'wide'}", figure.text, tight=True)
 
 
 def _draw_axes(drawn: Drawing, figure: FrontierFigure, *, ticks: int) -> float:
@@ -199,7 +199,7 @@ def _draw_axes(drawn: Drawing, figure: FrontierFigure, *, ticks: int) -> float:
 
 def page_frontier(figure: FrontierFigure) -> str:
     """Return the picture for a page, which shows the first of two on a wide screen and the other on a narrow one."""
-    return for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW, kind="narrow"))
+    return for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW))
 
 
 def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int, str]], *, columns: int) -> None:
