@@ -129,13 +129,10 @@ def read_data(data: Sequence[str]) -> dict[str, Any]:
         raise RequestError(f"--data takes one Hub data set, or SPLIT=FILE once or more, got {given}; name the splits")
     if named:
         return {"name": named[0]}
-    files: dict[str, Path] = {}
-    for text in data:
-        split, _, file = text.partition("=")
-        if not split or not file or split in files:
-            raise RequestError(f"--data takes SPLIT=FILE, each split once, got {given}; name one file for each split")
-        files[split] = Path(file)
-    return {"files": files}
+    files = {split: file for split, _, file in (text.partition("=") for text in data)}
+    if len(files) < len(data) or not all(files) or not all(files.values()):
+        raise RequestError(f"--data takes SPLIT=FILE, each split once, got {given}; name one file for each split")
+    return {"files": {split: Path(file) for split, file in files.items()}}
 
 
 def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:

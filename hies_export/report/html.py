@@ -72,7 +72,6 @@ def environment(*packages: str) -> Environment:
     )
     made.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
     made.filters |= {"unbroken": unbroken, "row_name": tables.row_name}
-    made.filters |= {"ratio_text": tables.ratio_text, "pair_text": tables.pair_text}
     made.globals |= {"drawing": drawing, "frontier": frontier, "tables": tables, "words": words}
     return made
 
