@@ -48,16 +48,10 @@ def _digits() -> dict[str, datasets.Dataset]:
     """Return the 1797 digits as columns `image` and `label`: 1437 under "train", 360 under "validation"."""
     bunch = load_digits()
     images = [Image.fromarray(i) for i in (bunch.images * (255 / 16)).round().astype(np.uint8)]
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(d) for d in range(10)])}
-    )
-    order = np.random.default_rng(0).permutation(len(images))
-    return {
-        split: datasets.Dataset.from_dict(
-            {"image": [images[i] for i in part], "label": [int(bunch.target[i]) for i in part]}, features=features
-        )
-        for split, part in (("train", order[360:]), ("validation", order[:360]))
-    }
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=10)})
+    rows = datasets.Dataset.from_dict({"image": images, "label": bunch.target.tolist()}, features=features)
+    order = np.random.default_rng(0).permutation(len(rows))
+    return {"train": rows.select(order[360:]), "validation": rows.select(order[:360])}
 
 
 def _train(
