@@ -69,8 +69,8 @@ BUDGETS = {
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
 
 
-def add_recipe(parser: ArgumentParser, metavar: str = "RECIPE", help: str = "a recipe, YAML") -> None:
-    """Add RECIPE and the options that change it."""
+def add_recipe(parser: ArgumentParser, metavar: str, help: str) -> None:
+    """Add a recipe, and the options that change it."""
     parser.add_argument("recipe", metavar=metavar, type=a_path, help=help)
     _add_changes(parser)
 
@@ -136,7 +136,7 @@ def read_data(data: Sequence[str]) -> dict[str, Any]:
 
 
 def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
-    """Return the recipe of `add_recipe` or `add_request`, with `--set`, `--output` and the budget applied.
+    """Return the recipe that was asked for, with `--set`, `--output` and the budget applied.
 
     For a MODEL, it is proposed and printed. If `deploys`, it has no budget, and a given one is refused.
     """
