@@ -254,8 +254,7 @@ def tried_table(report: Report) -> Table | None:
 
 def filled(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Table:
     """Return a table, given column names and functions from a row to its cell; empty columns are left out."""
-    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    cells = {name: column for name, column in cells.items() if any(column)}
+    cells = {name: column for name, cell in columns.items() if any(column := [cell(row) for row in rows])}
     return Table(list(cells), [list(row) for row in zip(*cells.values(), strict=True)])
 
 
