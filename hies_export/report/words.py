@@ -168,7 +168,7 @@ def lead_text(report: Report) -> str:
     the predictions; kept 97.6 % of 436 other rows (95.6 to 98.8 %)". A value that was not measured is left out.
     """
     subject = _subject(report)
-    promise = _promise_text(report, subject) if subject.promise is not None else ""
+    promise = _promise_text(report, subject)
     if report.ranking is not None:
         kept = [_ranking_text(report, subject), promise]
     elif subject.promise is not None and subject.promise.budget.metric is None:
@@ -278,8 +278,7 @@ def _time(report: Report) -> str:
 
 def _interval_and_rows(report: Report, subject: _Subject) -> str:
     """Return "95.1 to 98.2 %, 436 rows", without the interval if it is unknown."""
-    rows = f"{report.details.data.evaluation_samples:,} rows"
-    return f"{subject.interval}, {rows}" if subject.interval else rows
+    return ", ".join(filter(None, [subject.interval, f"{report.details.data.evaluation_samples:,} rows"]))
 
 
 def _interval(low: float | None, high: float | None) -> str:
@@ -322,9 +321,9 @@ def _ranking_text(report: Report, subject: _Subject) -> str:
 
 
 def _promise_text(report: Report, subject: _Subject) -> str:
-    """Return what was promised and what other rows keep: "promised 97 % of the predictions; kept 97.6 % of ..."."""
-    promise = subject.promise
-    assert promise is not None
+    """Return what was promised and what other rows keep: "promised 97 % of the predictions; kept ..."; or nothing."""
+    if (promise := subject.promise) is None:
+        return ""
     data, budget = report.details.data, promise.budget
     within = "" if budget.metric else _within(report)
     # What is promised are rows, or else many things per row, such as tokens or entities.
