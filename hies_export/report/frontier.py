@@ -136,7 +136,7 @@ def _same_ends(form: Judged) -> Ends:
 
 
 def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH) -> str:
-    """Return agreement against time with its legend, as an SVG element of a width, and of a CSS class that tells it."""
+    """Return agreement against time with its legend, as an SVG element; its CSS class is "wide" or "narrow"."""
     narrow = width < WIDTH
     with canvas(width, 400, size=13, within=(66, 52, 18, 68)) as drawn:
         axes = drawn.axes
