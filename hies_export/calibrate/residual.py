@@ -63,7 +63,7 @@ def residual_places(
             if name in consumers:
                 stack.enter_context(layer.register_forward_hook(after))
         stack.enter_context(walking(model))
-        run_forward(model, short_samples(model, batch))
+        run_forward(model, short_samples(batch))
     for module in modules:
         if calls.count(module.name) != 1:
             raise RequestError(

@@ -263,7 +263,7 @@ def blocks_of(
         if not any(_inside(element, other) or _inside(other, element) or element == other for other in outermost):
             outermost.append(element)
     blocks = sorted(outermost, key=places.__getitem__)
-    called = _calls_of(model, blocks, in_rows(short_samples(model, batch), 2)[0])
+    called = _calls_of(model, blocks, in_rows(short_samples(batch), 2)[0])
     if set(called) == set(blocks):
         blocks = [*dict.fromkeys(called)]
     if called != [block for block in blocks if block in called]:

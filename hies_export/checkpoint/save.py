@@ -166,7 +166,7 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     if isinstance(model, TextEncoder):
         return check_reload(model.auto_model, folder, batch)
     large = parameter_bytes(model) > LARGE_BYTES
-    batch = short_samples(model, batch) if large else batch
+    batch = short_samples(batch) if large else batch
     worst = 0.0
     # Rounding in half precision would hide small differences, or look like one. A large model shares its tensors with
     # what is built, so both round alike; but its numbers may overflow.

@@ -214,7 +214,7 @@ def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value[:2] for key, value in batch.items()}
 
 
-def short_samples(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def short_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the first two samples of a batch of texts, cut to `SHORT` tokens that are padding in neither.
 
     That is enough for what depends on a model's code alone. A batch stays whole if it has other inputs than one value

@@ -81,7 +81,7 @@ def _scaling_logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list
     head, names = model.get_output_embeddings(), {layer: name for name, layer in model.named_modules()}
     if head not in names:
         return []
-    task, sample, outputs = task_of(model), short_samples(model, batch), dict[str, Tensor]()
+    task, sample, outputs = task_of(model), short_samples(batch), dict[str, Tensor]()
 
     def after(layer: nn.Module, _: Any, output: Any) -> None:
         if isinstance(output, Tensor):

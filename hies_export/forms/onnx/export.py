@@ -185,7 +185,7 @@ def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     if _is_known(model):
         return
     try:
-        kind, sample, _ = _samples(model, short_samples(model, batch))
+        kind, sample, _ = _samples(model, short_samples(batch))
         _trace(kind, _traceable_copy(_float32_copy(model), "cpu", torch.float32), sample, "cpu")
     except (ExportError, UnsupportedModelError) as error:
         raise RequestError(
