@@ -356,22 +356,21 @@ def ratio_with_interval(
         return other.sum(axis=1) / base.sum(axis=1) if total else np.median(other / base, axis=1)
 
     rounds = np.array([len(times) for times in other_ms])
-    loads, longest, copies = len(rounds), rounds.max(), base_ms[0].shape[1]
-    base, other = np.empty((loads, longest, copies)), np.empty((loads, longest))
-    for number, count in enumerate(rounds):
-        base[number, :count], other[number, :count] = base_ms[number], other_ms[number]
+    first = rounds.cumsum() - rounds  # of each load, among the rounds of all
+    base, other = np.concatenate(base_ms), np.concatenate(other_ms)
+    loads, longest, copies = len(rounds), rounds.max(), base.shape[1]
     random, found = np.random.default_rng(seed), []
     # Drawn in parts, so that memory stays at tens of megabytes for any number of rounds.
     size = min(BOOTSTRAP_SAMPLES, max(1, DRAWN_AT_A_TIME // (loads * longest)))
     for done in range(0, BOOTSTRAP_SAMPLES, size):
         draws = min(size, BOOTSTRAP_SAMPLES - done)
         load = random.integers(loads, size=(draws, loads, 1))
-        place = (random.random((draws, loads, longest)) * rounds[load]).astype(int)
+        place = first[load] + (random.random((draws, loads, longest)) * rounds[load]).astype(int)
         copy = random.integers(copies, size=(draws, loads, 1, copies))
-        means = base[load[..., None], place[..., None], copy].mean(axis=-1)
-        found.append(ratio(other[load, place].reshape(draws, -1), means.reshape(draws, -1)))
+        means = base[place[..., None], copy].mean(axis=-1)
+        found.append(ratio(other[place].reshape(draws, -1), means.reshape(draws, -1)))
     low, high = np.percentile(np.concatenate(found), (2.5, 97.5))
-    (whole,) = ratio(np.concatenate(other_ms)[None], np.concatenate([many.mean(axis=1) for many in base_ms])[None])
+    (whole,) = ratio(other[None], base.mean(axis=1)[None])
     return float(whole), float(low), float(high)
 
 

@@ -109,13 +109,9 @@ class _Template:
                 rule = self._rules.get((place, position))
                 if new == (old if rule is None else self._predicted(old, rule, shapes)):
                     continue
-                if isinstance(old, int) and isinstance(new, int):
-                    rule = self._explanation(place, old, new, shapes)
-                    if rule is None:
-                        return False
-                elif place[0] == "shape":
-                    rule = None
-                else:
+                are_numbers = isinstance(old, int) and isinstance(new, int)
+                rule = self._explanation(place, old, new, shapes) if are_numbers else None
+                if rule is None and (are_numbers or place[0] != "shape"):
                     return False
                 rules[place, position] = rule
         self._rules |= rules
