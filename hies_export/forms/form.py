@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,13 +141,9 @@ class Forms:
         """Map the weights of a large model from a file, in place, to leave its memory to exports and runtimes."""
         map_weights(self._models[name], self.folder / f"{Path(name).name}.safetensors")
 
-    def exports_of(self, name: str) -> dict[ExportSection, Export]:
-        """Return the exports that were made of a model, by their options."""
-        return {
-            options: exported
-            for (made, options), exported in self._exports.items()
-            if made == name and not isinstance(exported, HiesError)
-        }
+    def has_plain(self, name: str) -> bool:
+        """Return whether the export that `plain` returns was made already."""
+        return isinstance(self._exports.get((name, self.exporter.options.unquantized)), Export)
 
     def read_by(self, runtime: str, bits: str | None = None) -> ExportSection:
         """Return the options of the export that a runtime reads to compute in `bits`; None: the export's own dtype.
@@ -181,12 +177,6 @@ class Forms:
     def plain(self, name: str) -> Export:
         """Return the export of a model by the options of the exporter, but not quantised."""
         return self.export(name, self.exporter.options.unquantized)
-
-    def export_for(self, names: Sequence[str], ways: Iterable[tuple[str, str | None]]) -> None:
-        """Export models for those of the (runtime, bits) pairs whose runtime reads exports."""
-        for runtime, bits in ways:
-            for name in () if RUNTIMES[runtime].reads_models else names:
-                self.export(name, self.read_by(runtime, bits))
 
     def form(self, name: str, runtime: str, bits: str | None = None, options: ExportSection | None = None) -> Form:
         """Return a model on a runtime: a copy in `bits` if the runtime reads models, else an export of it.

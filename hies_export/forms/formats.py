@@ -122,10 +122,9 @@ class Exporter:
     options: ExportSection
     given: Given
 
-    def export(self, model: PreTrainedModel, folder: Path, options: ExportSection | None = None) -> Export:
-        """Export a model into a new folder, by `options` in place of those of the run if they are given."""
-        how = options or self.options
-        return FORMATS[how.format].write(model, folder, how, self.given)
+    def export(self, model: PreTrainedModel, folder: Path, options: ExportSection) -> Export:
+        """Export a model into a new folder, by options that may be others than those of the run."""
+        return FORMATS[options.format].write(model, folder, options, self.given)
 
     def quantize(self, exported: Export, folder: Path, options: ExportSection) -> Export:
         """Quantise an export into a new folder; raises ExportError if the cut has left only small layers."""

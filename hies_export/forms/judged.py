@@ -16,9 +16,6 @@ from .runtimes.base import RUNTIMES
 from .runtimes.ort import ONNX_FILE
 from .time import Timed
 
-# The folder of the slim checkpoint in that of a run.
-SLIM = "slim"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
@@ -161,7 +158,7 @@ def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | 
     if form.model in COMPOUNDS:
         return f"{COMPOUNDS[form.model].folder}/{ONNX_FILE}"
     if RUNTIMES[form.runtime].reads_models:
-        return SLIM if same or form.model == "slim" else None
+        return "slim" if same or form.model == "slim" else None
     export = forms.export("slim" if same else form.model, forms.read_by(form.runtime, form.bits))
     place = export.folder
     if place.parent != folder:

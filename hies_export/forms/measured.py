@@ -16,6 +16,7 @@ from ..units import counts
 from ..units.counts import Both, Counted, FlopCount, Ratio, Record, Shape, Size, StoredBytes
 from .form import Compound, Forms
 from .formats import runtime_of
+from .runtimes.base import RUNTIMES
 from .time import Phase, Timed, time
 
 # The (runtime, bits) pair that quantised models and compounds are compared with.
@@ -137,7 +138,9 @@ def measure_both(
     cache, files = map(counts.cache_bytes_per_token, (whole, slim)), {exported.format: exported.bytes}
     latency = []
     # All exports come first, because one may fail; copies in other bits are made for one runtime at a time.
-    forms.export_for(names, options.ways)
+    for runtime, bits in options.ways:
+        for name in () if RUNTIMES[runtime].reads_models else names:
+            forms.export(name, forms.read_by(runtime, bits))
     in_lists = {shape: [batch] for shape, batch in batches.items()}
     how: dict[str, Any] = {"repeats": options.repeats, "progress": progress}
     for runtime, bits in options.ways:

@@ -236,7 +236,7 @@ class _Search:
             for way in self.tried
             if way.runtime in kind.runtimes and way.problem is None and way.bits not in RUNTIMES[way.runtime].calibrated
         ]
-        if not able or self.forms.exporter.options.unquantized not in self.forms.exports_of("dense"):
+        if not able or not self.forms.has_plain("dense"):
             return
         way = min(able, key=lambda way: way.dense_ratio or 0.0)
         asked = kind(

@@ -163,7 +163,7 @@ def test_an_exporter_makes_it_from_a_model_as_from_its_onnx_export(rows: list[Ba
     assert options.unquantized == ExportSection()
     exporter = Exporter(ExportSection(), Given(rows[0], rows=rows))
     one = exporter.export(encoder(), tmp_path / "one", options)
-    two = exporter.quantize(exporter.export(encoder(), tmp_path / "onnx"), tmp_path / "two", options)
+    two = exporter.quantize(exporter.export(encoder(), tmp_path / "onnx", exporter.options), tmp_path / "two", options)
     results = [load_runtime("openvino", made.folder, threads=1).compute(rows[0])["logits"] for made in (one, two)]
     assert relative_error(*results) < 1e-3
 
