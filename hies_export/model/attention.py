@@ -30,9 +30,7 @@ AttentionFunction = Callable[["AttentionCall"], Tensor]
 
 # transformers looks masks up by name in a global table, so the names are registered for good. The function is looked up
 # by the module that calls it, so that two models can be inside `use_attention` at once. A model that only knows eager
-# attention expects a mask in every call, and an additive one; it gets the second name.
-_NAME = "hies_export"
-_NAME_EAGER = "hies_export_eager"
+# attention expects a mask in every call, and an additive one; it gets another name.
 _FUNCTIONS: WeakKeyDictionary[torch.nn.Module, AttentionFunction] = WeakKeyDictionary()
 
 
@@ -65,7 +63,7 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
     The function takes an `AttentionCall` and returns the head outputs, (batch, heads, query, value head_dim).
     """
     fused = fused_attention_fits(model)
-    name = _NAME if fused else _NAME_EAGER
+    name = "hies_export" if fused else "hies_export_eager"
     register_attention(name, _attention_forward, additive_mask=not fused)
     outer = {module: _FUNCTIONS.get(module) for module in model.modules()}
     _FUNCTIONS.update(dict.fromkeys(outer, function))

@@ -24,11 +24,6 @@ def by_features(layer: nn.Module, values: Tensor) -> Tensor:
     return values.T if isinstance(layer, Conv1D) else values
 
 
-def weight_axis(layer: nn.Module, axis: int) -> int:
-    """Return the axis of the stored parameter that is `axis` of (out_features, in_features)."""
-    return 1 - axis if isinstance(layer, Conv1D) else axis
-
-
 def features_of(layer: nn.Module) -> tuple[int, int]:
     """Return (out_features, in_features)."""
     out_features, in_features = weight_of(layer).shape
@@ -40,14 +35,11 @@ def select_features(layer: Any, index: Tensor, axis: int) -> nn.Module:
 
     `index` is (features,) int64.
     """
-    index = index.to(layer.weight.device)
-    weight = layer.weight.detach().index_select(weight_axis(layer, axis), index)
-    bias = layer.bias
+    index, bias, is_transposed = index.to(layer.weight.device), layer.bias, isinstance(layer, Conv1D)
+    weight = layer.weight.detach().index_select(1 - axis if is_transposed else axis, index)
+    sizes = weight.shape[1], weight.shape[0]
     with torch.device("meta"):
-        if isinstance(layer, Conv1D):
-            new: nn.Module = Conv1D(weight.shape[1], weight.shape[0])
-        else:
-            new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        new: nn.Module = Conv1D(*sizes) if is_transposed else nn.Linear(*sizes, bias=bias is not None)
     new.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
     if bias is not None:
         rows = bias.detach().index_select(0, index) if axis == 0 else bias.detach().clone()

@@ -65,8 +65,7 @@ def widens(weight: Tensor) -> bool:
     return is_slow and weight.device.type == "cpu"
 
 
-@contextmanager
-def wide_products(model: nn.Module) -> Iterator[None]:
+def wide_products(model: nn.Module) -> AbstractContextManager[None]:
     """Let linear layers that are slow in half precision compute in float32 inside the block; see `widens`.
 
     They return their own dtype.
@@ -79,8 +78,7 @@ def wide_products(model: nn.Module) -> Iterator[None]:
         return nn.functional.linear(x.float(), layer.weight.float(), bias).to(x.dtype)
 
     linear = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
-    with forwards_set({layer: partial(forward, layer) for layer in linear if widens(layer.weight)}):
-        yield
+    return forwards_set({layer: partial(forward, layer) for layer in linear if widens(layer.weight)})
 
 
 def requiring_gradients(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from hies_export import RecipeError, RequestError, UnsupportedModelError, export
 from hies_export.forms.gguf.architecture import find_layout
 from hies_export.forms.gguf.export import check_exportable
 from hies_export.forms.gguf.vocabulary import find_vocabulary
-from hies_export.forms.runtimes.base import check_task
+from hies_export.forms.runtimes.base import RUNTIMES, check_runtime
 from hies_export.tasks import TASKS
 
 pytest.importorskip("gguf", reason='no gguf: pip install "hies-export[gguf]"')
@@ -140,11 +140,12 @@ def test_the_command_refuses_in_a_line_with_exit_code_2(tmp_path: Path, capsys: 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_runtime_of_decoders_is_refused_for_other_tasks() -> None:
-    check_task("llamacpp", TASKS["text-generation"])
-    check_task("torch", TASKS["text-classification"])
+def test_a_runtime_of_decoders_is_refused_for_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RUNTIMES["llamacpp"], "require", lambda: None)
+    check_runtime("llamacpp", task=TASKS["text-generation"])
+    check_runtime("torch", task=TASKS["text-classification"])
     with pytest.raises(RecipeError, match=r"runtime llamacpp runs decoders \(text-generation\), got task: image-class"):
-        check_task("llamacpp", TASKS["image-classification"])
+        check_runtime("llamacpp", task=TASKS["image-classification"])
 
 
 def test_the_check_keeps_the_model_as_it_is(tmp_path: Path) -> None:

@@ -158,19 +158,13 @@ def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
     """
     RUNTIMES.check(name, what="a runtime")
     RUNTIMES[name].require()
-    if task is not None:
-        check_task(name, task)
+    if task is not None and not is_for(name, task):
+        raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task.name}; leave it out"])
 
 
 def is_for(name: str, task: type[Task]) -> bool:
     """Return whether a runtime runs models of a task; those that read GGUF only run models that generate text."""
     return RUNTIMES[name].format != "gguf" or task.decodes_text
-
-
-def check_task(name: str, task: type[Task]) -> None:
-    """Refuse, by a RecipeError, a runtime that does not run models of the task."""
-    if not is_for(name, task):
-        raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task.name}; leave it out"])
 
 
 def check_one_graph(names: Sequence[str], task: type[Task]) -> None:
