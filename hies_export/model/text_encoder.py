@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,10 +62,8 @@ class TextReader:
     def read(self, kind: str, texts: Sequence[str], max_length: int | None = None) -> dict[str, Tensor]:
         """Return the tokens of texts as the SentenceTransformer reads them.
 
-        Args:
-            kind: "query", "document" or "text", for what `encode_query`, `encode_document` and `encode` read.
-            texts: The texts.
-            max_length: A limit in tokens below the model's own.
+        `kind` is "query", "document" or "text", for what `encode_query`, `encode_document` and `encode` read;
+        `max_length` is a limit in tokens below the model's own.
         """
         first, prompts = self.given[0], self.given.prompts
         name = next((name for name in _PROMPTS[kind] if name in prompts), self.given.default_prompt_name)
@@ -81,19 +79,6 @@ class TextReader:
         if getattr(first.config, "type_vocab_size", 0) >= 2:
             taken.append("token_type_ids")
         return {name: found[name] for name in taken if name in found}
-
-    def wrapped(self, encoder: PreTrainedModel, readout: Iterable[nn.Module], tokenizer: Any = None) -> Any:
-        """Return a copy of the SentenceTransformer with an encoder, the modules behind it, and perhaps a tokenizer."""
-        first, *rest = self.given
-        # deepcopy takes what its memo already holds for the finished copy.
-        memo = {id(first.model): encoder, **{id(one): other for one, other in zip(rest, readout, strict=True)}}
-        if tokenizer is not None:
-            memo[id(first.tokenizer)] = tokenizer
-        copied = copy.deepcopy(self.given, memo)
-        if getattr(encoder.config, "hies_export", None) and encoder.config.model_type in ENCODERS:
-            # The class of sentence-transformers would load a stock one, whose layers have other sizes.
-            copied[0].__class__ = modeling_hies.Transformer
-        return copied
 
 
 class TextEncoder(PreTrainedModel):
@@ -129,11 +114,21 @@ class TextEncoder(PreTrainedModel):
 
     def read_by(self, tokenizer: Any) -> None:
         """Replace the tokenizer, in place."""
-        self.reader = TextReader(self.reader.wrapped(self.auto_model, self.readout, tokenizer))
+        self.reader = TextReader(self.wrapped(tokenizer))
 
     def wrapped(self, tokenizer: Any = None) -> Any:
         """Return a SentenceTransformer that shares this model's weights, with a tokenizer, by default its own."""
-        return self.reader.wrapped(self.auto_model, self.readout, tokenizer)
+        first, *rest = self.reader.given
+        # deepcopy takes what its memo already holds for the finished copy.
+        memo = {id(first.model): self.auto_model, **{id(one): own for one, own in zip(rest, self.readout, strict=True)}}
+        if tokenizer is not None:
+            memo[id(first.tokenizer)] = tokenizer
+        copied = copy.deepcopy(self.reader.given, memo)
+        config = self.auto_model.config
+        if getattr(config, "hies_export", None) and config.model_type in ENCODERS:
+            # The class of sentence-transformers would load a stock one, whose layers have other sizes.
+            copied[0].__class__ = modeling_hies.Transformer
+        return copied
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
