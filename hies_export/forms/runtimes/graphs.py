@@ -75,8 +75,7 @@ def add_constant(graph: Any, name: str, array: np.ndarray) -> Any:
     """Add a constant to a graph, and return it."""
     import onnx_ir
 
-    value = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array))
-    value.dtype, value.shape = onnx_ir.DataType.from_numpy(array.dtype), onnx_ir.Shape(array.shape)
+    value = onnx_ir.val(name, const_value=onnx_ir.tensor(array))
     graph.register_initializer(value)
     return value
 
