@@ -45,9 +45,7 @@ def convert(
 ) -> Model:
     """Copy a model's modules and config, with its tensors in another dtype or on another device.
 
-    Args:
-        dtype: Dtype of the floating tensors, or name of a parameter or buffer -> dtype; other tensors keep theirs.
-        device: Device of all tensors; None for the current one.
+    `dtype` is that of the floating tensors, or name of a parameter or buffer -> dtype; other tensors keep theirs.
     """
     by_id: dict[int, torch.dtype] = {}
     if isinstance(dtype, Mapping):

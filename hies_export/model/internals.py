@@ -551,10 +551,9 @@ def require_onnx_exporter() -> None:
 def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shapes: Mapping[str, Any] | None) -> Any:
     """Export a module by transformers to an `onnx_ir.Model`; older releases do not fuse operators.
 
-    Args:
-        sample: Inputs by keyword: tensors, a cache, or flags, which do not become inputs of the graph.
-        fusions: The provider whose fused operators may be used, "cpu" or "cuda".
-        shapes: The dynamic axes of each input; None makes all axes dynamic that can be.
+    `sample` has inputs by keyword: tensors, a cache, or flags, which do not become inputs of the graph. `fusions` is
+    the provider whose fused operators may be used, "cpu" or "cuda". `shapes` has the dynamic axes of each input; None
+    makes all axes dynamic that can be.
     """
     from transformers.exporters import OnnxConfig, OnnxExporter
 

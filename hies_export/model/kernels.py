@@ -68,8 +68,9 @@ def _facts(call: AttentionCall) -> MaskFacts:
         visible, added = mask > _HIDDEN, mask
         has_bias = bool((mask.masked_fill(~visible, 0) != 0).any())
     bias = added.to(call.query.dtype).masked_fill(~visible, -math.inf)
-    if device.type == "cuda":
-        bias = _aligned(bias.expand(*bias.shape[:-1], keys))
+    if device.type == "cuda":  # `fused_attention_cuda` needs rows that are aligned to 16 elements in memory
+        bias = bias.expand(*bias.shape[:-1], keys)
+        bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys] if keys % 16 else bias.contiguous()
     counts = visible.expand(*visible.shape[:-1], keys).sum(-1)
     if queries == keys:
         # In self-attention a token that no row sees is padding, and its own row is no real query.
@@ -96,10 +97,6 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
     With s the scaled products and p = softmax(s) over the keys that a row sees, H(p) = logsumexp(s) - E_p[s], and
     E_p[s] = scale * q . (p K). The fused kernels return logsumexp(s), and also p K if K is passed as the values. Where
     more is added to s (a bias on visible keys, soft caps, sinks), the entropy is that of an explicit softmax.
-
-    Args:
-        call: What the model computes.
-        visible: The keys that its rows see.
 
     Returns:
         output: (batch, heads, query, value head_dim), differentiable.
@@ -156,12 +153,6 @@ def _output_and_logsumexp(
         query, key, value, bias, call.dropout, call.is_causal, scale=call.scaling
     )
     return output, None
-
-
-def _aligned(bias: Tensor) -> Tensor:
-    """Return a mask whose rows are aligned to 16 elements in memory, as `fused_attention_cuda` needs them."""
-    keys = bias.shape[-1]
-    return torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys] if keys % 16 else bias.contiguous()
 
 
 def _row_slices(call: AttentionCall) -> list[slice]:

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .internals import (
-    ask_for_output_alone,
-    attributes_set,
-    configs_of,
-    forwards_set,
-    multiplies_bfloat16,
-    uncompiled,
-)
+from .internals import ask_for_output_alone, attributes_set, configs_of, forwards_set, multiplies_bfloat16, uncompiled
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
