@@ -233,8 +233,7 @@ def file_of(path: str | Path, name: str, *, required: bool = False, **hub: Any) 
 
     Without such a file, return None, or raise an OSError if it is `required`.
     """
-    missing: dict[str, Any] = {"_raise_exceptions_for_missing_entries": required}
-    found = cached_file(str(path), name, **missing, **hub)
+    found = cached_file(str(path), name, _raise_exceptions_for_missing_entries=required, **hub)
     return None if found is None else Path(found)
 
 

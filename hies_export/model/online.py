@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import get_session
@@ -58,13 +58,10 @@ def hub_or_cache(
 
 
 def _is_hub_id(name: str | Path) -> bool:
-    if os.path.exists(name):
-        return False
-    try:
+    with suppress(HFValidationError):
         validate_repo_id(str(name))
-    except HFValidationError:
-        return False
-    return True
+        return not os.path.exists(name)
+    return False
 
 
 def _unreachable() -> str | None:

@@ -69,7 +69,7 @@ def quantize_graph(
         _quantize_table(graph, node)
     drop_unused(graph)
     graph.sort()
-    graph.opset_imports["com.microsoft"] = graph.opset_imports.get("com.microsoft", 1)
+    graph.opset_imports.setdefault("com.microsoft", 1)
     graph.opset_imports[""] = max(_OPSET, graph.opset_imports[""])
     counts = {"int4": len(in_4_bits), "int8": len(large) - len(in_4_bits), "float32": len(layers) - len(large)}
     return {name: count for name, count in counts.items() if count or name != "int4"}
