@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -93,17 +92,16 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass
 class Watched:
     """Inputs and outputs of layers, by key: one for each call, and none of a layer that the inputs do not reach.
 
     A batch of texts alone does not reach an image tower, for example.
     """
 
-    # Key -> inputs, in the order of the calls.
-    inputs: defaultdict[str, list[Tensor]] = field(default_factory=partial(defaultdict, list))
-    # Key -> outputs, in the order of the calls; empty unless they were asked for.
-    outputs: defaultdict[str, list[Tensor]] = field(default_factory=partial(defaultdict, list))
+    def __init__(self) -> None:
+        # Both in the order of the calls; no outputs unless they were asked for.
+        self.inputs: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def clear(self) -> None:
         """Forget what was recorded so far."""
