@@ -190,8 +190,7 @@ def empty_model(
     """Return a model of a config, which is copied, on the meta device; its dtype is the config's by default."""
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        model: PreTrainedModel = model_class._from_config(copy.deepcopy(config), **options)
-    return model
+        return model_class._from_config(copy.deepcopy(config), **options)
 
 
 def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -298,8 +297,7 @@ def fused_attention_fits(model: PreTrainedModel) -> bool:
 
 def attention_name(config: PreTrainedConfig) -> str:
     """Return the name of the attention function that a config selects."""
-    name: str = config._attn_implementation
-    return name
+    return config._attn_implementation
 
 
 def select_attention(config: PreTrainedConfig, like: PreTrainedConfig) -> None:
@@ -362,10 +360,9 @@ def fused_attention_cpu(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return torch's fused attention on the CPU, and the logsumexp of each row of scores, (batch, heads, query)."""
-    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
     )
-    return output, logsumexp
 
 
 def fused_attention_cuda(
@@ -593,8 +590,7 @@ def _matching_last_nodes() -> Iterator[None]:
 
 def sentence_options(model: Any) -> dict[str, Any]:
     """Return what a SentenceTransformer writes into config_sentence_transformers.json."""
-    found: dict[str, Any] = model._get_model_config()
-    return found
+    return model._get_model_config()
 
 
 def lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:

@@ -105,8 +105,7 @@ class TextEncoder(PreTrainedModel):
     @property
     def dimension(self) -> int:
         """The width of the embeddings of texts."""
-        width: int = self.reader.given.get_embedding_dimension()
-        return width
+        return self.reader.given.get_embedding_dimension()
 
     def hold(self, auto_model: PreTrainedModel) -> None:
         """Replace the encoder, in place."""

@@ -160,8 +160,7 @@ class LlamaCppRuntime(Runtime):
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text by llama.cpp's tokenizer, without special tokens around them."""
-        found: list[list[int]] = self._ask("tokenize", texts=list(texts))["tokens"]
-        return found
+        return self._ask("tokenize", texts=list(texts))["tokens"]
 
     def _ask(self, method: str, **given: Any) -> Any:
         """Call a method of `llamacpp.mjs`, and return its result; an ExportError if llama.cpp refused or stopped."""
@@ -186,8 +185,7 @@ class LlamaCppRuntime(Runtime):
 
 def _real_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
     """Return where a batch has tokens and no padding, (batch, tokens) bool on the CPU."""
-    mask: torch.Tensor = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    return mask.bool().cpu()
+    return batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool().cpu()
 
 
 def _check_header(file: Path) -> None:

@@ -279,5 +279,4 @@ def input_array(name: str, batch: Mapping[str, Any], sizes: Mapping[str, tuple[i
     if value is None:
         raise DataError(f"the graph's input {name!r} must be in the batch, which has {', '.join(sorted(batch))}")
     tensor = torch.as_tensor(value).detach().cpu()
-    array: np.ndarray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

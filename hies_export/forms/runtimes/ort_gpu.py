@@ -154,12 +154,11 @@ def _refusal(provider: str) -> str | None:
     import onnx.parser
     import onnxruntime as ort
 
-    options = ort.SessionOptions()
     ort.set_default_logger_severity(4)  # fatal errors only: the reason is in the message
     try:
         providers = list(dict.fromkeys([provider, "CPUExecutionProvider"]))
         graph = onnx.parser.parse_model(_ONE_NODE).SerializeToString()
-        session = ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
+        session = ort.InferenceSession(graph, providers=providers, enable_fallback=0)
         if provider in session.get_providers():
             return None
         reason = f"its session fell back to {session.get_providers()[0]}"
