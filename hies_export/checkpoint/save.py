@@ -34,7 +34,7 @@ from ..model.internals import (
     share_tensors,
 )
 from ..model.memory import LARGE_BYTES
-from ..model.modes import HALVES, evaluating
+from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..model.tokens import longest_sequence, short_samples
 from ..select.fingerprint import digest_tensors
@@ -170,7 +170,7 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     worst = 0.0
     # Rounding in half precision would hide small differences, or look like one. A large model shares its tensors with
     # what is built, so both round alike; but its numbers may overflow.
-    if model.dtype in HALVES and not (large and first_output(model, batch).isfinite().all()):
+    if model.dtype in (torch.float16, torch.bfloat16) and not (large and first_output(model, batch).isfinite().all()):
         model = convert(model, dtype=torch.float32)
     saved = saved_state(model)
     held = _names_held(saved, Path(folder)) if large else None

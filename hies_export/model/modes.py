@@ -43,10 +43,6 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-# Half precision.
-HALVES = (torch.float16, torch.bfloat16)
-
-
 def widens(weight: Tensor) -> bool:
     """Return whether a layer with such a weight computes in float32: in half precision on a CPU, where that is faster.
 
