@@ -34,7 +34,7 @@ from ..kinds import MLP
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection, VocabularySection
-from ..tasks import TASKS, FeatureExtraction, Task, TextGeneration
+from ..tasks import TASKS, FeatureExtraction, Task
 from ..tasks.given import unlabelled
 from ..vocabulary.kept import check_request
 from .delivery import Delivery, check_delivery, exporter_of
@@ -371,6 +371,6 @@ class _Checkpoint:
         columns = self.recipe.data
         if columns.max_length is None and self.given is not None:
             columns = columns.model_copy(update={"max_length": self.given.max_length})
-        if metrics and METRICS[metrics[0]].of == "choices" and isinstance(task, TextGeneration):
-            task = task.of_choices()
+        if metrics and METRICS[metrics[0]].of == "choices":
+            task = task.in_full()
         return task.to_read(columns, processor)

@@ -68,11 +68,10 @@ def batches_of(
         DataError: Texts are no texts, or blank; or the batches do not suit the model.
         RequestError: The processor is missing, or columns are given where there are none.
     """
-    if is_data_set(given) and holds_inputs(model, given, columns):
+    if is_data_set(given) and columns is None and model.main_input_name in given.features:
         batches = check_batches(model, _of_inputs(model, given, processor, task), task, what=what)
     elif is_data_set(given) or columns is not None or _has_texts(given):
-        how: dict[str, Any] = {"processor": processor, "columns": columns, "max_length": max_length}
-        rows, task = rows_to_read(given, what=what, task=task, **how)
+        rows, task = _rows_to_read(given, what, task, processor, columns, max_length)
         if not (batches := task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)):
             raise DataError(f"{what} must have at least one row, got an empty data set")
         if use == "score":
@@ -82,13 +81,6 @@ def batches_of(
     if task.predicts in ("words", "tokens"):
         batches = [_padding_unlabelled(batch, shift=task.shift) for batch in batches]
     return [task.canonical(model, batch) for batch in batches]
-
-
-def holds_inputs(model: PreTrainedModel, given: Any, columns: Mapping[str, Any] | None) -> bool:
-    """Return whether what `batches_of` is given are the model's inputs, rather than what a processor makes them of."""
-    if is_data_set(given):
-        return columns is None and model.main_input_name in given.features
-    return not isinstance(given, (list, tuple)) or any(isinstance(item, Mapping) for item in given)
 
 
 def _has_texts(given: Any) -> bool:
@@ -160,19 +152,10 @@ def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, t
         return list(DataLoader(rows.select_columns(names), batch_size=BATCH_SIZE, collate_fn=collate))
 
 
-def rows_to_read(
-    given: Any,
-    *,
-    what: str,
-    task: Task,
-    processor: Any,
-    columns: Mapping[str, Any] | None,
-    max_length: int | None = None,
+def _rows_to_read(
+    given: Any, what: str, task: Task, processor: Any, columns: Mapping[str, Any] | None, max_length: int | None
 ) -> tuple[datasets.Dataset, Task]:
-    """Return the rows of a data set, or of a list of texts, and the task that reads them.
-
-    Arguments and errors are those of `batches_of`.
-    """
+    """Return the rows of a data set or a list of texts, and the task that reads them; arguments as in `batches_of`."""
     fields = columns
     if not is_data_set(given):
         if columns is not None:

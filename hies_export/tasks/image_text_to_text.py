@@ -63,7 +63,7 @@ class ImageTextToText(TextGeneration):
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of images, prompts and answers, of which nothing is cut."""
-        tokenizer, limit = self.prepare_tokenizer()
+        tokenizer, limit = data.tokenizer_of(self.processor), self._limit()
         data.give_padding(tokenizer)
         tokenizer.padding_side = "right"
         samples, choices = self.with_one_answer(samples, use)

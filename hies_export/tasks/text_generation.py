@@ -41,7 +41,7 @@ class TextGeneration(Task):
 
     Every next token is predicted, from logits, (batch, tokens, vocabulary). Rows are plain text, conversations, or
     prompts with answers. With several choices, the right one becomes the answer (`right_choice`), or every choice is
-    read (`of_choices`).
+    read (`in_full`).
 
     Batches have `labels` (batch, longest), the tokens themselves, not shifted: all of a plain text, only the answer's
     after a prompt or the assistant's of a conversation, -100 elsewhere.
@@ -62,10 +62,6 @@ class TextGeneration(Task):
     # rows (`CHOICE_KEYS`), and predictions are those of choices.
     every_choice = False
 
-    def of_choices(self: AnyTask) -> AnyTask:
-        """Return a copy of the task that is judged by the likelihood of every choice."""
-        return self._changed(every_choice=True)
-
     # How rows are read.
 
     @classmethod
@@ -74,8 +70,8 @@ class TextGeneration(Task):
         return columns_of_chats(features) if "messages" in cls.reads else None
 
     def in_full(self: AnyTask) -> AnyTask:
-        """Return a copy of the task that reads every choice."""
-        return self._changed(every_choice=self.columns.label is not None)
+        """Return a copy of the task that reads every choice, and is judged by their likelihoods."""
+        return self._changed(every_choice=True)
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
         """Yield the tokens, (tokens,) int64, of each block, or of each row without a limit on its length."""
@@ -108,7 +104,7 @@ class TextGeneration(Task):
         """Return packed blocks of plain text; of other rows, each is a sample."""
         if self.prompted or self.columns.messages or not self.columns.packing:
             return rows
-        length = data.token_limit(self.processor, self.config, self.columns.max_length) or BLOCK_LENGTH
+        length = self._limit() or BLOCK_LENGTH
         if self.columns.max_length is None:
             length = min(length, BLOCK_LENGTH)
         length -= len(self._begin)
@@ -119,10 +115,9 @@ class TextGeneration(Task):
         if samples.column_names == [BLOCK]:
             yield from (self._batch_of_blocks(samples, part) for part in batched(range(len(samples)), size))
             return
-        tokenizer, limit = self.prepare_tokenizer()
-        counted, choices = self._rows(samples, use, limit)
+        counted, choices = self._rows(samples, use, self._limit())
         for part in batched(range(len(counted)), size):
-            batch = self._labelled([counted[row] for row in part], tokenizer)
+            batch = self._labelled([counted[row] for row in part])
             if self.columns.messages:
                 batch[data.CHAT_KEY] = torch.ones(len(part), dtype=torch.bool)
             yield batch if choices is None else batch | choices.of(part)
@@ -157,10 +152,9 @@ class TextGeneration(Task):
         """Return the prompt of a row, and its answer or the given choice."""
         return prompts.filled(row if choice is None else {**row, self.template["answer"]: choice}, **self.template)
 
-    def prepare_tokenizer(self) -> tuple[Any, int | None]:
-        """Return the tokenizer, and how many tokens a sample may have; None for no limit."""
-        tokenizer = data.tokenizer_of(self.processor)
-        return tokenizer, data.token_limit(tokenizer, self.config, self.columns.max_length)
+    def _limit(self) -> int | None:
+        """Return how many tokens a sample may have; None for no limit."""
+        return data.token_limit(data.tokenizer_of(self.processor), self.config, self.columns.max_length)
 
     @cached_property
     def _begin(self) -> list[int]:
@@ -252,15 +246,14 @@ class TextGeneration(Task):
             )
         return found
 
-    def _labelled(self, samples: Sequence[Tokens], tokenizer: Any) -> Batch:
+    def _labelled(self, samples: Sequence[Tokens]) -> Batch:
         """Return samples as a padded batch, (samples, longest), whose labels are `IGNORED` but at judged tokens."""
-        found: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-        for ids, judged in samples:
-            found["input_ids"].append(ids)
-            found["attention_mask"].append([1] * len(ids))
-            labels = [token if is_judged else data.IGNORED for token, is_judged in zip(ids, judged, strict=True)]
-            found["labels"].append(labels)
-        return data.as_batch(found, tokenizer, self.config)
+        found = {
+            "input_ids": [ids for ids, _ in samples],
+            "attention_mask": [[1] * len(ids) for ids, _ in samples],
+            "labels": [[t if is_judged else data.IGNORED for t, is_judged in zip(*of, strict=True)] for of in samples],
+        }
+        return data.as_batch(found, data.tokenizer_of(self.processor), self.config)
 
     def parts(self, batch: Batch) -> list[Batch]:
         """Return a batch divided so that the float32 logits of several samples take at most `LOGITS_BYTES`."""
@@ -311,7 +304,8 @@ class TextGeneration(Task):
         labels = text_labels(model, batch) if of_text else self.own_labels(model, batch, output)
         where = self.predicting(labels.to(output.device)).nonzero().unbind(-1)
         found = output[where].float().log_softmax(-1)  # (label tokens, vocabulary)
-        found = found.gather(-1, drawn(found.detach(), number)[:, None])[:, 0]
+        generator = torch.Generator(found.device).manual_seed(number)
+        found = found.gather(-1, found.detach().exp().multinomial(1, generator=generator))[:, 0]
         return found.new_zeros(len(output)).index_add(0, where[0], found)
 
     # How predictions are judged.
@@ -524,9 +518,3 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
     # Blocks are views of the mapped tokens.
     blocks = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(tokens[: starts[-1]]))
     return datasets.Dataset(datasets.table.InMemoryTable(pa.table({BLOCK: blocks})))
-
-
-def drawn(log_probabilities: Tensor, seed: int) -> Tensor:
-    """Return a token drawn from each prediction, (tokens,) int64, from log-probabilities (tokens, vocabulary)."""
-    generator = torch.Generator(log_probabilities.device).manual_seed(seed)
-    return log_probabilities.exp().multinomial(1, generator=generator)[:, 0]

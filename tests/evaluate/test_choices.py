@@ -71,7 +71,7 @@ def naive(model: Any, rows: list[dict[str, Any]]) -> list[list[float]]:
 @pytest.mark.parametrize("size", [1, 5, 64])
 def test_likelihoods_are_those_of_one_choice_at_a_time(size: int) -> None:
     model, labels = decoder(), [row["label"] for row in ROWS]
-    batches = batches_of(text_reader().of_choices(), ROWS, size)
+    batches = batches_of(text_reader().in_full(), ROWS, size)
     assert max(len(batch["input_ids"]) for batch in batches) <= size
     assert samples_of(batches) == len(ROWS)
     assert references(batches, TASK).tolist() == labels
@@ -90,7 +90,7 @@ def test_likelihoods_are_those_of_one_choice_at_a_time(size: int) -> None:
 
 def test_another_model_agrees_where_it_makes_the_same_choice() -> None:
     models = decoder(), decoder(5)
-    batches = batches_of(text_reader().of_choices(), ROWS, 4)
+    batches = batches_of(text_reader().in_full(), ROWS, 4)
     one, two = (np.array([np.argmax(of_row) for of_row in naive(model, ROWS)]) for model in models)
     assert TASK.same(*(predict(model, batches) for model in models)).tolist() == (one == two).tolist()
     assert 0 < (one == two).mean() < 1
@@ -98,7 +98,7 @@ def test_another_model_agrees_where_it_makes_the_same_choice() -> None:
 
 def test_of_equal_choices_the_first_is_chosen() -> None:
     rows = [{"question": "a", "choices": ["b", "b", "b"], "label": 1}, {"question": "c", "choices": ["d"], "label": 0}]
-    found = predict(causal_lm(), batches_of(text_reader().of_choices(), rows, 8))
+    found = predict(causal_lm(), batches_of(text_reader().in_full(), rows, 8))
     table, _ = TASK.table(found, torch.tensor([1, 0]))
     assert TASK.decide(found).tolist() == table["per_character"].tolist() == [0, 0]
 
@@ -106,7 +106,7 @@ def test_of_equal_choices_the_first_is_chosen() -> None:
 def test_scoring_still_reads_the_right_choice_to_the_end_of_the_text() -> None:
     rows = [{"question": "a b", "choices": ["c", "d e"], "label": 1}]
     reader = text_reader()
-    (right,), (every,) = (batches_of(r, rows, 8) for r in (reader, reader.of_choices()))
+    (right,), (every,) = (batches_of(r, rows, 8) for r in (reader, reader.in_full()))
     word = generative_tokenizer().convert_ids_to_tokens
     assert [word(i) for i in right["labels"][0].tolist() if i >= 0] == ["d", "e", "</s>"]
     assert [[word(i) for i in row.tolist() if i >= 0] for row in every["labels"]] == [["c"], ["d", "e"]]
@@ -127,7 +127,7 @@ def test_choices_about_images_are_those_of_one_at_a_time() -> None:
     rows = [{**row, "image": png(seed)} for seed, row in enumerate(ROWS[:5])]
     columns = Columns(image="image", prompt="Q {question} A", answer="choices", label="label")
     fields: dict[str, Any] = {"columns": columns, "config": model.config, "processor": processor}
-    batches = batches_of(reading("image-text-to-text", **fields).of_choices(), rows, 4)
+    batches = batches_of(reading("image-text-to-text", **fields).in_full(), rows, 4)
     found = predict(model, batches)
     for number, row in enumerate(rows):
         image = PIL.Image.open(io.BytesIO(row["image"]))

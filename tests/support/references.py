@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hies_export import PrunableModule, PruningPlan
 from hies_export.kinds import ATTENTION
-from hies_export.tasks.text_generation import drawn
 from support.exported import run_onnx
 from support.models import generative_tokenizer
 from support.neurons import one_by_one
@@ -76,7 +75,9 @@ def drawn_in(model: PreTrainedModel, number: int, batch: dict[str, Tensor]) -> l
     """Return the tokens that the package draws at the places of a batch's labels, row by row."""
     with torch.no_grad():
         logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[:, :-1]
-    return drawn(logits[labels_of(model, batch)[:, 1:] != -100].log_softmax(-1), number).tolist()
+    found = logits[labels_of(model, batch)[:, 1:] != -100].log_softmax(-1)
+    generator = torch.Generator(found.device).manual_seed(number)
+    return found.exp().multinomial(1, generator=generator)[:, 0].tolist()
 
 
 def bounds(x: np.ndarray, h: np.ndarray) -> np.ndarray:
