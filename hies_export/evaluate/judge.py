@@ -269,9 +269,8 @@ class Judge:
         self, predictions: Predictions, *, old_index: bool = False
     ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         assert isinstance(self._rows, RankedTexts)
-        assert self._rows.scores is not None
-        found = self._rows.similarities(predictions.values, old_index=old_index)
-        return found.numpy(), self._rows.scores.double().numpy(), {}
+        found, known = self._rows.similarities(predictions.values, old_index=old_index)
+        return found.numpy(), known.numpy(), {}
 
     def _stability(self, predictions: Predictions) -> float:
         return self.agreement(predictions).double().mean().item()

@@ -7,7 +7,6 @@ that gives everything one score earns nothing by the order of the rows, and the 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -80,23 +79,8 @@ class Rankings:
         return rows
 
 
-class Ranked(ABC):
-    """The dense model's rankings, which those of other models are compared with."""
-
-    @abstractmethod
-    def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
-        """Return the rankings of predictions, in the order of the queries' rows.
-
-        With `old_index`, queries search the dense model's vectors of the documents; a reranker has no index.
-        """
-
-    @abstractmethod
-    def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
-        """Return the means of `Rankings` on every index that the predictions allow, by the index's name in reports."""
-
-
 @dataclass(frozen=True)
-class RankedTexts(Ranked):
+class RankedTexts:
     """The dense model's embeddings of texts, some of which are queries and some the documents that they search."""
 
     dense: Tensor  # (rows, dim) float32, of all rows
@@ -104,8 +88,8 @@ class RankedTexts(Ranked):
     documents: Tensor  # (documents,) int64, their rows
     grades: tuple[Tensor, Tensor] | None = None  # (queries, most), int64 places among `documents`, -1 fills; float32
     itself: bool = False  # whether every row is both a query and a document, which is no candidate of its own
-    pairs: Tensor | None = None  # (2, pairs) int64, rows of the texts whose similarity is known
-    scores: Tensor | None = None  # (pairs,) float32, that similarity
+    # Of the pairs of texts whose similarity is known: their rows, (2, pairs) int64, and it, (pairs,) float32.
+    pairs: tuple[Tensor, Tensor] | None = None
     only_queries: bool = False  # whether predictions are of the rows of queries alone, in their order
     similarity: Similarity = "cosine"  # by which embeddings are compared
 
@@ -161,7 +145,7 @@ class RankedTexts(Ranked):
         # Of equal second texts, the first row stands for all.
         distinct = {texts[row]: row for row in reversed(second.tolist())}
         documents = torch.tensor(sorted(distinct.values()))
-        return cls(dense, first, documents, pairs=torch.stack([first, second]), scores=score[first].float())
+        return cls(dense, first, documents, pairs=(torch.stack([first, second]), score[first].float()))
 
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
         """Return the rankings of embeddings, (rows, dim); with an old index, the documents have the dense model's."""
@@ -202,18 +186,18 @@ class RankedTexts(Ranked):
         table.scatter_(1, places.where(places >= 0, len(self.documents)), grades)
         return table[:, :-1]
 
-    def similarities(self, predictions: Tensor, *, old_index: bool = False) -> Tensor:
-        """Return the similarity of the two texts of every pair, (pairs,) float64.
+    def similarities(self, predictions: Tensor, *, old_index: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the similarity of the two texts of every pair, and what is known of it, (pairs,) float64 each.
 
         With an old index, the second text has the dense model's vector.
         """
         from sentence_transformers import SimilarityFunction
 
         assert self.pairs is not None
+        (first, second), known = self.pairs
         predictions = self._whole(predictions)
-        second = self.dense if old_index else predictions
-        one, two = predictions[self.pairs[0]].double(), second[self.pairs[1]].double()
-        return SimilarityFunction.to_similarity_pairwise_fn(self.similarity)(one, two)
+        one, two = predictions[first].double(), (self.dense if old_index else predictions)[second].double()
+        return SimilarityFunction.to_similarity_pairwise_fn(self.similarity)(one, two), known.double()
 
     def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
         """Return the means on the dense model's index, and on the model's own if all rows are predicted.
@@ -238,7 +222,7 @@ class RankedTexts(Ranked):
 
 
 @dataclass(frozen=True)
-class RankedGroups(Ranked):
+class RankedGroups:
     """The dense reranker's logits of the candidates of queries."""
 
     dense: Tensor  # (queries, most) float32, of each query's candidates; -inf fills
@@ -253,27 +237,27 @@ class RankedGroups(Ranked):
         sizes = query.bincount()
         place = torch.empty_like(query)
         place[order] = torch.arange(len(query)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        shape, places = (len(sizes), int(sizes.max())), (query, place)
-        grades = None
-        if "grades" in batches[0]:
-            grades = torch.zeros(shape)
-            grades[places] = _joined(batches, "grades").float()
-        empty = cls(torch.empty(shape), places, grades)
-        return replace(empty, dense=empty._by_query(dense))
+        empty = cls(torch.empty(len(sizes), int(sizes.max())), (query, place))
+        grades = empty._by_query(_joined(batches, "grades"), fill=0.0) if "grades" in batches[0] else None
+        return replace(empty, dense=empty._by_query(dense), grades=grades)
 
-    def _by_query(self, logits: Tensor) -> Tensor:
-        """Return logits, (rows, 1), by query and candidate, (queries, most) float32; -inf fills."""
-        found = torch.full(self.dense.shape, -torch.inf)
-        found[self.places] = logits.detach().float().flatten()
+    def _by_query(self, values: Tensor, fill: float = -torch.inf) -> Tensor:
+        """Return values of rows, (rows, 1) or (rows,), by query and candidate, (queries, most) float32."""
+        found = torch.full(self.dense.shape, fill)
+        found[self.places] = values.detach().float().flatten()
         return found
 
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
-        """Return the rankings of logits, (rows, 1)."""
+        """Return the rankings of logits, (rows, 1); there is no index."""
         return Rankings(**_compared(self._by_query(predictions), self.dense, self.grades))
 
     def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
         """Return the means over the queries, under the name "candidates"."""
         return {"candidates": self.rankings(predictions).means}
+
+
+# The dense model's rankings, which those of other models are compared with, in the order of the queries' rows.
+Ranked = RankedTexts | RankedGroups
 
 
 def ranked(dense: Tensor, batches: Sequence[Batch], similarity: Similarity = "cosine") -> Ranked:
