@@ -107,8 +107,7 @@ def class_numbers(
             f"{data.kind_of(feature)} such as {quoted(given[0])}; a gap makes floats of numbers"
         )
     values = list(dict.fromkeys(given))
-    if not values or dtype in data.STRINGS:
-        return _in_lists(lists, _numbers_of_names(dict(zip(values, values, strict=True)), column, classes))
+    named = not values or dtype in data.STRINGS
 
     def row_of(value: int) -> str:
         return data.row_name(rows, next(row for row, of_row in enumerate(lists) if value in of_row))
@@ -116,10 +115,11 @@ def class_numbers(
     for number in _NO_LABEL:
         if number in values:
             raise DataError(_no_label_message(f"for {column!r} in {row_of(number)}", number))
-    names = _names_of_values(values, feature, classes)
+    names = {value: value for value in values} if named else _names_of_values(values, feature, classes)
     found = {value: classes.find(name) for value, name in names.items()}
-    if any(numbers and value not in numbers for value, numbers in found.items()):
-        return _in_lists(lists, _numbers_of_names({value: names[value] for value in values}, column, classes))
+    if named or any(numbers and value not in numbers for value, numbers in found.items()):
+        number_of = _numbers_of_names({value: names[value] for value in values}, column, classes)
+        return [[number_of[value] for value in of_row] for of_row in lists]
     if isinstance(feature, datasets.ClassLabel) and not all(map(found.get, values)):
         _check_numbering(feature.names, column=column, classes=classes)
     if not all(found.values()) and not classes.are_default:
@@ -133,11 +133,7 @@ def class_numbers(
             f"labels must be in [0, {len(classes.names)}), the model's classes, but {row_of(wrong[0])} has {wrong[0]} "
             f"in {column!r}; number the classes as the model's id2label does"
         )
-    return _in_lists(lists, {value: int(value) for value in values})
-
-
-def _in_lists(lists: Sequence[Sequence[Any]], numbers: Mapping[Any, int]) -> list[list[int]]:
-    return [[numbers[value] for value in of_row] for of_row in lists]
+    return [[int(value) for value in of_row] for of_row in lists]
 
 
 def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) -> None:
@@ -175,10 +171,7 @@ def _no_label_message(where: str, given: int = -1) -> str:
 
 
 def _numbers_of_names(names: Mapping[Any, str], column: str, classes: ClassNames) -> dict[Any, int]:
-    """Return the number of the class of each value, given its name; a DataError refuses names of no or several classes.
-
-    `column` is named in the message.
-    """
+    """Return the class number of each value, given its name; a DataError refuses names of no or several classes."""
     numbers = {name: classes.find(name) for name in names.values()}
     if unknown := [quoted(name) for name, found in numbers.items() if not found]:
         given = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
