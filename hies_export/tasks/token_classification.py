@@ -118,15 +118,14 @@ class TokenClassification(Task):
         `found` is the `BatchEncoding` of several texts, of which `text` is that in its `row`.
         """
         marks_pieces = getattr(self.processor.backend_tokenizer.model, "continuing_subword_prefix", None)
-        places, words = {}, found.word_ids(row)
-        for word, tokens in itertools.groupby(range(len(words)), words.__getitem__):
-            if word is None:
-                continue
+        places = {}
+        for first, word in _first_tokens(found.word_ids(row)).items():
             start, end = found.word_to_chars(row, word)
             is_word = marks_pieces and not _NO_WORD.search(text[start:end].strip())
             if is_word and sum(span.start < end and start < span.end for span in spans) < 2:
-                places[next(tokens)] = start, end
+                places[first] = start, end
             else:
+                tokens = range(*found.word_to_tokens(row, word))
                 places |= {token: tuple(found.token_to_chars(row, token)) for token in tokens}
         return places
 
