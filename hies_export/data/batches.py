@@ -51,11 +51,6 @@ _SAMPLE_KEYS = ("question", GROUP_KEY, "pair")
 _NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY, CHAT_KEY, PIECE_KEY))
 
 
-def are_tokens(labels: torch.Tensor) -> bool:
-    """Return whether labels are tokens, (batch, tokens) int64, rather than one class, number or label set each."""
-    return labels.dim() == 2 and not labels.is_floating_point()
-
-
 def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return what a model takes of a batch to predict it: all but labels, and keys that say how rows are judged."""
     return {key: value for key, value in batch.items() if key not in _NO_INPUTS}
@@ -229,8 +224,8 @@ def _is_text(batch: Batch) -> bool:
 
 def _of_samples(key: str, batch: Batch) -> bool:
     """Return whether a tensor of a batch belongs to its samples as wholes, rather than to their tokens."""
-    if key == "labels":
-        return not are_tokens(batch[key]) or "answers" in batch  # these are the ends of an answer
+    if key == "labels":  # (batch, tokens) int64, unless a class or number each, label sets, or the ends of an answer
+        return batch[key].dim() != 2 or batch[key].is_floating_point() or "answers" in batch
     return key in (*ROW_KEYS, *ANSWER_KEYS) or batch[key].dim() == 1
 
 

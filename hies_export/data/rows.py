@@ -64,8 +64,6 @@ def load_rows(
         path = None if files is None else Path(files[whole_split(split)]).expanduser()
         if path is not None and path.is_dir() and not _is_saved(path) and samples and shuffle_seed is None:
             shuffle_seed = 0
-        if together is not None and not has_one_value(rows, together):
-            together = None  # what reads the rows refuses it
         return take(rows, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order, together=together)
 
 
@@ -147,7 +145,7 @@ def take(
     order: Sequence[int] | np.ndarray = range(len(rows))
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(rows))
-    if together is not None:
+    if together is not None and has_one_value(rows, together):  # what reads the rows refuses other columns
         values = np.array(common_values(rows, together), dtype=object)
         order = side_by_side(np.asarray(order), values)
         samples = None if samples is None else run_end(values[order], samples)
@@ -421,11 +419,6 @@ def whole_split(split: str) -> str:
     return split.partition("[")[0]
 
 
-def may_overlap(one: str, other: str) -> bool:
-    """Return whether two splits may share rows: two different slices of one split are taken to share none."""
-    return whole_split(one) == whole_split(other) and (one == other or "[" not in one or "[" not in other)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
     """Which rows units were scored on, plans were judged on (held out), and metrics were measured on.
@@ -458,4 +451,7 @@ class DataFacts:
     @property
     def apart(self) -> bool:
         """Whether no held-out row is evaluated; those of a recipe's `held_out` are left out of the evaluated rows."""
-        return not (self.held_out_further and may_overlap(self.held_out_split, self.evaluation_split))
+        one, other = self.held_out_split, self.evaluation_split
+        # Two different slices of one split are taken to share no rows.
+        may_overlap = self.alike and (one == other or "[" not in one or "[" not in other)
+        return not (self.held_out_further and may_overlap)
