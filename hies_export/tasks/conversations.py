@@ -57,7 +57,7 @@ def check_conversations(rows: datasets.Dataset, columns: Sequence[str], processo
         )
     must = f"the role of every message must be one of {', '.join(ROLES)}"
     for column in columns:
-        data.check_each(rows, column, _has_known_roles, must, "rename it")
+        data.check_each(rows, column, lambda v: all(m.get("role") in ROLES for m in _messages(v)), must, "rename it")
     data.check_each(rows, columns[-1], _has_an_answer, "the assistant must say something", leave_out)
     if processor is not None and not data.tokenizer_of(processor).chat_template:
         raise DataError(
@@ -69,10 +69,6 @@ def check_conversations(rows: datasets.Dataset, columns: Sequence[str], processo
 def _holds_messages(feature: Any) -> bool:
     fields = data.item_feature(feature) if data.is_list(feature) else None
     return isinstance(fields, dict) and ({"role", "content"} <= fields.keys() or {"from", "value"} <= fields.keys())
-
-
-def _has_known_roles(value: Any) -> bool:
-    return all(message.get("role") in ROLES for message in _messages(value))
 
 
 def _has_an_answer(value: Any) -> bool:

@@ -274,9 +274,7 @@ class QuestionAnswering(Task):
             labels = torch.cat([batch["labels"] for batch in batches]).cpu()
             return torch.stack([labels[:, 0], labels[:, 1] + 1], 1)[:, None]
         rows = [answers for batch in batches for answers in batch["answers"].cpu()]
-        return torch.nn.utils.rnn.pad_sequence(
-            [rows[windows[0]] for windows in _windows(batches)], batch_first=True, padding_value=-1
-        )
+        return data.padded([rows[windows[0]] for windows in _windows(batches)], -1, left=False)
 
     def decide(self, predictions: Predictions) -> Tensor:
         """Return the answers as references: one to each question, (questions, 1, 2)."""

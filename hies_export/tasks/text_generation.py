@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import tempfile
 from array import array
@@ -107,8 +106,7 @@ class TextGeneration(Task):
         length = self._limit() or BLOCK_LENGTH
         if self.columns.max_length is None:
             length = min(length, BLOCK_LENGTH)
-        length -= len(self._begin)
-        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length)
+        return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length - len(self._begin))
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of blocks or of plain texts, or of prompts with answers or conversations, cut on the left."""
@@ -501,7 +499,7 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
         texts = iter(["".join(text if text.endswith("\n") else text + "\n" for text in texts)])
     count = 0
     with tempfile.TemporaryFile() as file:
-        while part := list(itertools.islice(texts, TEXTS)):
+        for part in batched(texts, TEXTS):
             encoded = tokenizer(part, add_special_tokens=False, return_attention_mask=False, verbose=False)
             for ids in encoded["input_ids"]:
                 ids = [between, *ids] if count else ids
