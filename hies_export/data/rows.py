@@ -146,9 +146,8 @@ def take(
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(rows))
     if together is not None and has_one_value(rows, together):  # what reads the rows refuses other columns
-        values = np.array(common_values(rows, together), dtype=object)
-        order = side_by_side(np.asarray(order), values)
-        samples = None if samples is None else run_end(values[order], samples)
+        order, values = side_by_side(np.asarray(order), common_values(rows, together))
+        samples = None if samples is None else run_end(values, samples)
     order, arrow = order[:samples], rows.with_format("arrow")
     order = np.sort(order) if in_order else order
     parts = [arrow[order[start : start + _TAKEN]] for start in range(0, len(order), _TAKEN)]
@@ -165,9 +164,8 @@ def _drawn(rows: datasets.Dataset, part: range, together: str | None) -> list[in
     if together is not None and has_one_value(rows, together):
         # A row without a value is like no other.
         found = [object() if value is None else value for value in common_values(rows, together)]
-        values = np.array(found, dtype=object)
-        order = side_by_side(order, values)
-        part = range(run_end(values[order], part.start), run_end(values[order], part.stop))
+        order, values = side_by_side(order, found)
+        part = range(run_end(values, part.start), run_end(values, part.stop))
     return sorted(order[part.start : part.stop].tolist())
 
 
@@ -176,13 +174,15 @@ def fixed_permutation(count: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(count)
 
 
-def side_by_side(order: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return an order of rows, (rows,), changed so that those of one value stand together, at the place of the first.
+def side_by_side(order: np.ndarray, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return an order of rows, (rows,), changed so that those of one value stand together, and the values in it.
 
-    `values`, (rows,), are by the number of a row. Rows without a value come last.
+    `values` are by the number of a row. They stand at the place of the first one, and rows without a value come last.
     """
-    numbers = pandas.factorize(values[order])[0]  # from 0 as values first appear, -1 for none
-    return order[np.argsort(np.where(numbers < 0, len(order), numbers), kind="stable")]
+    ordered = np.array(values, dtype=object)[order]
+    numbers = pandas.factorize(ordered)[0]  # from 0 as values first appear, -1 for none
+    moved = np.argsort(np.where(numbers < 0, len(order), numbers), kind="stable")
+    return order[moved], ordered[moved]
 
 
 def has_one_value(rows: datasets.Dataset, column: str) -> bool:

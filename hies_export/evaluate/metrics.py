@@ -249,7 +249,7 @@ def _load_from_evaluate(name: str) -> Metric:
             raise ValueError(f"it gives {', '.join(found) or 'nothing'}")
         return float(found[module.name] if module.name in found else next(iter(found.values())))
 
-    return Metric(name, of, compute, getattr(module, "higher_is_better", Path(name).stem not in _ERRORS))
+    return Metric(name, of, compute, getattr(module, "higher_is_better", higher_is_better(name)))
 
 
 def _kind_of_features(features: Any) -> str | None:

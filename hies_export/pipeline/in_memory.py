@@ -157,9 +157,7 @@ def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dat
     order = fixed_permutation(len(rows))
     values = order  # without a column, every row is a group of its own
     if together is not None and has_one_value(rows, together):  # other columns are refused when they are read
-        values = np.array(common_values(rows, together), dtype=object)
-        order = side_by_side(order, values)
-        values = values[order]
+        order, values = side_by_side(order, common_values(rows, together))
     grouped = sum(value is not None for value in values) or len(rows)  # they come first
     # From the end, as many rows as a quarter, or more so that no group is divided.
     split = grouped - run_end(values[:grouped][::-1].tolist(), max(1, grouped // 4))

@@ -226,8 +226,7 @@ class QuestionAnswering(Task):
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
         """Return the margins of both ends over the runner-up, summed with random signs, (batch,)."""
-        best, second = _of_text(output.float(), batch).topk(2, dim=-1).values.unbind(-1)
-        return random_projection(best - second, number)
+        return random_projection(super().effect(model, batch, _of_text(output.float(), batch), number), number)
 
     def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         """Return where the best answer in each window begins and ends, (windows, 2), and the sum of its logits.

@@ -200,8 +200,8 @@ class TokenClassification(Task):
 
         So changes at several words cannot cancel out, see `random_projection`.
         """
-        best, second = output.float().topk(2, dim=-1).values.unbind(-1)
-        return random_projection((best - second) * _judged(batch).to(output.device), number)
+        margins = super().effect(model, batch, output, number)  # (batch, tokens)
+        return random_projection(margins * _judged(batch).to(output.device), number)
 
     def check_batches(self, batches: Sequence[Batch]) -> None:
         """Refuse samples without a word."""
