@@ -123,7 +123,7 @@ class FeatureExtraction(Task):
                 )
 
     def _query_rows(self, rows: datasets.Dataset) -> Iterator[tuple[str, list[str], list[Any]]]:
-        """Yield the query of each row, "" for none, its documents, and how much each is wanted: 1 without label or query."""
+        """Yield each row's query, "" for none, its documents, and how much each is wanted: 1 without label or query."""
         columns = self.columns
         labels = rows[columns.label][:] if columns.label else [1.0] * len(rows)
         read = (rows[str(columns.query)][:], rows[str(columns.document)][:], labels)
