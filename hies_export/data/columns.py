@@ -19,10 +19,7 @@ STRINGS = ("string", "large_string")
 
 
 def check_each(rows: datasets.Dataset, column: str, fits: Callable[[Any], Any], must: str, remedy: str) -> None:
-    """Refuse, by a DataError, the first row whose value in a column does not fit.
-
-    `must` begins the message and `remedy` ends it.
-    """
+    """Refuse the first row whose value in a column does not fit; `must` begins the DataError, and `remedy` ends it."""
     for row, value in enumerate(column_values(rows, column)):
         if not fits(value):
             raise DataError(f"{must}, but {row_name(rows, row)} has {quoted(value)} in {column!r}; {remedy}")

@@ -80,10 +80,9 @@ def register_metric(
     return register
 
 
-def _f1(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
+def _f1(predictions: np.ndarray, references: np.ndarray, num_labels: int) -> float:
     """Return the F1 of class 1 for two classes; for more, the mean of the F1 of every class that occurs (macro)."""
-    classes = num_labels or max(np.max(predictions), np.max(references)) + 1
-    average = "binary" if classes <= 2 else "macro"
+    average = "binary" if num_labels <= 2 else "macro"
     return float(sklearn_metrics.f1_score(references, predictions, average=average, zero_division=0.0))
 
 

@@ -11,16 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
-from ..data.batches import (
-    CHOICE_KEYS,
-    GROUP_KEY,
-    IGNORED,
-    TEXT_KEYS,
-    Batch,
-    check_numbers,
-    of_similar_length,
-    size_of,
-)
+from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, of_similar_length, size_of
 from ..data.columns import holds_images, holds_text
 from ..data.processors import tokenizer_of
 from ..data.rows import fixed_permutation, is_list, own_columns

@@ -71,7 +71,7 @@ class ImageTextToText(TextGeneration):
         for part in batched(_decodable(data.as_images(samples, column), column), size):
             rows = [row for row, _ in part]
             read = list(self.tokenized(samples, ((row, texts[row]) for row in rows), choices, limit))
-            batch = self._encode_checked(samples, part, [text for text, _, _ in read], tokenizer)
+            batch = self._encode_checked(samples, part, [text for text, _, _ in read])
             ids, mask = batch["input_ids"], batch["attention_mask"]
             for row, length in zip(rows, mask.sum(-1).tolist(), strict=True):
                 if limit is not None and length > limit:
@@ -107,11 +107,7 @@ class ImageTextToText(TextGeneration):
         return f"{token}\n{prompt}", answer
 
     def _encode_checked(
-        self,
-        samples: datasets.Dataset,
-        part: Sequence[tuple[int, PIL.Image.Image]],
-        texts: Sequence[str],
-        tokenizer: Any,
+        self, samples: datasets.Dataset, part: Sequence[tuple[int, PIL.Image.Image]], texts: Sequence[str]
     ) -> Batch:
         """Return a batch of prompts with answers, and their images; `part` has each image with its row's number.
 
@@ -123,11 +119,11 @@ class ImageTextToText(TextGeneration):
         must = "a row must have one place for its image, in the prompt, but"
         remedy = "write the model's image token into data.prompt, and take it out of columns, or mend the chat template"
         try:
-            encoded = self._encode([image for _, image in part], texts, tokenizer)
+            encoded = self._encode([image for _, image in part], texts)
         except Exception:  # each processor raises its own kinds; row by row, to name the one that fails
             for (row, image), text in zip(part, texts, strict=True):
                 with refusing(f"{must} the processor fails on {data.row_name(samples, row)}", remedy, DataError):
-                    self._encode([image], [text], tokenizer)
+                    self._encode([image], [text])
             raise
         places = placeholders(self.config).to(encoded["input_ids"])
         for (row, _), ids in zip(part, encoded["input_ids"], strict=True):
@@ -135,7 +131,8 @@ class ImageTextToText(TextGeneration):
                 raise DataError(f"{must} {data.row_name(samples, row)} has none; {remedy}")
         return encoded
 
-    def _encode(self, images: Sequence[PIL.Image.Image], texts: Sequence[str], tokenizer: Any) -> Batch:
+    def _encode(self, images: Sequence[PIL.Image.Image], texts: Sequence[str]) -> Batch:
+        tokenizer = data.tokenizer_of(self.processor)
         # Chat templates write the begin-of-text token themselves.
         special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         how: dict[str, Any] = {"padding": True, "add_special_tokens": special, "return_tensors": "pt"}
