@@ -188,12 +188,13 @@ class Judge:
 
     def rankings(self, predictions: Predictions) -> Rankings:
         """Return how the ranking of each query compares with what is relevant and with the dense model's."""
-        if predictions is self.dense:
-            return self._of_dense
-        # The last result is kept, because callers ask for several numbers of the same predictions in turn.
-        if not self._last or self._last[0][0] is not predictions:
-            self._last[:] = [(predictions, self._ranked(predictions))]
-        return self._last[0][1]
+        assert self._rows is not None
+        # The dense model's and the last ones are kept, because callers ask for several numbers of the same in turn.
+        of_dense = predictions is self.dense
+        if of_dense not in self._known or self._known[of_dense][0] is not predictions:
+            found = self._rows.rankings(predictions.values, old_index=self.index != "slim")
+            self._known[of_dense] = predictions, found
+        return self._known[of_dense][1]
 
     def ranking(self, predictions: Predictions) -> dict[str, dict[str, float]]:
         """Return the means of `Rankings` by index; empty for models that do not rank.
@@ -238,17 +239,9 @@ class Judge:
     def _kind(self) -> RowsKind | None:
         return kind_of_rows(self.batches, embeds=self.task.predicts == "embeddings")
 
-    def _ranked(self, predictions: Predictions) -> Rankings:
-        assert self._rows is not None
-        return self._rows.rankings(predictions.values, old_index=self.index != "slim")
-
     @cached_property
-    def _of_dense(self) -> Rankings:
-        return self._ranked(self.dense)
-
-    @cached_property
-    def _last(self) -> list[tuple[Predictions, Rankings]]:
-        return []
+    def _known(self) -> dict[bool, tuple[Predictions, Rankings]]:
+        return {}
 
     def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return the arguments of a metric: predictions and references of (samples,), and options.
@@ -263,7 +256,7 @@ class Judge:
         check_metrics([name], rows=self._kind)
         if METRICS[name].of == "numbers":
             return self._of_pairs(predictions)
-        return self.rankings(predictions).table, self._of_dense.table, {}
+        return self.rankings(predictions).table, self.rankings(self.dense).table, {}
 
     def _of_pairs(
         self, predictions: Predictions, *, old_index: bool = False

@@ -71,18 +71,13 @@ class FeatureExtraction(Task):
             return None
         return {"query": query, "document": document, "label": numbers_column(features)}
 
-    @property
-    def scored_pairs(self) -> bool:
-        """Whether rows are two texts and a label, which is their similarity."""
-        return len(self.columns.text) > 1 and self.columns.label is not None
-
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse rows without text, pairs without a number, and queries that do not fit their documents."""
         if self.columns.query:
             self._check_queries(rows)
             return
         if self.columns.label:
-            if not self.scored_pairs:
+            if len(self.columns.text) < 2:
                 raise DataError(
                     "the label of texts to embed is the similarity of two, but data.text names one column; name two, "
                     "or leave data.label out"
@@ -135,7 +130,7 @@ class FeatureExtraction(Task):
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of the distinct texts, the shortest first; to be timed, in the order of the samples."""
-        if use in ("judge", "time") and (self.columns.query or self.scored_pairs):
+        if use in ("judge", "time") and (self.columns.query or self.columns.label):
             kinds = self._queries(samples) if self.columns.query else self._pairs(samples)
         else:
             kinds = self._texts(samples)

@@ -135,9 +135,8 @@ class ImageTextToText(TextGeneration):
         tokenizer = data.tokenizer_of(self.processor)
         # Chat templates write the begin-of-text token themselves.
         special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
-        how: dict[str, Any] = {"padding": True, "add_special_tokens": special, "return_tensors": "pt"}
         # Many processors pad on the left by default, whatever the tokenizer's side.
-        how["padding_side"] = tokenizer.padding_side
+        how = {"padding": True, "padding_side": "right", "add_special_tokens": special, "return_tensors": "pt"}
         return dict(self.processor(images=[[image] for image in images], text=list(texts), **how))
 
 

@@ -80,11 +80,6 @@ class TextGeneration(Task):
             yield from (torch.tensor(ids) for ids, _ in self._rows(samples, "judge", None)[0])
 
     @property
-    def prompted(self) -> bool:
-        """Whether rows are prompts with answers, rather than plain text or conversations."""
-        return self.columns.prompt is not None
-
-    @property
     def template(self) -> dict[str, str]:
         """The prompt's template and the column of answers."""
         return {"prompt": str(self.columns.prompt), "answer": str(self.columns.answer)}
@@ -93,7 +88,7 @@ class TextGeneration(Task):
         """Refuse conversations and prompts without an answer, or without the number of the right choice."""
         if self.columns.messages:
             check_conversations(rows, self.columns.messages, self.processor)
-        if not self.prompted:
+        if not self.columns.prompt:
             return
         prompts.check_prompt(rows, **self.template)
         if self.columns.label:
@@ -101,7 +96,7 @@ class TextGeneration(Task):
 
     def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return packed blocks of plain text; of other rows, each is a sample."""
-        if self.prompted or self.columns.messages or not self.columns.packing:
+        if self.columns.prompt or self.columns.messages or not self.columns.packing:
             return rows
         length = self._limit() or BLOCK_LENGTH
         if self.columns.max_length is None:
@@ -126,7 +121,7 @@ class TextGeneration(Task):
         With choices, a row may be read once for each, see `with_one_answer`.
         """
         tokenizer = data.tokenizer_of(self.processor)
-        if not self.prompted:
+        if not self.columns.prompt:
             read = self._conversations if self.columns.messages else self._plain_texts
             return read(samples, tokenizer, limit), None
         samples, choices = self.with_one_answer(samples, use)
