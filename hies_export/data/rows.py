@@ -395,10 +395,7 @@ def _load_image_folder(folder: Path, cache: str) -> datasets.Dataset:
 
 
 def _build(builder: str, patterns: list[str], cache: str, **options: Any) -> datasets.Dataset:
-    """Return the rows that a builder of `datasets` reads from files, mapped from an Arrow file in the folder `cache`.
-
-    An error of any kind says that they cannot be read.
-    """
+    """Return the rows that a builder of `datasets` reads, mapped from an Arrow file in the folder `cache`."""
     with quiet():
         # pandas warns so before it drops the surplus cells of rows wider than the header.
         warnings.filterwarnings("error", message="Length of header")

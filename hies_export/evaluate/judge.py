@@ -244,10 +244,7 @@ class Judge:
         return {}
 
     def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-        """Return the arguments of a metric: predictions and references of (samples,), and options.
-
-        A RecipeError refuses metrics that do not fit what is predicted.
-        """
+        """Return the arguments of a metric, which must fit: predictions and references of (samples,), and options."""
         if self._rows is None:
             wanted = self.task.decide(self.dense) if find_metric(name).own else self._references
             check_metrics([name], predicts=predictions.kind, trimmed=predictions.characters is not None)

@@ -55,10 +55,7 @@ class FillMask(TextGeneration):
             yield data.as_batch(found, self.processor, self.config)
 
     def _masked(self, ids: list[int], special: list[int], text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a text with `SHARE` of its tokens masked, and the labels; the text seeds the draw.
-
-        `special` has 1 at special tokens, which are never masked.
-        """
+        """Return the ids of a text with `SHARE` of its tokens masked, and the labels; the text seeds the draw."""
         mask_id = self.processor.mask_token_id
         maskable = [place for place, is_special in enumerate(special) if not is_special and ids[place] != mask_id]
         if not maskable:

@@ -46,10 +46,8 @@ def batches_of(
     """Return batches that the model takes, on the CPU, with what is to be predicted in `labels`.
 
     Args:
-        model: The model.
         given: Batches, a data set, a list of texts to embed, or a list of pairs of texts to classify.
         what: The name of `given`, for messages.
-        task: The model's.
         processor: Tokenizer or processor, for what is not batches yet.
         columns: Fields of `Columns`, for a data set.
         max_length: The same, where the columns do not say it.
@@ -84,11 +82,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dataset, dict[str, Any]]:
-    """Return texts, or pairs of texts, as rows, and the columns to read by the fields of `Columns`.
-
-    Raises:
-        DataError: The task reads no lists, or an item is not what it reads.
-    """
+    """Return texts, or pairs of them, as rows, and the columns to read; a DataError refuses what the task cannot read."""
     if not task.of_item:
         raise DataError(
             f"{what} of {task.name} must be batches or a data set, got a list of texts; make a datasets.Dataset of them"

@@ -99,11 +99,7 @@ class QuestionAnswering(Task):
             self._answers(rows)
 
     def _answers(self, rows: datasets.Dataset) -> list[list[tuple[int, int]]]:
-        """Return for each question the (start, end) of its answers in the context, in characters without blanks.
-
-        Raises:
-            DataError: An answer is malformed, blank, or not in the context.
-        """
+        """Return for each question the (start, end) of its answers in the context, in characters without blanks."""
         column = str(self.columns.label)
         pairs = zip(rows[self.columns.text[1]][:], rows[column][:], strict=True)
         return [
@@ -137,8 +133,7 @@ class QuestionAnswering(Task):
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of windows."""
-        code_points = ([*map(ord, context)] for context in samples[self.columns.text[1]][:])
-        contexts = [torch.tensor(points, dtype=torch.int32) for points in code_points]
+        contexts = [torch.tensor([*map(ord, text)], dtype=torch.int32) for text in samples[self.columns.text[1]][:]]
         answers = None if self.columns.label is None else [*map(torch.tensor, self._answers(samples))]
         for part in batched(self._in_windows(samples), size):
             questions = [question for question, _ in part]

@@ -116,10 +116,7 @@ class TextGeneration(Task):
             yield batch if choices is None else batch | choices.of(part)
 
     def _rows(self, samples: datasets.Dataset, use: Use, limit: int | None) -> tuple[list[Tokens], Choices | None]:
-        """Return the tokens of each row, at most `limit`, and of the choices their description; None without choices.
-
-        With choices, a row may be read once for each, see `with_one_answer`.
-        """
+        """Return the tokens of each row, at most `limit`, and the description of choices; None without choices."""
         tokenizer = data.tokenizer_of(self.processor)
         if not self.columns.prompt:
             read = self._conversations if self.columns.messages else self._plain_texts
