@@ -195,7 +195,7 @@ def common_values(rows: datasets.Dataset, column: str) -> list[Any]:
     return [None if isinstance(value, str) and not value.strip() else value for value in column_values(rows, column)]
 
 
-def run_end(values: Sequence[Any], end: int) -> int:
+def run_end(values: Sequence[Any] | np.ndarray, end: int) -> int:
     """Return the first index from `end` on that splits no run of equal values, at most their number.
 
     Values that are None are a run each.

@@ -82,7 +82,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dataset, dict[str, Any]]:
-    """Return texts, or pairs of them, as rows, and the columns to read; a DataError refuses what the task does not."""
+    """Return texts, or pairs, as rows, and the columns to read; a DataError refuses what the task does not read."""
     if not task.of_item:
         raise DataError(
             f"{what} of {task.name} must be batches or a data set, got a list of texts; make a datasets.Dataset of them"
