@@ -117,7 +117,7 @@ class Judge:
         Without labels, there is no metric, unless rankings are judged.
         """
         share, name = self._stability(predictions), self.metrics[0]
-        if self._rows is None and not self._labelled:
+        if self._rows is None and "labels" not in self.batches[0]:
             return Judgement(None, 0.0, share)
         inputs = self._inputs(name, predictions)
         return Judgement(_value(name, *inputs), standard_error(name, *inputs), share)
@@ -221,13 +221,10 @@ class Judge:
     def _scale(self) -> float:
         return 1.0 if self.as_of is None else self.as_of / samples_of(self.batches)
 
-    @property
-    def _labelled(self) -> bool:
-        return "labels" in self.batches[0]
-
     @cached_property
     def _references(self) -> torch.Tensor:
-        return references(self.batches, self.task) if self._labelled else self.task.decide(self.dense)
+        labelled = "labels" in self.batches[0]
+        return references(self.batches, self.task) if labelled else self.task.decide(self.dense)
 
     @cached_property
     def _rows(self) -> Ranked | None:

@@ -64,11 +64,6 @@ class ClassNames:
         return listed(self.names)
 
     @property
-    def are_default(self) -> bool:
-        """Whether the names are those of transformers for classes without a name: LABEL_0 and so on."""
-        return all(name.casefold().startswith("label_") for name in self.names)
-
-    @property
     def are_numbers(self) -> bool:
         """Whether all names are whole numbers, such as those of ratings."""
         return all(name.isdecimal() for name in self.names)
@@ -122,7 +117,8 @@ def class_numbers(
         return [[number_of[value] for value in of_row] for of_row in lists]
     if isinstance(feature, datasets.ClassLabel) and not all(map(found.get, values)):
         _check_numbering(feature.names, column=column, classes=classes)
-    if not all(found.values()) and not classes.are_default:
+    unnamed = all(name.casefold().startswith("label_") for name in classes.names)  # LABEL_0 and so on, by transformers
+    if not all(found.values()) and not unnamed:
         logger.warning(
             "the data's classes (%s) are not named as the model's (%s): they are matched by number",
             listed(names.values()),
