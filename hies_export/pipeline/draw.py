@@ -19,7 +19,7 @@ from ..evaluate.promise import loss_words
 from ..forms.deployment import SEARCHED, fewer_bits
 from ..recipe.sections import (
     CalibrationSection,
-    CompoundSection,
+    CascadeSection,
     DataSection,
     DeploySection,
     EvaluationSection,
@@ -90,7 +90,7 @@ def draw(
     splits: Splits,
     load: Callable[..., datasets.Dataset],
     options: PruneSection,
-    compound: CompoundSection | None = None,
+    compound: CascadeSection | None = None,
 ) -> Drawn:
     """Draw samples by use from the calibration split, in the order of its seed.
 
@@ -223,7 +223,7 @@ def promise_in(recipe: PruningRecipe, task: Task, metric: str | None) -> Promise
 
     `metric` is that of which a share is promised, see `pruning.promised_metric`; None for one of the predictions.
     """
-    keep, compound = recipe.goal.keep, recipe.compound
+    keep, compound = recipe.goal.keep, recipe.cascade
     words, sizes, most = "", [0], 0
     if keep is not None:
         most = keep.samples
@@ -238,7 +238,8 @@ def promise_in(recipe: PruningRecipe, task: Task, metric: str | None) -> Promise
         choices = chosen_on(recipe.options)
         # Held-out rows are divided between what else is chosen on them and the compound, see `draw`.
         sizes = [max(needed + min(choices, needed), 2 * sizes[-1])]
-        words, most = compound.promise, choices + compound.samples
+        words = f"a disagreement of at most {100 * compound.disagreement:g} %"
+        most = choices + compound.samples
     if not words:
         return None
     return Promise(words, tuple(sizes), most, blocks=task.generative and recipe.data.prompt is None)

@@ -87,7 +87,7 @@ def _draw(recipe: PruningRecipe, reading: Reading, metrics: Sequence[str]) -> tu
     metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
     splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
     splits = hold_out(splits, promise_in(recipe, reading.task, metric), load)
-    return splits, draw(splits, load, recipe.options, recipe.compound), evaluated(splits, load)
+    return splits, draw(splits, load, recipe.options, recipe.cascade), evaluated(splits, load)
 
 
 def _load(checkpoint: _Checkpoint, reading: Reading, progress: Progress) -> PreTrainedModel:
@@ -218,7 +218,7 @@ def as_drawn(recipe: PruningRecipe, splits: Splits | None) -> PruningRecipe:
 
 def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Compound | None:
     """Return the compound that a recipe asks for, after checking that the model and the rows allow its promise."""
-    if (asked := recipe.compound) is None:
+    if (asked := recipe.cascade) is None:
         return None
     compound = COMPOUNDS[asked.name](
         disagreement=asked.disagreement,

@@ -13,8 +13,6 @@ from ..kinds import ATTENTION, BOTH, KINDS, KindName
 from ..recipe.budget import Budget
 from ..recipe.sections import CompensationSection, Constraints
 
-# The budget of a recipe that removes neither heads nor neurons.
-NOTHING = Budget.model_construct(heads=0.0)
 # pydantic's kinds of errors that name Python's types -> what a recipe calls them.
 _KINDS = {"model_type": "a mapping of fields", "dict_type": "a mapping", "tuple_type": "a list", "path_type": "a path"}
 
@@ -125,27 +123,17 @@ class PruneSection(Constraints):
         return value if value.metric is None else _with_known_metric(value)
 
     @model_validator(mode="after")
-    def _defaults_follow_the_budget(self) -> PruneSection:
+    def _suits_the_budget(self) -> PruneSection:
         if self.budget is None or self.budget.heads is None:
             usual = {"modules": BOTH, "criterion": "compensated", "compensation": CompensationSection()}
             # Not added to `model_fields_set`, because a copy with another budget has other defaults.
             vars(self).update({name: value for name, value in usual.items() if name not in self.model_fields_set})
-        return self
-
-    @model_validator(mode="after")
-    def _budget_covers_modules(self) -> PruneSection:
-        if self.budget is not None and self.budget.heads is not None and self.modules != (ATTENTION,):
+        elif self.modules != (ATTENTION,):
             raise ValueError(
                 f"budget.heads is for modules: [attention], got modules: [{', '.join(self.modules)}]; "
                 "set budget.flops, parameters, latency or keep, which cover neurons too"
             )
         return self
-
-
-def losing_nothing(prune: PruneSection) -> PruneSection:
-    """Return the section of a model that loses neither heads nor neurons."""
-    usual = {"modules": (ATTENTION,), "criterion": "his", "compensation": None}
-    return prune.model_copy(update={"budget": NOTHING, **usual})
 
 
 def sentences(error: ValidationError, recipe: type[BaseModel]) -> Iterator[str]:

@@ -25,7 +25,6 @@ from ..recipe.budget import Budget, KeepBudget
 from ..recipe.sections import (
     CalibrationSection,
     CascadeSection,
-    CompoundSection,
     DataSection,
     DeploySection,
     EvaluationSection,
@@ -36,11 +35,14 @@ from ..recipe.sections import (
     VocabularySection,
 )
 from ..tasks import TASKS
-from .options import NOTHING, PruneSection, known_name, losing_nothing, sentences
+from .options import PruneSection, known_name, sentences
 
 if TYPE_CHECKING:
     from ..report.report import Report
 
+# The budget of a recipe that removes neither heads nor neurons, and what else it prunes by.
+NOTHING = Budget.model_construct(heads=0.0)
+_BY_NOTHING = {"modules": ("attention",), "criterion": "his", "compensation": None}
 # Shares of the FLOPs that `deploy` tries in compounds.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
 
@@ -102,16 +104,19 @@ class PruningRecipe(Section):
         except ValidationError as error:
             raise RecipeError([*sentences(error, type(self))]) from None
 
-    @field_validator("measure", "deploy")
+    @field_validator("export", "measure", "deploy")
     @classmethod
-    def _names_known_runtimes(cls, value: MeasureSection | DeploySection | None) -> Any:
-        for name in () if value is None else value.runtimes:
-            known_name(name, RUNTIMES, what="a runtime")
+    def _names_what_is_known(cls, value: ExportSection | MeasureSection | DeploySection | None) -> Any:
+        if isinstance(value, ExportSection):
+            known_name(value.format, FORMATS, what="format")
+        elif value is not None:
+            for name in value.runtimes:
+                known_name(name, RUNTIMES, what="a runtime")
         return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> PruningRecipe:
-        task, deploy, compound, given = TASKS[self.task], self.deploy, self.compound, self.prune.budget
+        task, deploy, given = TASKS[self.task], self.deploy, self.prune.budget
         export, name = self.export, self.task
         if refusal := task.refusal(self.data):
             raise ValueError(refusal)
@@ -121,8 +126,19 @@ class PruningRecipe(Section):
             raise ValueError("prune.budget must be given")
         if self.vocabulary and not task.text:
             raise ValueError(f"vocabulary is for models that read text, got task: {name}; leave it out")
-        if compound is not None:
-            compound.check(self, classifies=task.classifies)
+        if self.cascade and self.vocabulary:
+            raise ValueError(
+                "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary takes some "
+                "away; leave out one of them"
+            )
+        if self.cascade and deploy:
+            raise ValueError("deploy tries cascades by itself, got a section cascade; leave it out")
+        if self.cascade and not task.classifies:
+            raise ValueError(f"cascade is for classifiers, got task: {name}; leave it out")
+        if self.cascade and export.shown != ExportSection().shown:
+            raise ValueError(
+                f"cascade needs export: onnx for provider cpu in float32, got {export.shown}; leave them out"
+            )
         if deploy and task.in_parts:
             raise ValueError(
                 f"deploy compares models that are one graph, got task: {name}, which is exported as several; prune it "
@@ -141,12 +157,6 @@ class PruningRecipe(Section):
             raise ValueError(f"export.format openvino is for encoders, got task: {name}; set it to onnx")
         return self
 
-    @field_validator("export")
-    @classmethod
-    def _has_a_known_format(cls, export: ExportSection) -> ExportSection:
-        known_name(export.format, FORMATS, what="format")
-        return export
-
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> PruningRecipe:
         """Read a recipe file; relative paths in it are relative to the file.
@@ -159,7 +169,17 @@ class PruningRecipe(Section):
         Raises:
             RecipeError: No such file, no valid YAML, or fields that are unknown, missing or impossible.
         """
-        return cls(**read_fields(path, overrides or {}))
+        path = Path(path)
+        if not os.path.isfile(path):
+            raise RecipeError(f"a recipe must be a YAML file, but there is no file {path}")
+        with refusing(f"{path} must be a file that can be read", kind=RecipeError):
+            text = path.read_text(encoding="utf-8")
+        fields = parse_yaml(text, source=str(path))
+        if not isinstance(fields, dict):
+            raise RecipeError(f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}")
+        fields = {str(name): value for name, value in fields.items()}
+        _resolve_paths(fields, path.parent)
+        return cls(**overridden(fields, overrides or {}))
 
     def to_yaml(self) -> str:
         """Return the recipe as YAML that means the same in any folder: paths are absolute, and the method is spelt out.
@@ -189,11 +209,6 @@ class PruningRecipe(Section):
         return type(self)(**{**fields, "deploy": {**(fields.get("deploy") or {}), **asked}})
 
     @property
-    def compound(self) -> CompoundSection | None:
-        """The section of a form of both models; None if none is asked for."""
-        return self.cascade
-
-    @property
     def goal(self) -> Budget:
         """How much is removed: the budget, or the promise of `deploy`.
 
@@ -209,7 +224,7 @@ class PruningRecipe(Section):
     def options(self) -> PruneSection:
         """How to prune: the section `prune`, whose budget is the goal."""
         goal = self.goal
-        return losing_nothing(self.prune) if goal is NOTHING else self.prune.model_copy(update={"budget": goal})
+        return self.prune.model_copy(update={"budget": goal, **(_BY_NOTHING if goal is NOTHING else {})})
 
     @property
     def inputs(self) -> dict[str, str | Path]:
@@ -230,21 +245,6 @@ class PruningRecipe(Section):
 
 # Fields with paths.
 _PATHS = ("output", "data.files", "vocabulary.files", "model", "evaluation.metrics")
-
-
-def read_fields(path: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a recipe file, its relative paths made relative to the file, with dotted overrides."""
-    path = Path(path)
-    if not os.path.isfile(path):
-        raise RecipeError(f"a recipe must be a YAML file, but there is no file {path}")
-    with refusing(f"{path} must be a file that can be read", kind=RecipeError):
-        text = path.read_text(encoding="utf-8")
-    fields = parse_yaml(text, source=str(path))
-    if not isinstance(fields, dict):
-        raise RecipeError(f"a recipe must be a mapping of fields, but {path} holds {type(fields).__name__}")
-    fields = {str(name): value for name, value in fields.items()}
-    _resolve_paths(fields, path.parent)
-    return overridden(fields, overrides)
 
 
 def parse_yaml(text: str, *, source: str) -> Any:

@@ -366,31 +366,6 @@ class CascadeSection(Section):
     disagreement: float = Field(gt=0, lt=1)
     samples: int = Field(4096, ge=1)
 
-    @property
-    def promise(self) -> str:
-        """What is promised, in words."""
-        return f"a disagreement of at most {100 * self.disagreement:g} %"
-
-    def check(self, recipe: Any, *, classifies: bool) -> None:
-        """Raise a ValueError if something else in a recipe does not go with this section."""
-        export = recipe.export
-        if recipe.vocabulary:
-            raise ValueError(
-                "a cascade promises the answers of a dense model that reads the same tokens, and vocabulary takes some "
-                "away; leave out one of them"
-            )
-        if recipe.deploy:
-            raise ValueError("deploy tries cascades by itself, got a section cascade; leave it out")
-        if not classifies:
-            raise ValueError(f"cascade is for classifiers, got task: {recipe.task}; leave it out")
-        if export.shown != ExportSection().shown:
-            raise ValueError(
-                f"cascade needs export: onnx for provider cpu in float32, got {export.shown}; leave them out"
-            )
-
-
-CompoundSection = CascadeSection  # of any form of both models
-
 
 class MeasureSection(Section):
     """How both models are timed: on which runtimes, in which dtypes, at which shapes, and how often.
