@@ -80,7 +80,7 @@ def _ndcg(options: argparse.Namespace, folder: Path) -> tuple[torch.Tensor, list
     for share in options.shares:
         asked = prepared.options.model_copy(update={"budget": Budget(flops=share)})
         choice = choose(replace(prepared, options=asked), statistics, scored)
-        cuts.append(ndcg(cut_beside(prepared.model, choice.plan.kept, prepared.modules, refit)))
+        cuts.append(ndcg(cut_beside(prepared, choice.plan.kept, refit)))
     return ndcg(prepared.model), cuts
 
 

@@ -69,7 +69,7 @@ def _judge_seed(options: argparse.Namespace, seed: int, folder: Path) -> None:
     for share in options.shares:
         asked = prepared.options.model_copy(update={"budget": Budget(flops=share)})
         choice = choose(replace(prepared, options=asked), statistics, scored)
-        slim = cut_beside(prepared.model, choice.plan.kept, prepared.modules, refit)
+        slim = cut_beside(prepared, choice.plan.kept, refit)
         _show(options, seed, share, slim, judges, choice.plan)
 
 

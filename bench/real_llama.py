@@ -137,7 +137,7 @@ class Bench:
         with self._clock("choose"):
             selection = selection_of(shared, cell, alpha_of(shared, cell))
         with self._clock("cut"):
-            slim = cut_beside(base.model, selection, base.modules, refit_for(shared, cell))
+            slim = cut_beside(base, selection, refit_for(shared, cell))
         removed = {
             what: sum(len(kept.removed) for kept in selection.values() if kept.kind == kind)
             for what, kind in (("heads_removed", ATTENTION), ("neurons_removed", MLP))

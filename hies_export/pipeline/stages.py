@@ -229,11 +229,9 @@ def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.
     return refitted
 
 
-def cut_beside(
-    model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule], refit: Refit | None
-) -> PreTrainedModel:
-    """Return a copy of a model, cut by a selection and refitted, that shares all other weights with it."""
-    slim = prune_units(share_weights(model), selection, modules, inplace=True)
+def cut_beside(pruning: Pruning, selection: Selection, refit: Refit | None) -> PreTrainedModel:
+    """Return a copy of the model, cut by a selection and refitted, that shares all other weights with it."""
+    slim = prune_units(share_weights(pruning.model), selection, pruning.modules, inplace=True)
     if refit is not None:
         refit(slim, selection)
     return slim
@@ -241,35 +239,27 @@ def cut_beside(
 
 def trial_model(pruning: Pruning, statistics: Statistics, trial: Trial) -> PreTrainedModel:
     """Return the model of a trial: cut, refitted, and rounded as it would be saved; see `cut_beside`."""
-    refit = refit_of(pruning, statistics, trial.token_weights)
-    return cut_beside(pruning.model, trial.selection, pruning.modules, refit)
+    return cut_beside(pruning, trial.selection, refit_of(pruning, statistics, trial.token_weights))
 
 
 def predict_pruned(
-    model: PreTrainedModel,
-    selection: Selection,
-    modules: Sequence[PrunableModule],
-    batches: Sequence[Batch],
-    *,
-    refit: Refit | None = None,
-    by: Predictor = predict,
+    pruning: Pruning, selection: Selection, batches: Sequence[Batch], refit: Refit | None, by: Predictor = predict
 ) -> Predictions:
-    """Return the predictions of a model that keeps only the units of a selection.
+    """Return the predictions of the model that keeps only the units of a selection.
 
     Without a refit, and in torch, units are masked instead of cut: that predicts the same at less cost.
     """
     if refit is None and by is predict:
-        with masked_units(model, selection, modules):
-            return predict(model, batches)
-    return by(cut_beside(model, selection, modules, refit), batches)
+        with masked_units(pruning.model, selection, pruning.modules):
+            return predict(pruning.model, batches)
+    return by(cut_beside(pruning, selection, refit), batches)
 
 
 def predict_trial(
     pruning: Pruning, statistics: Statistics, trial: Trial, batches: Sequence[Batch], *, by: Predictor = predict
 ) -> Predictions:
     """Return the predictions of the model of a trial."""
-    refit = refit_of(pruning, statistics, trial.token_weights)
-    return predict_pruned(pruning.model, trial.selection, pruning.modules, batches, refit=refit, by=by)
+    return predict_pruned(pruning, trial.selection, batches, refit_of(pruning, statistics, trial.token_weights), by)
 
 
 def choice_of(pruning: Pruning, statistics: Statistics, trial: Trial, **more: Any) -> Choice:

@@ -396,8 +396,7 @@ def _curve(shared: Shared, at: Cell) -> dict[str, Any]:
 
 
 def _predict(shared: Shared, selection: Selection, judge: Judge, refit: stages.Refit | None) -> Predictions:
-    base = shared.base
-    return stages.predict_pruned(base.model, selection, base.modules, judge.batches, refit=refit)
+    return stages.predict_pruned(shared.base, selection, judge.batches, refit)
 
 
 def refit_for(shared: Shared, cell: Cell) -> stages.Refit | None:

@@ -296,7 +296,7 @@ def test_auto_without_compensation_judges_masked_models(folder: Path, caplog: py
     (chosen,) = (tried for tried in choice.tried if tried.chosen)
     assert chosen.stability >= choice.tried[0].stability
     dense = predict(prepared.model, prepared.rows.held_out).values
-    masked = predict_pruned(prepared.model, choice.plan.kept, prepared.modules, prepared.rows.held_out).values
+    masked = predict_pruned(prepared, choice.plan.kept, prepared.rows.held_out, None).values
     assert agreement(dense, masked) == pytest.approx(chosen.stability)
     assert (choice.plan.criterion, choice.plan.alpha) == (chosen.criterion, chosen.alpha)
     assert refit_of(prepared, choice.statistics) is None
