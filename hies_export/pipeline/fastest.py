@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,10 +105,8 @@ def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, f
     able = _that_keep(promise, delivery.deploy.keep, tried, trimmed=pruning.trimming is not None)
     scored = score(pruning, statistics)
     search = _Search(pruning, delivery, statistics, forms, promise, judge, scored, tried)
-    search.run(able[: looks.forms], compounds=bool(looks.compounds))
-    if search.found:
-        decision = min(search.found, key=lambda one: one.takes).decision
-    else:
+    decision = search.run(able[: looks.forms], compounds=bool(looks.compounds))
+    if decision is None:
         pruning.progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
         fastest = able[0]
         assert fastest.kept is not None
@@ -132,15 +131,6 @@ def _that_keep(promise: Outcome, share: float, tried: Sequence[DeployWay], *, tr
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A cut or compound that keeps the promise, its form, and the time that its FLOPs predict."""
-
-    decision: Decision
-    form: Form
-    takes: float = math.inf  # relative to the first form; unknown for a compound
-
-
-@dataclass(frozen=True)
 class _Search:
     """A search for the fastest form: what it works with, and what it has found so far.
 
@@ -148,7 +138,7 @@ class _Search:
         promise, judge: The promise on the held-out rows, and its judge.
         scored: Scores to cut by.
         tried: The ways of the dense model; each is replaced in place when cuts were searched for in it.
-        found: The cuts and compounds that keep the promise.
+        found: The cuts and compounds that keep the promise, with their forms.
     """
 
     pruning: Pruning
@@ -159,22 +149,21 @@ class _Search:
     judge: Judge
     scored: Sequence[Scores]
     tried: list[DeployWay]
-    found: list[_Found] = field(default_factory=list)
+    found: list[tuple[Decision, Form]] = field(default_factory=list)
 
-    def run(self, ways: Sequence[DeployWay], *, compounds: bool) -> None:
-        """Search for cuts in some ways, and for compounds if asked; of several that are found, keep the fastest."""
+    def run(self, ways: Sequence[DeployWay], *, compounds: bool) -> Decision | None:
+        """Search for cuts in some ways, and for compounds if asked; return the fastest, None if none is found."""
         self._trace_a_cut()
         self._search_in(ways)
-        if compounds:
-            like = self.found[0].decision.choice if self.found else None
-            for kind in COMPOUNDS.values():
-                self._join(kind, like)
-        if len(self.found) > 1:
-            self.pruning.progress.stage("time the cuts that were found")
-            joined = any(one.decision.compound for one in self.found)
-            timed = quick_times(self.pruning, self.delivery, [one.form for one in self.found], compounds=joined)
-            times = ratios(timed)
-            self.found[:] = [self.found[times.index(min(times))]]
+        for kind in COMPOUNDS.values() if compounds else ():
+            self._join(kind)
+        decisions, forms = [decision for decision, _ in self.found], [form for _, form in self.found]
+        if len(self.found) < 2:
+            return next(iter(decisions), None)
+        self.pruning.progress.stage("time the cuts that were found")
+        joined = any(decision.compound for decision in decisions)
+        times = ratios(quick_times(self.pruning, self.delivery, forms, compounds=joined))
+        return decisions[times.index(min(times))]
 
     def _trace_a_cut(self) -> None:
         """Export a cut that takes a bundle from every module, so that no further cut has to be traced; see `Traces`."""
@@ -189,9 +178,8 @@ class _Search:
         """Search for the largest cut that keeps the promise in each way; note in `tried` what was judged."""
         pruning, guessed, best = self.pruning, None, math.inf
         asked, sizes = (pruning, self.statistics, self.promise), sizes_of(pruning, None)
-        known: dict[
-            str, dict[Key, TriedCut]
-        ] = {}  # by bits, as runtimes that compute in the same ones predict the same
+        # By bits, as runtimes that compute in the same ones predict the same.
+        known = defaultdict[str, dict[Key, TriedCut]](dict)
         for way in ways:
             dense_ratio = way.dense_ratio or 1.0
             pruning.progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
@@ -199,7 +187,7 @@ class _Search:
                 guessed = guessed or guess(*asked, self.scored, sizes)
                 too_slow = _largest_too_slow(pruning, guessed.scores, sizes, UNSURE * best / dense_ratio)
                 pruning.progress.stage(f"judge cuts near that size on held-out rows, on {way.runtime}")
-                cuts = Cuts(*asked, self.judge, sizes, _served(pruning, way), known=known.setdefault(way.bits, {}))
+                cuts = Cuts(*asked, self.judge, sizes, _served(pruning, way), known=known[way.bits])
                 choice = cuts.near(guessed, too_slow)
             except HiesError as error:
                 logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
@@ -209,9 +197,9 @@ class _Search:
             left = pruning.flops_left(choice.plan.kept)
             best = min(best, dense_ratio * left)
             self.tried[self.tried.index(way)] = replace(way, judged=choice.outcome.judged, flops=left)
-            self._add_file(way, choice, dense_ratio * left)
+            self._add_file(way, choice)
 
-    def _add_file(self, way: DeployWay, choice: Choice, takes: float) -> None:
+    def _add_file(self, way: DeployWay, choice: Choice) -> None:
         """Export a cut, and add it to `found` if the file keeps the promise.
 
         It is judged again because it may have been judged on another runtime in the same bits.
@@ -221,11 +209,11 @@ class _Search:
         self.forms.add(name, trial_model(pruning, self.statistics, choice.trial))
         form = self.forms.form(name, way.runtime, way.bits)
         if budget.met(judge.found(budget, form.predict(judge.batches, judge.task, pruning.progress))):
-            self.found.append(_Found(Decision(choice), form, takes))
+            self.found.append((Decision(choice), form))
         else:
             logger.warning("no cut is deployed on %s in %s: its file breaks the promise", way.runtime, way.bits)
 
-    def _join(self, kind: type[Compound], like: Choice | None) -> None:
+    def _join(self, kind: type[Compound]) -> None:
         """Add compounds of a classifier that keep the promise, in the form in which the dense model is fastest.
 
         The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
@@ -244,14 +232,12 @@ class _Search:
             confidence=(1 + looks_of(self.pruning, self.delivery).confidence) / 2,  # its interval is one-sided
             bits=way.bits,
         )
-        joined, sizes = self._in_sizes(asked, like)
+        joined, sizes = self._in_sizes(asked)
         for choice, form in joined:
             cut = replace(choice, served=_served(self.pruning, way))
-            self.found.append(_Found(Decision(cut, asked, sizes), form))
+            self.found.append((Decision(cut, asked, sizes), form))
 
-    def _in_sizes(
-        self, asked: Compound, like: Choice | None
-    ) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
+    def _in_sizes(self, asked: Compound) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
         """Join cuts to the shares `FLOPS_TO_TRY` with the dense model; return those that succeed, and all results."""
         pruning, forms, rows = self.pruning, self.forms, self.pruning.rows.promise
         dense, answers = forms.plain("dense"), pruning.dense_predictions(rows).values
@@ -260,7 +246,7 @@ class _Search:
             pruning.progress.stage(f"cut to {share:g} of the FLOPs for a {asked.name}")
             left = share
             try:
-                choice = self._cut_to(share, like)
+                choice = self._cut_to(share)
                 left = pruning.flops_left(choice.plan.kept)
                 forms.add(part := f"{share:g}-for-{asked.name}", trial_model(pruning, self.statistics, choice.trial))
                 slim, place = forms.plain(part), forms.folder / f"{asked.name}-{share:g}"
@@ -274,8 +260,9 @@ class _Search:
             joined.append((choice, asked.form(exported)))
         return joined, tuple(sizes)
 
-    def _cut_to(self, share: float, like: Choice | None) -> Choice:
-        """Return a cut to a share of the FLOPs, by the scores of `like`, or without it as the options ask."""
+    def _cut_to(self, share: float) -> Choice:
+        """Return a cut to a share of the FLOPs, by the scores of the first cut that was found, else as asked."""
+        like = next((decision.choice for decision, _ in self.found if decision.compound is None), None)
         if like is not None:
             return choose_within(self.pruning, self.statistics, share, like)
         options = self.pruning.options.model_copy(update={"budget": Budget(flops=share)})

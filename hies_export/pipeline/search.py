@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from ..calibrate.statistics import Statistics
@@ -14,7 +14,7 @@ from ..errors import PlanError
 from ..evaluate.interval import FAILURES, confidence_of_each
 from ..evaluate.judge import Judge
 from ..evaluate.metrics import METRICS
-from ..evaluate.predict import Predictor, predict
+from ..evaluate.predict import predict
 from ..evaluate.promise import asked_words, found_words, stays_words
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..score.criteria import Scores
@@ -35,11 +35,7 @@ GUESS_WITHIN = 0.04
 
 
 def search(
-    pruning: Pruning,
-    statistics: Statistics,
-    scored: Sequence[Scores],
-    sizes: Sequence[Goal],
-    table: CostTable | None = None,
+    pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], sizes: Sequence[Goal], table: CostTable | None
 ) -> Choice:
     """Return the largest cut that keeps the promise of a budget `keep`; raise PlanError if none does.
 
@@ -237,15 +233,12 @@ class Cuts:
         """Return the judged cut of a size; sizes that keep the same units are judged once."""
         trial = Trial(scores, select(self.pruning, scores, self.sizes[size - 1]), weights)
         if (key := key_of(trial)) not in self.known:
-            predicted = predict_trial(self.pruning, self.statistics, trial, self.judge.batches, by=self._by)
+            by = predict if self.served is None else self.pruning.serve(self.served)
+            predicted = predict_trial(self.pruning, self.statistics, trial, self.judge.batches, by=by)
             found = self.judge.found(self.promise.budget, predicted)
             self.known[key] = TriedCut(trial, size, found, self.promise.budget.met(found), self._runtime)
             self._show(trial, found)
         return replace(self.known[key], trial=trial, size=size)
-
-    @cached_property
-    def _by(self) -> Predictor:
-        return predict if self.served is None else self.pruning.serve(self.served)
 
     def _show(self, trial: Trial, found: Found) -> None:
         """Show as progress how a cut was judged."""
