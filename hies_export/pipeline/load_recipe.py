@@ -60,8 +60,39 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     evaluation, untrimmed = reading.to_judge(judged, recipe.evaluation.batch_size)
     rows = replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
     progress.stage("find the units that may go")
-    delivery = replace(_delivery(checkpoint, model, ways, rows, reading, splits, judged), began=began)
-    pruning = _pruning(recipe, model, rows, metrics, delivery, progress)
+    compound, dtype = _compound(recipe, model, rows), recipe.save_dtype or recipe.dtype
+    source = source_of(model, checkpoint.folder, checkpoint.config, asked=dtype, **checkpoint.hub)
+    delivery = Delivery(
+        exporter=exporter_of(recipe.export, rows, reading.processor),
+        given=checkpoint.given or Unwrapped(model),
+        measure=MeasureOptions(ways, recipe.measure.repeats),
+        compound=compound,
+        deploy=recipe.deploy,
+        source=source,
+        inputs=recipe.inputs,
+        reading=reading,
+        splits=splits,
+        in_order=_in_order(reading, judged),
+        evaluation_of=taken_from(judged),
+        began=began,
+    )
+    pruning = make_pruning(
+        model,
+        rows,
+        recipe.options,
+        task=reading.task,
+        shapes=recipe.measure.shapes,
+        fast=recipe.deploy is not None,
+        processor=reading.processor,
+        metrics=metrics,
+        serve=delivery.serve,
+        time_cuts=delivery.time_cuts,
+        dtype=source.dtype,
+        trimming=reading.trimming and reading.trimming.on(untrimmed, evaluation),
+        seed=recipe.calibration.seed,
+        progress=progress,
+    )
+    pruning = _aligned(pruning, recipe.export)
     _check(pruning, delivery)
     return pruning, delivery
 
@@ -76,7 +107,6 @@ def _trimmed(
     model, processor, trimming = trim(whole, dense.processor, texts, vocabulary)
     dense.task.config = trimming.dense.config
     task = checkpoint.reader(checkpoint.task(model), processor, metrics)
-    task.config = model.config
     return model, Reading(task, processor, dense.task, trimming)
 
 
@@ -97,64 +127,6 @@ def _load(checkpoint: _Checkpoint, reading: Reading, progress: Progress) -> PreT
     if reading.task.text:
         settle_padding(model, tokenizer_of(reading.processor))
     return model
-
-
-def _delivery(
-    checkpoint: _Checkpoint,
-    model: PreTrainedModel,
-    ways: tuple[tuple[str, str | None], ...],
-    rows: Rows,
-    reading: Reading,
-    splits: Splits,
-    judged: datasets.Dataset,
-) -> Delivery:
-    """Return how the slim model is exported, timed in `ways`, saved and reported."""
-    recipe = checkpoint.recipe
-    dtype = recipe.save_dtype or recipe.dtype
-    return Delivery(
-        exporter=exporter_of(recipe.export, rows, reading.processor),
-        given=checkpoint.given or Unwrapped(model),
-        measure=MeasureOptions(ways, recipe.measure.repeats),
-        compound=_compound(recipe, model, rows),
-        deploy=recipe.deploy,
-        source=source_of(model, checkpoint.folder, checkpoint.config, asked=dtype, **checkpoint.hub),
-        inputs=recipe.inputs,
-        reading=reading,
-        splits=splits,
-        in_order=_in_order(reading, judged),
-        evaluation_of=taken_from(judged),
-    )
-
-
-def _pruning(
-    recipe: PruningRecipe,
-    model: PreTrainedModel,
-    rows: Rows,
-    metrics: tuple[str, ...],
-    delivery: Delivery,
-    progress: Progress,
-) -> Pruning:
-    """Return the pruning of a recipe, with the widths that suit a GPU where it runs on one; see `_aligned`."""
-    reading = delivery.reading
-    assert reading is not None
-    pruning = make_pruning(
-        model,
-        rows,
-        recipe.options,
-        task=reading.task,
-        shapes=recipe.measure.shapes,
-        fast=recipe.deploy is not None,
-        processor=reading.processor,
-        metrics=metrics,
-        serve=delivery.serve,
-        time_cuts=delivery.time_cuts,
-        dtype=None if delivery.source is None else delivery.source.dtype,
-        trimming=reading.trimming and reading.trimming.on(rows.untrimmed["evaluation"], rows.evaluation),
-        promises=delivery.compound is not None,
-        seed=recipe.calibration.seed,
-        progress=progress,
-    )
-    return _aligned(pruning, recipe.export)
 
 
 def _check(pruning: Pruning, delivery: Delivery) -> None:
@@ -220,10 +192,7 @@ def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Comp
     """Return the compound that a recipe asks for, after checking that the model and the rows allow its promise."""
     if (asked := recipe.cascade) is None:
         return None
-    compound = COMPOUNDS[asked.name](
-        disagreement=asked.disagreement,
-        bits=recipe.export.quantize or "float32",
-    )
+    compound = COMPOUNDS[asked.name](disagreement=asked.disagreement, bits=recipe.export.quantize or "float32")
     compound.check(model, rows.promise)
     return compound
 

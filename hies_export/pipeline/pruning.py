@@ -95,7 +95,6 @@ class Pruning:
     dtype: torch.dtype | None = None  # that the slim model is rounded to; None for that of the dense one
     trimming: Trimming | None = None  # of the vocabulary; `model` is then without the tokens that went
     fast: bool = False  # whether the fastest form is searched for, without the statistics that only a report shows
-    promises: bool = False  # whether more is promised on the held-out rows than the budget says
     seed: int = 0  # of the criterion `random`; plans record it
     progress: Progress = SILENT
     clock: Clock = field(default_factory=Clock)  # seconds by kind of work
@@ -419,7 +418,7 @@ def check_apart(pruning: Pruning) -> None:
             continue
         what = f"{shared:,} of the {count:,} {name} rows are among those that units are {of}"
         how = "give files that share no rows, or slices such as train[:80%] and train[80%:]"
-        if pruning.promises or pruning.budget.searched:
+        if rows.promise or pruning.budget.searched:
             raise RequestError(f"a promise must be judged on rows of its own, but {what}; {how}")
         logger.warning("%s, and new rows may keep less; %s", what, how)
         return

@@ -6,12 +6,11 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from .. import processes
-from ..calibrate.statistics import Statistics
 from ..checkpoint.folders import new_folder, refuse_existing
 from ..checkpoint.save import REFIT
 from ..data.batches import batches_fingerprint
@@ -70,18 +69,21 @@ def run(
         progress = priced = Priced(progress)
         pruning, delivery = load_recipe(recipe, progress=progress)
         _check_exports(pruning, delivery, formats)
-        with ExitStack() as stack:
-            kept = stack.enter_context(_journal(pruning, recipe.output))
-            pruning = replace(pruning, chains=kept.chains, fits=kept.fits)
-            folder = stack.enter_context(output_folder(recipe.output, overwrite=overwrite))
+        with (
+            _journal(pruning, recipe.output) as kept,
+            output_folder(recipe.output, overwrite=overwrite) as folder,
             # Exports that are not kept are written into the output, so that all use the same disk.
-            here = folder if processes.is_first() else None
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=".forms-", dir=here))
+            tempfile.TemporaryDirectory(prefix=".forms-", dir=folder if processes.is_first() else None) as scratch,
+        ):
+            pruning = replace(pruning, chains=kept.chains, fits=kept.fits)
             forms = Forms({"dense": pruning.model}, delivery.exporter, Path(scratch), progress)
             try_metrics(pruning)
             priced.expect(size_of_pruning(pruning))
             with pruning.clock("score"):
-                decision = _decide(pruning, delivery, calibrate(pruning), forms)
+                if delivery.deploy is None:
+                    decision = Decision(choose(pruning, calibrate(pruning)), delivery.compound)
+                else:
+                    decision = find_fastest(pruning, delivery, calibrate(pruning), forms)
             with pruning.clock("cut"):
                 slim = cut(pruning, decision.choice)
                 decision = replace(decision, choice=decision.choice.done(slim))
@@ -146,8 +148,6 @@ def deploy(
 
 def _formats(recipe: PruningRecipe) -> list[str]:
     """Return the formats that a recipe exports to, and those that its runtimes read."""
-    if recipe.deploy is not None:
-        return export_formats(recipe.export, ())
     timed = recipe.goal.timed
     dtypes = (*recipe.measure.dtypes, None if timed is None else timed.dtype)
     return export_formats(recipe.export, runtimes_of(recipe), dtypes)
@@ -158,13 +158,6 @@ def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str])
     options = pruning.options
     uneven = options.keep_layers or not all(map(options.uniform, options.parts(pruning.scored)))
     check_exports(formats, pruning.model, delivery.exporter, uneven=bool(uneven))
-
-
-def _decide(pruning: Pruning, delivery: Delivery, statistics: Statistics, forms: Forms) -> Decision:
-    """Choose the cut: the one of the fastest form, or by the budget."""
-    if delivery.deploy is not None:
-        return find_fastest(pruning, delivery, statistics, forms)
-    return Decision(choose(pruning, statistics), delivery.compound)
 
 
 def _journal(pruning: Pruning, output: Path) -> AbstractContextManager[Journal]:
