@@ -41,7 +41,7 @@ from .delivery import Delivery, check_delivery, exporter_of
 from .draw import Drawn, Splits, all_looks, draw, evaluated, hold_out, promise_in
 from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning, promised_metric
 from .recipe import PruningRecipe
-from .trimming import Reading, Texts, Trimming, read_tokens, texts_in, texts_of, trim
+from .trimming import Reading, Texts, read_tokens, texts_in, texts_of, trim
 
 
 def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[Pruning, Delivery]:
@@ -224,7 +224,9 @@ def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
     choices = task.generative and recipe.data.label is not None and not of_tokens
     trimmed = recipe.vocabulary is not None
     usual = task.usual_metrics(rows=rows, answers=recipe.data.answer is not None, choices=choices)
-    metrics = recipe.evaluation.metrics or (Trimming.metrics(usual) if trimmed else usual)
+    if trimmed:  # perplexity is of tokens, and so depends on the vocabulary
+        usual = tuple("nats_per_character" if name == "perplexity" else name for name in usual)
+    metrics = recipe.evaluation.metrics or usual
     predicts = "choices" if choices else task.predicts
     names, labels = tuple(dict.fromkeys((*metrics, *budgeted))), getattr(task.config, "num_labels", None)
     check_metrics(names, predicts=predicts, rows=rows, labels=labels, trimmed=trimmed)

@@ -47,11 +47,6 @@ class Trimming:
         """Return the dense model's predicted tokens by their ids in the trimmed vocabulary; see `in_new_numbers`."""
         return in_new_numbers(found, labels, self.kept)
 
-    @staticmethod
-    def metrics(usual: Sequence[str]) -> tuple[str, ...]:
-        """Return metrics that do not depend on the vocabulary: nats per character in place of perplexity per token."""
-        return tuple("nats_per_character" if name == "perplexity" else name for name in usual)
-
 
 @dataclass(frozen=True)
 class Texts:
@@ -100,15 +95,12 @@ class Reading:
 
     @cached_property
     def _recut(self) -> Recut | None:
+        """What converts batches of the untrimmed model; None if each model reads samples by itself."""
         if self.trimming is None or self.task.predicts in PER_SAMPLE:
             return None
-        return recut_of(self.trimming, self.dense, self.processor, self.task.config)
-
-
-def recut_of(trimming: Trimming, whole: Task, processor: Any, config: Any) -> Recut:
-    """Return what converts batches of the untrimmed model, read by the task `whole`, into those of the trimmed one."""
-    tokenizers = tokenizer_of(trimming.processor), tokenizer_of(processor)
-    return Recut.of(whole, trimming.kept, tokenizers, padding_token(tokenizers[1], config))
+        whole, smaller = tokenizer_of(self.trimming.processor), tokenizer_of(self.processor)
+        pad = padding_token(smaller, self.task.config)
+        return Recut.of(self.dense, self.trimming.kept, (whole, smaller), pad)
 
 
 def trim(
@@ -148,10 +140,9 @@ def tokens_in_place(task: Task, texts: Sequence[str]) -> Counter[int]:
     return read_tokens(task.to_read(alone, task.processor), rows)
 
 
-def texts_of(rows: datasets.Dataset, columns: Sequence[str] | None = None) -> list[str]:
-    """Return the texts in some columns of rows, by default in all."""
-    asked = own_columns(rows) if columns is None else columns
-    return [text for column in asked if column in rows.column_names for text in _texts(column_values(rows, column))]
+def texts_of(rows: datasets.Dataset, columns: Sequence[str]) -> list[str]:
+    """Return the texts in those of the columns that rows have."""
+    return [text for column in columns if column in rows.column_names for text in _texts(column_values(rows, column))]
 
 
 def _texts(values: Iterable[Any]) -> Iterator[str]:
@@ -172,7 +163,7 @@ def texts_in(files: Sequence[Path], task: Task) -> Texts:
     read: Counter[int] = Counter()
     for file in files:
         rows = load_rows(files={"texts": file}, split="texts")
-        if not (found := texts_of(rows)):
+        if not (found := texts_of(rows, own_columns(rows))):
             raise DataError(f"vocabulary.files must have a column of text, but {file} has none; name files of texts")
         used += found
         read += tokens_in_place(task, found)
