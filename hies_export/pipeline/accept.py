@@ -81,9 +81,9 @@ def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor
             output = task.output(model, part)
             if not output.isfinite().all():
                 break
-    finite = bool(output.isfinite().all())
-    wrong = [] if finite else [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
-    if wrong:
+        else:
+            return output
+    if wrong := [name for name, weights in model.named_parameters() if not weights.isfinite().all()]:
         raise RequestError(
             f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
             "infinity; take an earlier checkpoint"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,7 +91,9 @@ class _Kept(MutableMapping[str, T]):
 
     def __setitem__(self, name: str, value: T) -> None:
         if processes.is_first():
-            with _room(self._folder), new_file(self._file(name)) as new:
+            must = "what a run has found so far must fit on the disk of its output until it ends, but not in "
+            remedy = "free space there, or choose an output on another disk"
+            with refusing(f"{must}{self._folder}", remedy, StepError), new_file(self._file(name)) as new:
                 torch.save(value, new)
         self._names[name] = None
 
@@ -103,12 +105,6 @@ class _Kept(MutableMapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def _room(folder: Path) -> AbstractContextManager[None]:
-    """Return a context that raises a StepError of one sentence if writing fails in it."""
-    must = f"what a run has found so far must fit on the disk of its output until it ends, but not in {folder}"
-    return refusing(must, "free space there, or choose an output on another disk", StepError)
 
 
 def _remove(place: Path, folders: list[Path]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -400,12 +400,20 @@ def check_apart(pruning: Pruning) -> None:
     """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
 
     Rows are identified by what the model reads, whichever files they come from. Rows that recur within one use, as
-    short texts do, are not counted, because new rows may equal them too.
+    short texts do, are not counted, because new rows may equal them too; of many that are judged it warns, as intervals
+    count each row for itself.
     """
     rows = pruning.rows
     uses = [sample_contents(use) for use in (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)]
     judged = [*zip(("held-out", "held-out", "evaluated"), uses[2:], strict=True)]
-    _warn_of_repeats(judged)
+    for name, samples in judged:
+        if (repeats := len(samples) - len(set(samples))) > MOST_REPEATED * len(samples):
+            logger.warning(
+                "%s of the %s %s rows repeat others, so what stays is only known for new rows that repeat as often; "
+                "leave copies out, such as those of an oversampled class, before the data are split",
+                *(f"{repeats:,}", f"{len(samples):,}", name),
+            )
+            break
     times = [Counter(chain.from_iterable(samples)) for samples in uses]
     recurring = {content for use in times for content, count in use.items() if count > 1}
     fitted, chosen = (set().union(*use) - recurring for use in (times[:2], times[:4]))
@@ -422,18 +430,6 @@ def check_apart(pruning: Pruning) -> None:
             raise RequestError(f"a promise must be judged on rows of its own, but {what}; {how}")
         logger.warning("%s, and new rows may keep less; %s", what, how)
         return
-
-
-def _warn_of_repeats(judged: Iterable[tuple[str, Sequence[tuple[bytes, ...]]]]) -> None:
-    """Warn if many judged rows repeat others, as intervals count each row for itself."""
-    for name, samples in judged:
-        if (repeats := len(samples) - len(set(samples))) > MOST_REPEATED * len(samples):
-            logger.warning(
-                "%s of the %s %s rows repeat others, so what stays is only known for new rows that repeat as often; "
-                "leave copies out, such as those of an oversampled class, before the data are split",
-                *(f"{repeats:,}", f"{len(samples):,}", name),
-            )
-            return
 
 
 def check_criteria(pruning: Pruning, *criteria: str) -> None:
