@@ -60,19 +60,12 @@ class Measured:
     outcome: Outcome | None
 
 
-def measure(
-    pruning: Pruning, delivery: Delivery, forms: Forms, decision: Decision, slim: Slim, saved: Saved, folder: Path
-) -> Measured:
-    """Export the slim model into the folder of a run, and measure it beside the dense one.
+class Measuring:
+    """How the slim model of a run is exported into its folder, and measured beside the dense one.
 
     Both are counted, and timed on every runtime that the recipe names. All forms of both, in fewer bits and joined in a
-    compound, are then judged and timed beside each other.
+    compound, are then judged and timed beside each other. `ways` are those of a deployment that serve the dense model.
     """
-    return _Measuring(pruning, delivery, forms, decision, folder).run(slim, saved)
-
-
-class _Measuring:
-    """Work of `measure` on its arguments; `ways` are those of a deployment that serve the dense model."""
 
     def __init__(self, pruning: Pruning, delivery: Delivery, forms: Forms, decision: Decision, folder: Path):
         self.pruning, self.delivery, self.forms, self.folder = pruning, delivery, forms, folder
@@ -84,9 +77,8 @@ class _Measuring:
         pruning, delivery, forms, folder = self.pruning, self.delivery, self.forms, self.folder
         if self.deploy is not None:  # the export of the run has the bits that were tried
             in_int8 = any(way.bits == "int8" and way.bits not in RUNTIMES[way.runtime].calibrated for way in self.ways)
-            options = delivery.exporter.options.model_copy(update={"quantize": "int8" if in_int8 else None})
-            forms.exporter = replace(delivery.exporter, options=options)
-            self.delivery = delivery = replace(delivery, exporter=forms.exporter)
+            options = forms.exporter.options.model_copy(update={"quantize": "int8" if in_int8 else None})
+            forms.exporter = replace(forms.exporter, options=options)
         dense = "dense" if pruning.trimming is None else "whole"
         forms.add(dense, pruning.dense)
         forms.map(dense)
@@ -105,14 +97,14 @@ class _Measuring:
                 judged, best, step = self._time(running, judged, joined=joined is not None)
             deployment = self._deployment(judge, judged, best, step)
             compound = self._compound(judge, joined, judged[-1].stability) if joined else ({}, {})
-            file = judge_exported(forms.export("slim", delivery.exporter.options), folder, on_dense_index, judged)
+            file = judge_exported(forms.export("slim", forms.exporter.options), folder, on_dense_index, judged)
         add_graphs(exports.values(), folder / "slim")
         if isinstance(slim.model, TextEncoder):
             self._serve(slim.model, exports, judged, deployment)
         return Measured(
             saved=saved,
             sizes=sizes,
-            exported=exports[delivery.exporter.options.unquantized],
+            exported=exports[forms.exporter.options.unquantized],
             file=file,
             forms=judged,
             deployment=deployment,
@@ -122,8 +114,8 @@ class _Measuring:
 
     def _export(self, slim: Slim) -> dict[ExportSection, Export]:
         """Export the slim model into the folder of a run, and quantise the export if asked."""
-        progress, exporter, options = self.pruning.progress, self.forms.exporter, self.delivery.exporter.options
-        plain = options.unquantized
+        progress, exporter = self.pruning.progress, self.forms.exporter
+        options, plain = exporter.options, exporter.options.unquantized
         with self.pruning.clock("export"):
             progress.stage(f"export to {plain.format.upper()}, and compare with torch")
             found = {plain: exporter.export(slim.model, self.folder / plain.format, plain)}
@@ -153,7 +145,7 @@ class _Measuring:
             return []
         compound = self.decision.compound
         if self.deploy is None:
-            ways = self.delivery.measure.ways_to_judge(self.delivery.exporter.options, compound)
+            ways = self.delivery.measure.ways_to_judge(self.forms.exporter.options, compound)
         else:
             ways = [(way.runtime, way.bits) for way in self.ways]
         # A form with a calibration of its own is made of the slim model only if the dense one keeps the promise in it.
@@ -239,7 +231,7 @@ class _Measuring:
 
     def _compound(self, judge: Judge, joined: Export, stability: float) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return what the report's summary and its details say of the compound, by its name."""
-        asked, plain = self.decision.compound, self.delivery.exporter.options.unquantized
+        asked, plain = self.decision.compound, self.forms.exporter.options.unquantized
         assert asked is not None
         part = self.forms.export("slim", plain.model_copy(update={"quantize": joined.how.quantize}))
         parts, tried = Both(self.forms.plain("dense").bytes, part.bytes), self.decision.sizes

@@ -26,7 +26,7 @@ from .delivery import Delivery, save
 from .fastest import Decision, find_fastest
 from .journal import Journal, journal
 from .load_recipe import as_drawn, load_recipe, runtimes_of
-from .measure import measure
+from .measure import Measuring
 from .price import Priced, size_of_pruning
 from .pruning import Pruning
 from .recipe import PruningRecipe
@@ -96,7 +96,7 @@ def run(
                 (folder / "recipe.yaml").write_text(as_drawn(recipe, delivery.splits).to_yaml(), encoding="utf-8")
                 choice = decision.choice
                 write_choice(choice, folder)
-                measured = measure(pruning, delivery, forms, decision, slim, saved, folder)
+                measured = Measuring(pruning, delivery, forms, decision, folder).run(slim, saved)
                 report = build_report(pruning, delivery, choice, slim, evaluation, measured, command, count)
                 write_report(folder, report)
                 return report

@@ -240,7 +240,7 @@ def test_nothing_is_promised_of_the_slim_model_where_the_dense_one_breaks_the_pr
     names = ("dense", "float32"), ("slim", "float32"), ("dense", "int8"), ("slim", "int8"), ("cascade", "int8")
     forms: Any = [SimpleNamespace(model=model, runtime="r", bits=bits) for model, bits in names]
     decision: Any = SimpleNamespace(ways=ways)
-    measuring = measure._Measuring(pruning, delivery, None, decision, None)  # type: ignore[arg-type]
+    measuring = measure.Measuring(pruning, delivery, None, decision, None)  # type: ignore[arg-type]
     found = measuring._judge(forms, "evaluated")  # type: ignore[arg-type]
     assert found == [Seen(False, 1.0, 1.0), Seen(True), Seen(False, 0.9, 0.8), Seen(False), Seen(True)]
 
