@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..calibrate.statistics import Statistics
 from ..errors import PlanError
@@ -40,8 +39,7 @@ def choose(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores] = 
     if table is not None:
         assert budget.ratio is not None
         goal = Goal(ratio=budget.ratio / table.dense, table=table)
-    pick = _by_agreement if pruning.options.criterion == AUTO else _by_alpha
-    return pick(pruning, statistics, scored, goal)
+    return _of_size(pruning, statistics, scored, goal)
 
 
 def choose_within(pruning: Pruning, statistics: Statistics, share: float, like: Choice) -> Choice:
@@ -53,35 +51,24 @@ def choose_within(pruning: Pruning, statistics: Statistics, share: float, like: 
     return choice_of(pruning, statistics, Trial(like.scores, selection, like.token_weights), outcome=outcome)
 
 
-def _by_agreement(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal) -> Choice:
-    """Choose the scores and the weights of tokens whose refitted model agrees most with the dense one."""
-    trials = _trials(pruning, statistics)
-    pruning.progress.stage("choose the criterion on held-out rows")
-    candidates = [Trial(scores, select(pruning, scores, goal)) for scores in scored]
-    tried = choose_by_agreement(candidates, token_weights_of(pruning), trials, progress=pruning.progress)
-    (chosen,) = (one for one in tried if one.chosen)
-    trial = replace(candidates[chosen.candidate], token_weights=chosen.token_weights)
-    return choice_of(pruning, statistics, trial, outcome=_outcome(pruning, goal.table, trial.selection), tried=tried)
-
-
-def _by_alpha(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal) -> Choice:
-    """Choose the only scores, or those of the alpha that does best on held-out rows."""
-    weights = token_weights_of(pruning)[0]
+def _of_size(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal) -> Choice:
+    """Choose the only scores, or those whose cut does best on held-out rows, with the weights of tokens."""
+    weights, *others = token_weights_of(pruning)
     tried: tuple[Tried, ...] = ()
     if len(scored) == 1:
         trial = Trial(scored[0], select(pruning, scored[0], goal), weights)
     else:
-        pruning.progress.stage("choose alpha on held-out rows")
-        tracked = pruning.progress.track(scored, "choose alpha")
-        candidates = (Trial(scores, select(pruning, scores, goal), weights) for scores in tracked)
-        trial, tried = choose_alpha(candidates, _trials(pruning, statistics))
+        auto = pruning.options.criterion == AUTO
+        pruning.progress.stage(f"choose {'the criterion' if auto else 'alpha'} on held-out rows")
+        judge = pruning.judge(pruning.rows.held_out)
+        trials = Trials(judge, lambda trial: predict_trial(pruning, statistics, trial, judge.batches))
+        candidates = [Trial(scores, select(pruning, scores, goal), weights) for scores in scored]
+        if auto:
+            trial, tried = choose_by_agreement(candidates, others, trials, progress=pruning.progress)
+        else:
+            trial, tried = choose_alpha(candidates, trials, progress=pruning.progress)
     outcome = _outcome(pruning, goal.table, trial.selection)
     return choice_of(pruning, statistics, trial, outcome=outcome, tried=tried)
-
-
-def _trials(pruning: Pruning, statistics: Statistics) -> Trials:
-    judge = pruning.judge(pruning.rows.held_out)
-    return Trials(judge, lambda trial: predict_trial(pruning, statistics, trial, judge.batches))
 
 
 def sizes_of(pruning: Pruning, table: CostTable | None) -> list[Goal]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -45,7 +45,9 @@ def _tried(number: int, trial: Trial, trials: Trials) -> Tried:
     return Tried(number, scores.criterion, alpha, trial.token_weights, found.quality, found.stability)
 
 
-def choose_alpha(candidates: Iterable[Trial], trials: Trials) -> tuple[Trial, tuple[Tried, ...]]:
+def choose_alpha(
+    candidates: Sequence[Trial], trials: Trials, *, progress: Progress = SILENT
+) -> tuple[Trial, tuple[Tried, ...]]:
     """Return the candidate whose alpha does best on held-out rows, and how all were judged, that one marked.
 
     A few hundred rows cannot separate the qualities of neighbouring alphas. So the most stable one is taken of those
@@ -57,7 +59,8 @@ def choose_alpha(candidates: Iterable[Trial], trials: Trials) -> tuple[Trial, tu
     def quality(judgement: Judgement) -> float:
         return 0.0 if judgement.quality is None else sign * judgement.quality
 
-    judged = [(trial.scores.parameters["alpha"], trial, trials.judged(trial)[0]) for trial in candidates]
+    tracked = progress.track(candidates, "choose alpha")
+    judged = [(trial.scores.parameters["alpha"], trial, trials.judged(trial)[0]) for trial in tracked]
     best = max((found for *_, found in judged), key=quality)
     good = [one for one in judged if quality(one[2]) >= quality(best) - best.standard_error]
     _, trial, _ = max(good, key=lambda one: (one[2].stability, quality(one[2]), one[0]))
@@ -66,29 +69,27 @@ def choose_alpha(candidates: Iterable[Trial], trials: Trials) -> tuple[Trial, tu
 
 
 def choose_by_agreement(
-    candidates: Sequence[Trial], token_weights: Sequence[float], trials: Trials, *, progress: Progress = SILENT
-) -> tuple[Tried, ...]:
-    """Return how candidates were judged, the one marked that agrees most with the dense model on held-out rows.
+    candidates: Sequence[Trial], weights: Sequence[float], trials: Trials, *, progress: Progress = SILENT
+) -> tuple[Trial, tuple[Tried, ...]]:
+    """Return the candidate that agrees most with the dense model on held-out rows, and how all were judged.
 
-    All candidates are judged with the first weights of tokens, and then the best with the other weights. One replaces
-    the best so far if it agrees more often by two paired standard errors and its metric is not worse by more than its
-    standard error. A few hundred rows cannot tell smaller differences from noise, so the order decides these.
+    The best candidate is then judged with other `weights` of tokens. One replaces the best so far if it agrees more
+    often by two paired standard errors and its metric is not worse by more than its standard error. A few hundred rows
+    cannot tell smaller differences from noise, so the order decides these.
     """
-    first, *others = token_weights
     sign = 1.0 if higher_is_better(trials.judge.metrics[0]) else -1.0
 
-    def judged(number: int, weights: float) -> Tried:
-        return _tried(number, replace(candidates[number], token_weights=weights), trials)
-
-    def better(best: Tried, other: Tried) -> Tried:
-        of_both = (replace(candidates[of.candidate], token_weights=of.token_weights) for of in (best, other))
-        (_, agreement_of_best), (found, agreement) = map(trials.judged, of_both)
-        lost = 0.0 if best.quality is None or other.quality is None else sign * (best.quality - other.quality)
+    def better(best: tuple[int, Trial], other: tuple[int, Trial]) -> tuple[int, Trial]:
+        (of_best, agreement_of_best), (found, agreement) = (trials.judged(trial) for _, trial in (best, other))
+        lost = 0.0 if of_best.quality is None or found.quality is None else sign * (of_best.quality - found.quality)
         agrees_more = clearly_better(agreement, agreement_of_best, trials.judge.samples)
         return other if agrees_more and lost <= found.standard_error else best
 
-    tried = [judged(number, first) for number in progress.track(range(len(candidates)), "choose criterion")]
-    best = reduce(better, tried)
-    weighted = [judged(best.candidate, weights) for weights in others]
-    best = reduce(better, weighted, best)
-    return tuple(replace(one, chosen=one is best) for one in (*tried, *weighted))
+    for trial in progress.track(candidates, "choose criterion"):
+        trials.judged(trial)
+    numbered = [*enumerate(candidates)]
+    number, best = reduce(better, numbered)
+    weighted = [(number, replace(best, token_weights=other)) for other in weights]
+    _, chosen = reduce(better, weighted, (number, best))
+    tried = (replace(_tried(n, trial, trials), chosen=trial is chosen) for n, trial in (*numbered, *weighted))
+    return chosen, tuple(tried)

@@ -386,7 +386,7 @@ def _curve(shared: Shared, at: Cell) -> dict[str, Any]:
     if key not in shared.curves:
         judge, refit = shared.calibrated(at.seed, at.samples).judge, refit_for(shared, at)
         trials = Trials(judge, lambda trial: _predict(shared, trial.selection, judge, refit))
-        candidates = (stages.Trial(*one) for one in _selected(shared, replace(at, alpha="auto")))
+        candidates = [stages.Trial(*one) for one in _selected(shared, replace(at, alpha="auto"))]
         chosen, tried = choose_alpha(candidates, trials)
         left_out = ("alpha", *(("flops", "modules") if at.flops is None else ()))
         found = {name: value for name, value in asdict(at).items() if name not in left_out}

@@ -74,7 +74,7 @@ def test_what_clearly_agrees_more_is_chosen_and_else_the_first() -> None:
 
     def best(*of: dict[int, tuple[int, float | None]]) -> tuple[int, float]:
         trials = Given(*map(judged, of), metric="perplexity")
-        tried = choose_by_agreement(given, (1.0, 0.3)[: len(of)], trials)
+        _, tried = choose_by_agreement(given, (0.3,)[: len(of) - 1], trials)
         assert len(tried) == 4 + len(of) - 1
         (found,) = (t for t in tried if t.chosen)
         return found.candidate, found.token_weights
@@ -102,7 +102,7 @@ def test_tokens_of_one_text_are_no_reasons_of_their_own(length: int, best: int) 
     candidates = [Trial(Scores(f"c{n}", {}, {}), selection_of(scores_for(n, 0.0))) for n in (1, 2)]
     table = {n: Judgement(9.0, 0.5, share) for n, share in ((1, 0.9), (2, 0.95))}
     trials = Given(table, metric="perplexity", texts=torch.arange(100) // length)
-    tried = choose_by_agreement(candidates, (1.0,), trials)
+    _, tried = choose_by_agreement(candidates, (), trials)
     assert [t.candidate for t in tried if t.chosen] == [best]
 
 
