@@ -54,7 +54,7 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     if recipe.vocabulary:
         model, reading = _trimmed(checkpoint, reading, recipe.vocabulary, metrics, progress)
     splits, drawn, judged = _draw(recipe, reading, metrics)
-    model = model or _load(checkpoint, reading, progress)
+    model = model or checkpoint.load(reading, progress)
     reading.task.config = model.config
     rows = read_drawn(recipe, reading, drawn)
     evaluation, untrimmed = reading.to_judge(judged, recipe.evaluation.batch_size)
@@ -102,7 +102,7 @@ def _trimmed(
 ) -> tuple[PreTrainedModel, Reading]:
     """Load the model, trim its vocabulary, and return it with how rows are read by it and by the untrimmed model."""
     texts = _texts(checkpoint.recipe, vocabulary, dense.task)
-    whole = _load(checkpoint, dense, progress)
+    whole = checkpoint.load(dense, progress)
     progress.stage("trim the vocabulary")
     model, processor, trimming = trim(whole, dense.processor, texts, vocabulary)
     dense.task.config = trimming.dense.config
@@ -118,15 +118,6 @@ def _draw(recipe: PruningRecipe, reading: Reading, metrics: Sequence[str]) -> tu
     splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
     splits = hold_out(splits, promise_in(recipe, reading.task, metric), load)
     return splits, draw(splits, load, recipe.options, recipe.cascade), evaluated(splits, load)
-
-
-def _load(checkpoint: _Checkpoint, reading: Reading, progress: Progress) -> PreTrainedModel:
-    """Return the dense model; one of text then knows the padding token of its tokenizer."""
-    progress.stage("load the model")
-    model = checkpoint.load()
-    if reading.task.text:
-        settle_padding(model, tokenizer_of(reading.processor))
-    return model
 
 
 def _check(pruning: Pruning, delivery: Delivery) -> None:
@@ -310,18 +301,17 @@ class _Checkpoint:
         assert given.folder is not None
         return cls(recipe, given.folder, given.model.config, {}, given=given)
 
-    def processor(self) -> Any:
-        """Return the tokenizer or processor."""
-        if self.given is not None:
-            return self.given.processor
-        return load_processor(self.folder, task=TASKS[self.recipe.task], **self.hub)
-
-    def load(self) -> PreTrainedModel:
-        """Return the dense model."""
-        if self.given is not None:
-            model: PreTrainedModel = self.given.model
-            return model
-        return load_dense(self.folder, self.model_class, dtype=self.recipe.dtype, **self.hub)
+    def load(self, reading: Reading, progress: Progress) -> PreTrainedModel:
+        """Return the dense model; one of text then knows the padding token of its tokenizer."""
+        progress.stage("load the model")
+        model: PreTrainedModel
+        if self.given is None:
+            model = load_dense(self.folder, self.model_class, dtype=self.recipe.dtype, **self.hub)
+        else:
+            model = self.given.model
+        if reading.task.text:
+            settle_padding(model, tokenizer_of(reading.processor))
+        return model
 
     def task(self, model: PreTrainedModel | None = None) -> Task:
         """Return the task of the dense model, or of a trimmed `model`, with the recipe's tolerance and threshold."""
@@ -333,7 +323,10 @@ class _Checkpoint:
 
     def reading(self, metrics: Sequence[str] = ()) -> Reading:
         """Return how rows are read with the whole vocabulary."""
-        processor = self.processor()
+        if self.given is None:
+            processor = load_processor(self.folder, task=TASKS[self.recipe.task], **self.hub)
+        else:
+            processor = self.given.processor
         task = self.reader(self.task(), processor, metrics)
         return Reading(task, processor, task, None)
 
