@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..data.batches import Batch, has_references, samples_of
+from ..data.batches import has_references, samples_of
 from ..errors import RecipeError, RequestError
 from ..kinds import KindName
 from ..model.internals import buffers_as_loaded, uncompiled, without_compiler
@@ -155,7 +155,9 @@ class PruneResult:
         options, processor = export_options("onnx", provider, dtype, quantize), processor or self.pruning.processor
         if isinstance(self.slim.model, TextEncoder):
             return export_served(self.slim.model, folder, options, processor=processor, overwrite=overwrite)
-        given = Given(_two_rows(self.pruning.sample), processor, self.delivery.exporter.given.rows)
+        # Of two rows at least: a trace of one would fix their number.
+        sample = {key: torch.cat([x, x]) if len(x) == 1 else x for key, x in self.pruning.sample.items()}
+        given = Given(sample, processor, self.delivery.exporter.given.rows)
         return FORMATS["onnx"].write(self.slim.model, Path(folder), options, given, overwrite=overwrite)
 
     def __str__(self) -> str:
@@ -333,8 +335,3 @@ def _section(section: type[AnySection], fields: Any, where: str = "") -> AnySect
         return section.model_validate(fields)
     except ValidationError as error:
         raise RecipeError([f"{where}{problem}" for problem in sentences(error, section)]) from None
-
-
-def _two_rows(batch: Batch) -> Batch:
-    """Return a batch of at least two rows: a trace of one row would fix their number."""
-    return {key: torch.cat([value, value]) if len(value) == 1 else value for key, value in batch.items()}
