@@ -36,47 +36,10 @@ def build_report(
     processes: int,
 ) -> Report:
     """Return the report of a run from what all its stages returned."""
-    plan, metric, sizes = choice.plan, pruning.metrics[0], measured.sizes
+    plan, metric, sizes, exported = choice.plan, pruning.metrics[0], measured.sizes, measured.exported
     counts: dict[str, Any] = plan_counts(plan)
-    differences: dict[str, Any] = {"onnx": None, measured.exported.format: measured.exported.max_abs}
-    return Report(
-        model=model_of(delivery.inputs),
-        task=pruning.task.name,
-        criterion=plan.criterion,
-        alpha=plan.alpha,
-        seed=plan.seed,
-        **counts,
-        vocabulary=None if pruning.trimming is None else pruning.trimming.facts,
-        parameters=sizes.parameters,
-        bytes=sizes.bytes,
-        flops=sizes.flops,
-        cache_bytes_per_token=sizes.cache_bytes_per_token,
-        quality=FirstMetric(metric=metric, **asdict(evaluation.metrics[metric])),
-        stability=evaluation.stability,
-        cut_max_abs=slim.cut_max_abs,
-        reload_max_abs=measured.saved.reload_max_abs,
-        **{f"{name}_max_abs": value for name, value in differences.items() if name in ("onnx", "gguf")},
-        seconds=pruning.clock.seconds,
-        latency=sizes.latency,
-        environment={**machine_facts(), "processes": processes},
-        exported=measured.file,
-        **measured.compound[0],
-        ranking=evaluation.ranking or None,
-        details=_details(pruning, delivery, choice, slim, evaluation, measured, command),
-    )
-
-
-def _details(
-    pruning: Pruning,
-    delivery: Delivery,
-    choice: Choice,
-    slim: Slim,
-    evaluation: Evaluation,
-    measured: Measured,
-    command: str | None,
-) -> Details:
-    plan, model, exported = choice.plan, model_of(delivery.inputs), measured.exported
-    marks = head_map(plan)
+    differences: dict[str, Any] = {"onnx": None, exported.format: exported.max_abs}
+    model, marks = model_of(delivery.inputs), head_map(plan)
     low, high = evaluation.kept_ends or (None, None)
     assert delivery.source is not None
     assert choice.statistics is not None
@@ -84,13 +47,9 @@ def _details(
     by_module = {**choice.statistics.values, "score": choice.scores.scores}
     by_module = {what: by_module[what] for what in ("his", "entropy", "score") if what in by_module}
     # Fields of some runs alone, which are left out of the report where they say nothing.
-    optional = {
-        "neurons": neuron_counts(plan),
-        "forms": measured.forms,
-        "deployment": measured.deployment,
-    }
+    optional = {"neurons": neuron_counts(plan), "forms": measured.forms, "deployment": measured.deployment}
     names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
-    return Details(
+    details = Details(
         base_model=None if Path(model).exists() else model,
         head_map=marks,
         # Of heads alone: the statistics of all neurons would fill megabytes.
@@ -116,6 +75,31 @@ def _details(
         **measured.compound[1],
         data=_data_facts(pruning, delivery, choice),
         run=asdict(RunRecord.of(delivery.inputs, command=command, commit=delivery.source.commit)),
+    )
+    return Report(
+        model=model,
+        task=pruning.task.name,
+        criterion=plan.criterion,
+        alpha=plan.alpha,
+        seed=plan.seed,
+        **counts,
+        vocabulary=None if pruning.trimming is None else pruning.trimming.facts,
+        parameters=sizes.parameters,
+        bytes=sizes.bytes,
+        flops=sizes.flops,
+        cache_bytes_per_token=sizes.cache_bytes_per_token,
+        quality=FirstMetric(metric=metric, **asdict(evaluation.metrics[metric])),
+        stability=evaluation.stability,
+        cut_max_abs=slim.cut_max_abs,
+        reload_max_abs=measured.saved.reload_max_abs,
+        **{f"{name}_max_abs": value for name, value in differences.items() if name in ("onnx", "gguf")},
+        seconds=pruning.clock.seconds,
+        latency=sizes.latency,
+        environment={**machine_facts(), "processes": processes},
+        exported=measured.file,
+        **measured.compound[0],
+        ranking=evaluation.ranking or None,
+        details=details,
     )
 
 
