@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from ..model.text_encoder import Unwrapped
 from ..model.tokens import first_samples
 from ..recipe.budget import TimedSection
 from ..recipe.sections import DeploySection, ExportSection
-from ..report.provenance import Inputs
 from ..report.words import vocabulary_words
 from ..select.cost import CostTable
 from .draw import Splits
@@ -64,7 +63,7 @@ class Delivery:
     compound: Compound | None = None
     deploy: DeploySection | None = None
     source: Source | None = None
-    inputs: Inputs = field(default_factory=dict)
+    inputs: Mapping[str, str | Path] = field(default_factory=dict)
     reading: Reading | None = None
     splits: Splits | None = None
     in_order: Callable[[int], list[Batch]] | None = None

@@ -28,13 +28,15 @@ from ..recipe.sections import (
 from ..score.criteria import AUTO
 from ..tasks import Task
 from .options import PruneSection
-from .recipe import FLOPS_TO_TRY, PruningRecipe
+from .recipe import PruningRecipe
 
 logger = logging.getLogger(__name__)
 
 # Number of held-out rows on which `alpha: auto` is chosen, and `criterion: auto`, whose candidates differ by few
 # predictions.
 HELD_OUT_SAMPLES, AUTO_SAMPLES = 256, 512
+# Shares of the FLOPs that `deploy` tries in compounds.
+FLOPS_TO_TRY = (0.75, 0.55, 0.35)
 # Quality is judged on the same rows, whatever the seed of a run.
 EVALUATION_SEED = 0
 
@@ -87,10 +89,7 @@ def chosen_on(options: PruneSection) -> int:
 
 
 def draw(
-    splits: Splits,
-    load: Callable[..., datasets.Dataset],
-    options: PruneSection,
-    compound: CascadeSection | None = None,
+    splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSection, compound: CascadeSection | None = None
 ) -> Drawn:
     """Draw samples by use from the calibration split, in the order of its seed.
 

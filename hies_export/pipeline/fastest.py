@@ -29,9 +29,8 @@ from ..slim.bundles import cut_bundles
 from ..units.counts import Shape
 from .choose import choose, choose_within, sizes_of
 from .delivery import Delivery, on_rows
-from .draw import all_looks
+from .draw import FLOPS_TO_TRY, all_looks
 from .pruning import Pruning, check_pruning
-from .recipe import FLOPS_TO_TRY
 from .search import Cuts, TriedCut, guess, largest, nothing, promise_of
 from .stages import Choice, judging, score, select, trial_model
 from .trials import Key

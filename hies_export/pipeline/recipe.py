@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 # The budget of a recipe that removes neither heads nor neurons, and what else it prunes by.
 NOTHING = Budget.model_construct(heads=0.0)
 _BY_NOTHING = {"modules": ("attention",), "criterion": "his", "compensation": None}
-# Shares of the FLOPs that `deploy` tries in compounds.
-FLOPS_TO_TRY = (0.75, 0.55, 0.35)
 
 
 class PruningRecipe(Section):
