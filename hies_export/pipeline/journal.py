@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,17 +28,9 @@ _SUFFIX = ".pt"
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
 
-@dataclass(frozen=True)
-class Journal:
-    """What a run has found so far: module -> its chain, and module -> its refit; None if nothing is kept."""
-
-    chains: MutableMapping[str, Chain] | None = None
-    fits: Refits | None = None
-
-
 @contextmanager
-def journal(output: Path, fingerprint: str, progress: Progress) -> Iterator[Journal]:
-    """Yield a journal that is kept beside the output until the block ends, however it ends.
+def journal(output: Path, fingerprint: str, progress: Progress) -> Iterator[tuple[MutableMapping[str, Chain], Refits]]:
+    """Yield module -> its chain, and module -> its refit, kept beside the output until the block ends, however it ends.
 
     Its folder is `NAME.resume/FINGERPRINT`. It begins with what a killed run with the same fingerprint has left there;
     what runs with another fingerprint have left is removed. Of two runs at once with one output, the one that ends
@@ -55,7 +46,7 @@ def journal(output: Path, fingerprint: str, progress: Progress) -> Iterator[Jour
         if chains or fits:
             counts = f"{len(chains)} modules were ranked, and {len(fits)} refitted"
             progress.stage(f"going on where a run was killed: {counts}")
-        yield Journal(chains, fits)
+        yield chains, fits
     finally:
         if processes.is_first():
             _remove(place, [folder])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from ..select.plan import library_versions
 from .choose import choose
 from .delivery import Delivery, save
 from .fastest import Decision, find_fastest
-from .journal import Journal, journal
+from .journal import journal
 from .load_recipe import as_drawn, load_recipe, runtimes_of
 from .measure import Measuring
 from .price import Priced, size_of_pruning
@@ -70,12 +70,11 @@ def run(
         pruning, delivery = load_recipe(recipe, progress=progress)
         _check_exports(pruning, delivery, formats)
         with (
-            _journal(pruning, recipe.output) as kept,
+            _journal(pruning, recipe.output) as pruning,
             output_folder(recipe.output, overwrite=overwrite) as folder,
             # Exports that are not kept are written into the output, so that all use the same disk.
             tempfile.TemporaryDirectory(prefix=".forms-", dir=folder if processes.is_first() else None) as scratch,
         ):
-            pruning = replace(pruning, chains=kept.chains, fits=kept.fits)
             forms = Forms({"dense": pruning.model}, delivery.exporter, Path(scratch), progress)
             try_metrics(pruning)
             priced.expect(size_of_pruning(pruning))
@@ -160,11 +159,15 @@ def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str])
     check_exports(formats, pruning.model, delivery.exporter, uneven=bool(uneven))
 
 
-def _journal(pruning: Pruning, output: Path) -> AbstractContextManager[Journal]:
-    """Return a journal beside the output from which a killed run goes on; an empty one for runs that search a cut."""
+@contextmanager
+def _journal(pruning: Pruning, output: Path) -> Iterator[Pruning]:
+    """Yield the pruning with a journal beside the output, from which a killed run goes on, unless it searches a cut."""
     if not pruning.cuts_once or pruning.options.criterion != COMPENSATED:
-        return nullcontext(Journal())
-    return journal(output, processes.on_main(lambda: _fingerprint(pruning)), pruning.progress)
+        yield pruning
+        return
+    fingerprint = processes.on_main(lambda: _fingerprint(pruning))
+    with journal(output, fingerprint, pruning.progress) as (chains, fits):
+        yield replace(pruning, chains=chains, fits=fits)
 
 
 def _fingerprint(pruning: Pruning) -> str:
