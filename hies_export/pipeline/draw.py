@@ -143,25 +143,24 @@ def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], wa
     count = splits.held_out.samples or wanted
     if not splits.divided:
         return load(splits.held_out.split, samples=count, shuffle_seed=splits.calibration.seed)
-    rows, _ = _divided(splits, splits.held_out, load)
+    rows, _ = _divided(splits, load)
     return rows.select(range(splits.until(rows, count)))
 
 
 def evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets.Dataset:
     """Return the samples to evaluate on."""
     wanted = splits.evaluation
-    if splits.divided and splits.held_out is not None:
-        _, rows = _divided(splits, splits.held_out, load)
+    if splits.divided:
+        _, rows = _divided(splits, load)
         return rows.select(range(splits.until(rows, wanted.samples or len(rows))))
     seed = EVALUATION_SEED if wanted.samples is not None else None
     return load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True)
 
 
-def _divided(
-    splits: Splits, asked: HeldOutSection, load: Callable[..., datasets.Dataset]
-) -> tuple[datasets.Dataset, datasets.Dataset]:
+def _divided(splits: Splits, load: Callable[..., datasets.Dataset]) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Return the rows of the evaluated split to hold out, and the others, in a random order that every run shares."""
-    split = splits.evaluation.split
+    split, asked = splits.evaluation.split, splits.held_out
+    assert asked is not None
     rows = load(split, samples=None, shuffle_seed=EVALUATION_SEED)
     wanted = asked.samples or splits.counted(rows) // 2
     count = splits.until(rows, wanted)
