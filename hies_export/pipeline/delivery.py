@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from .. import processes
 from ..checkpoint.folders import new_folder
@@ -99,12 +100,10 @@ def exporter_of(options: ExportSection, rows: Rows, processor: Any) -> Exporter:
     return Exporter(options, Given(first_samples(rows.score[0]), processor, rows.refit or rows.score))
 
 
-def check_delivery(pruning: Pruning, delivery: Delivery) -> None:
+def check_bits(model: PreTrainedModel, runtimes: Iterable[str]) -> None:
     """Refuse, before anything is computed, a model that cannot be in 8 bits for a runtime that has no other dtype."""
-    timed = pruning.budget.timed
-    named = [*(name for name, _ in delivery.measure.ways), *([] if timed is None else [timed.runtime])]
-    if any(RUNTIMES[name].bits == ("int8",) for name in named):
-        check_quantizable(pruning.model, "int8")
+    if any(RUNTIMES[name].bits == ("int8",) for name in runtimes):
+        check_quantizable(model, "int8")
 
 
 def on_rows(pruning: Pruning) -> bool:

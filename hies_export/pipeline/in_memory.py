@@ -94,9 +94,9 @@ def take(
     if options.budget is not None:
         check_pruning(pruning)
         if timed is not None:
-            from .delivery import check_delivery
+            from .delivery import check_bits
 
-            check_delivery(pruning, delivery())
+            check_bits(model, [timed.runtime])
         check_apart(pruning)
     return pruning
 

@@ -37,7 +37,7 @@ from ..recipe.sections import ExportSection, VocabularySection
 from ..tasks import TASKS, FeatureExtraction, Task
 from ..tasks.given import unlabelled
 from ..vocabulary.kept import check_request
-from .delivery import Delivery, check_delivery, exporter_of
+from .delivery import Delivery, check_bits, exporter_of
 from .draw import Drawn, Splits, all_looks, draw, evaluated, hold_out, promise_in
 from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning, promised_metric
 from .recipe import PruningRecipe
@@ -125,7 +125,7 @@ def _check(pruning: Pruning, delivery: Delivery) -> None:
     task, rows = pruning.task, pruning.rows
     fewest = all_looks(type(task), delivery.deploy, classifies=False)[-1]  # what a deployment must look at, at least
     check_pruning(pruning, fewest)
-    check_delivery(pruning, delivery)
+    check_bits(pruning.model, [runtime for runtime, _ in delivery.measure.ways])
     if task.images and not task.text:
         check_one_size([*rows.score, *rows.held_out, *rows.refit, *rows.evaluation])
     check_apart(pruning)
