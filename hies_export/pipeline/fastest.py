@@ -110,7 +110,7 @@ def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, f
         fastest = able[0]
         assert fastest.kept is not None
         outcome = replace(promise, found=Found(fastest.kept, fastest.at_least))
-        decision = Decision(replace(nothing(pruning, statistics, scored[0], outcome), served=_served(pruning, fastest)))
+        decision = Decision(nothing(pruning, statistics, scored[0], outcome))
     return replace(decision, ways=tuple(tried))
 
 
@@ -177,16 +177,19 @@ class _Search:
         """Search for the largest cut that keeps the promise in each way; note in `tried` what was judged."""
         pruning, guessed, best = self.pruning, None, math.inf
         asked, sizes = (pruning, self.statistics, self.promise), sizes_of(pruning, None)
+        batch, sequence = next(iter(pruning.shapes))
         # By bits, as runtimes that compute in the same ones predict the same.
         known = defaultdict[str, dict[Key, TriedCut]](dict)
         for way in ways:
             dense_ratio = way.dense_ratio or 1.0
+            where = {"runtime": way.runtime, "batch": batch, "sequence": sequence, "dtype": way.bits}
+            served = TimedSection.model_validate(where)
             pruning.progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
             try:
                 guessed = guessed or guess(*asked, self.scored, sizes)
                 too_slow = _largest_too_slow(pruning, guessed.scores, sizes, UNSURE * best / dense_ratio)
                 pruning.progress.stage(f"judge cuts near that size on held-out rows, on {way.runtime}")
-                cuts = Cuts(*asked, self.judge, sizes, _served(pruning, way), known=known[way.bits])
+                cuts = Cuts(*asked, self.judge, sizes, served, known=known[way.bits])
                 choice = cuts.near(guessed, too_slow)
             except HiesError as error:
                 logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
@@ -232,9 +235,7 @@ class _Search:
             bits=way.bits,
         )
         joined, sizes = self._in_sizes(asked)
-        for choice, form in joined:
-            cut = replace(choice, served=_served(self.pruning, way))
-            self.found.append((Decision(cut, asked, sizes), form))
+        self.found.extend((Decision(choice, asked, sizes), form) for choice, form in joined)
 
     def _in_sizes(self, asked: Compound) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
         """Join cuts to the shares `FLOPS_TO_TRY` with the dense model; return those that succeed, and all results."""
@@ -275,10 +276,3 @@ def _largest_too_slow(pruning: Pruning, scores: Scores, sizes: Sequence[Goal], m
     if most == math.inf:
         return 0
     return largest(len(sizes), lambda size: pruning.flops_left(select(pruning, scores, sizes[size - 1])) > most)
-
-
-def _served(pruning: Pruning, way: DeployWay) -> TimedSection:
-    batch, sequence = next(iter(pruning.shapes))
-    return TimedSection.model_validate(
-        {"runtime": way.runtime, "batch": batch, "sequence": sequence, "dtype": way.bits}
-    )

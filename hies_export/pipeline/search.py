@@ -149,12 +149,11 @@ def _rows_to_guess_on(pruning: Pruning, promise: Outcome) -> list[Batch] | None:
 
 @dataclass(frozen=True)
 class TriedCut:
-    """A judged cut: its size, what it keeps or loses, and whether that meets the promise."""
+    """A judged cut: its size, and what it keeps or loses."""
 
     trial: Trial
     size: int
     found: Found
-    met: bool
     runtime: str | None  # what predicted; None where a report need not say it
 
 
@@ -215,7 +214,7 @@ class Cuts:
         cut, promise = self._judged(scores, weights, size), self.promise
         budget = budget_where(pruning, promise.budget, self.served)
         outcome = replace(promise, budget=budget, found=cut.found, judged=(*guessed.rows, *self.rows))
-        return choice_of(pruning, self.statistics, cut.trial, outcome=outcome, served=self.served)
+        return choice_of(pruning, self.statistics, cut.trial, outcome=outcome)
 
     def _none_keeps(self) -> str:
         """Return the error if no cut keeps the promise."""
@@ -227,7 +226,7 @@ class Cuts:
         )
 
     def _holds(self, scores: Scores, weights: float, size: int) -> bool:
-        return self._judged(scores, weights, size).met
+        return self.promise.budget.met(self._judged(scores, weights, size).found)
 
     def _judged(self, scores: Scores, weights: float, size: int) -> TriedCut:
         """Return the judged cut of a size; sizes that keep the same units are judged once."""
@@ -236,7 +235,7 @@ class Cuts:
             by = predict if self.served is None else self.pruning.serve(self.served)
             predicted = predict_trial(self.pruning, self.statistics, trial, self.judge.batches, by=by)
             found = self.judge.found(self.promise.budget, predicted)
-            self.known[key] = TriedCut(trial, size, found, self.promise.budget.met(found), self._runtime)
+            self.known[key] = TriedCut(trial, size, found, self._runtime)
             self._show(trial, found)
         return replace(self.known[key], trial=trial, size=size)
 

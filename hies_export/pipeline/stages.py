@@ -22,7 +22,7 @@ from ..evaluate.promise import asked_words, found_words
 from ..model.copies import round_each, same_weights, share_weights
 from ..model.internals import dtypes_in
 from ..model.tokens import count_tokens
-from ..recipe.budget import Outcome, TimedSection
+from ..recipe.budget import Outcome
 from ..recipe.sections import CompensationSection
 from ..score.compensated import score_compensated
 from ..score.criteria import AUTO, COMPENSATED, Scores, needs_of, score_units, uses_alpha
@@ -72,7 +72,6 @@ class Choice:
         outcome: The budget, with what is predicted for the plan, or what was found of it on held-out rows.
         tried: The candidates of `alpha: auto` or `criterion: auto`.
         token_weights: How refits weigh tokens.
-        served: What serves the model that was judged; None for torch.
     """
 
     plan: PruningPlan
@@ -81,7 +80,6 @@ class Choice:
     outcome: Outcome | None = None
     tried: tuple[Tried, ...] = ()
     token_weights: float = 1.0
-    served: TimedSection | None = None
 
     @property
     def trial(self) -> Trial:
@@ -332,7 +330,7 @@ def cut(pruning: Pruning, choice: Choice) -> Slim:
             for name in names
         }
         plan = replace(plan, compensation={"method": asked.method, "refit": digest_tensors(stored)})
-    return confirm(pruning, Slim(slim, plan, choice.outcome, stored, fits, cut_max_abs, logit_scale), choice.served)
+    return confirm(pruning, Slim(slim, plan, choice.outcome, stored, fits, cut_max_abs, logit_scale))
 
 
 def _refit(pruning: Pruning, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
@@ -383,7 +381,7 @@ def judging(promise: Outcome) -> dict[str, Any]:
     return {**metrics, **index, "confidence": promise.confidence, "as_of": promise.samples}
 
 
-def confirm(pruning: Pruning, slim: Slim, served: TimedSection | None) -> Slim:
+def confirm(pruning: Pruning, slim: Slim) -> Slim:
     """Judge a slim model, as it is served, on the held-out rows that its promise is about; return it with the outcome.
 
     Raises DropError if it breaks the promise. Without a promise, the model is returned as it is.
@@ -394,7 +392,7 @@ def confirm(pruning: Pruning, slim: Slim, served: TimedSection | None) -> Slim:
         return slim
     pruning.progress.stage("evaluate the slim model on the held-out rows")
     judge = pruning.judge(pruning.rows.held_out, **judging(outcome))
-    by = predict if served is None else pruning.serve(served)
+    by = predict if outcome.budget.timed is None else pruning.serve(outcome.budget.timed)
     found = judge.found(outcome.budget, by(slim.model, judge.batches))
     confirmed = replace(outcome, found=found)
     if not confirmed.met:

@@ -185,7 +185,7 @@ def test_a_form_that_cannot_become_the_fastest_is_searched_no_further(
     fast, slow = answer.ways
     assert fast.search is None
     assert str(slow.search).startswith("no cut that keeps the promise here is faster than what was found")
-    assert answer.choice.served.runtime == "onnxruntime-cpu"
+    assert answer.choice.outcome.budget.timed.runtime == "onnxruntime-cpu"
     assert {row["runtime"] for row in fast.judged} == {"torch", "onnxruntime-cpu"}
 
 

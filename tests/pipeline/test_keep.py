@@ -84,7 +84,7 @@ def test_the_most_that_a_promise_allows(folder: Path, asked: dict[str, Any], mon
     assert slim.outcome.met
     all_of_them = Budget(keep=KeepBudget.model_construct(predictions=1.0))
     with pytest.raises(DropError, match=r"keep asks for .* on the held-out rows. The model that was judged kept to it"):
-        confirm(prepared, replace(slim, outcome=replace(choice.outcome, budget=all_of_them)), None)
+        confirm(prepared, replace(slim, outcome=replace(choice.outcome, budget=all_of_them)))
 
 
 def test_a_run_says_what_was_promised_and_what_came_of_it(folder: Path, tmp_path: Path) -> None:
