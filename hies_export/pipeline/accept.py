@@ -24,12 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) -> None:
-    """Refuse a model that cannot be run on its calibration rows, judged or saved.
-
-    Raises:
-        RequestError: The model fails on the rows, its weights are not finite, it needs a padding token that its config
-            lacks, its config names more or fewer classes than it has, or its generation config cannot be saved.
-    """
+    """Refuse, by a RequestError, a model that cannot be run on its calibration rows, judged or saved."""
     _check_padding_token(model, batches)
     sample, name = first_samples(batches[0]), type(model).__name__
     check_runs(model, sample, "the calibration rows")
@@ -92,15 +87,11 @@ def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor
 
 
 def check_in_memory(model: PreTrainedModel) -> None:
-    """Refuse a model that was changed in ways that neither its copies nor its checkpoints would keep.
+    """Refuse, by a RequestError, a model changed in ways that neither its copies nor its checkpoints would keep.
 
     A forward that was put on a module, as by `model.forward = torch.compile(model.forward)`, computes with that module
     even in a copy. A checkpoint gives back only the parameters that the class makes of the config; their sizes may
     differ.
-
-    Raises:
-        RequestError: A module has such a forward, a parameter holds no data, or names of parameters, or which of them
-            are shared, differ from what the class makes of the config.
     """
     inner = model.auto_model if isinstance(model, TextEncoder) else model
     for name, module in inner.named_modules():

@@ -24,10 +24,7 @@ SIZES = 100
 
 
 def choose(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores] = ()) -> Choice:
-    """Choose the units that stay as the options ask, by scores that are computed if not given.
-
-    `alpha: auto` and `criterion: auto` are chosen on the held-out rows.
-    """
+    """Choose the units that stay as the options ask, by scores that are computed if not given."""
     budget = pruning.budget
     if budget.heads == 0:
         return nothing(pruning, statistics, Scores(pruning.options.criterion, {}, {}))

@@ -42,34 +42,21 @@ logger = logging.getLogger(__name__)
 class Delivery:
     """How a pruned model is exported, timed, joined, saved and reported.
 
-    Attributes:
-        exporter: What exports models for runtimes that read files, by the options of the recipe.
-        given: What the model was taken from, such as a SentenceTransformer; it also wraps slim models.
-        measure: Which runtimes to time on, and how often.
-        compound: How to join both models; None for no compound.
-        deploy: What to search for in place of a budget; None with a budget.
-        source: How the dense model is stored.
-        inputs: The model and the data files by field, for the report.
-        reading, splits: How rows are read, and which splits they were read from.
-        in_order: Takes a batch size, and returns the first evaluation rows as they come, to time on.
-        evaluation_of: How many samples the evaluated split has.
-        began: When the recipe began to be read, by `time.monotonic`.
-
     For a model in memory, all fields but the first two have their defaults.
     """
 
-    exporter: Exporter
-    given: Unwrapped
+    exporter: Exporter  # for runtimes that read files, by the options of the recipe
+    given: Unwrapped  # what the model was taken from, such as a SentenceTransformer; it also wraps slim models
     measure: MeasureOptions = field(default_factory=lambda: MeasureOptions(()))
-    compound: Compound | None = None
-    deploy: DeploySection | None = None
-    source: Source | None = None
-    inputs: Mapping[str, str | Path] = field(default_factory=dict)
+    compound: Compound | None = None  # how to join both models
+    deploy: DeploySection | None = None  # what to search for in place of a budget
+    source: Source | None = None  # how the dense model is stored
+    inputs: Mapping[str, str | Path] = field(default_factory=dict)  # the model and the data files by field
     reading: Reading | None = None
-    splits: Splits | None = None
-    in_order: Callable[[int], list[Batch]] | None = None
-    evaluation_of: int = 0
-    began: float = 0.0
+    splits: Splits | None = None  # that rows were read from
+    in_order: Callable[[int], list[Batch]] | None = None  # by batch size: evaluated rows as they come, to time on
+    evaluation_of: int = 0  # how many samples the evaluated split has
+    began: float = 0.0  # when the recipe began to be read, by `time.monotonic`
 
     def serve(self, served: TimedSection) -> Predictor:
         """Return what predicts as a model is served: exported, on its runtime."""

@@ -186,18 +186,12 @@ def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: boo
 
 @dataclass(frozen=True)
 class Promise:
-    """A promise in words, and how many rows it takes.
-
-    Attributes:
-        words: What is promised.
-        sizes: Numbers of rows that are enough, the largest first, which allows most looks.
-        most: Largest number of rows to hold out.
-        blocks: Whether rows are blocks of text: each has many predictions, so exactly one of `sizes` is held out.
-    """
+    """A promise in words, and how many rows it takes."""
 
     words: str
-    sizes: tuple[int, ...]
-    most: int
+    sizes: tuple[int, ...]  # numbers of rows that are enough, the largest first, which allows most looks
+    most: int  # largest number of rows to hold out
+    # Whether rows are blocks of text: each has many predictions, so exactly one of `sizes` is held out.
     blocks: bool = False
 
     def count(self, rows: int, *, evaluated: int | None = None) -> int:

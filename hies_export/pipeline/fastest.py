@@ -73,18 +73,12 @@ def quick_times(
 
 @dataclass(frozen=True)
 class Decision:
-    """What stays, and the form that it is deployed in.
-
-    Attributes:
-        choice: What stays.
-        compound, sizes: How it is joined with the dense model, and the sizes of compounds that were tried.
-        ways: The forms that `deploy` tried, and the results.
-    """
+    """What stays, and the form that it is deployed in."""
 
     choice: Choice
-    compound: Compound | None = None
-    sizes: tuple[SizeTried, ...] = ()
-    ways: tuple[DeployWay, ...] = ()
+    compound: Compound | None = None  # how it is joined with the dense model
+    sizes: tuple[SizeTried, ...] = ()  # of compounds that were tried
+    ways: tuple[DeployWay, ...] = ()  # the forms that `deploy` tried, and the results
 
 
 def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, forms: Forms) -> Decision:
@@ -131,24 +125,17 @@ def _that_keep(promise: Outcome, share: float, tried: Sequence[DeployWay], *, tr
 
 @dataclass(frozen=True)
 class _Search:
-    """A search for the fastest form: what it works with, and what it has found so far.
-
-    Attributes:
-        promise, judge: The promise on the held-out rows, and its judge.
-        scored: Scores to cut by.
-        tried: The ways of the dense model; each is replaced in place when cuts were searched for in it.
-        found: The cuts and compounds that keep the promise, with their forms.
-    """
+    """A search for the fastest form: what it works with, and what it has found so far."""
 
     pruning: Pruning
     delivery: Delivery
     statistics: Statistics
     forms: Forms
-    promise: Outcome
-    judge: Judge
-    scored: Sequence[Scores]
-    tried: list[DeployWay]
-    found: list[tuple[Decision, Form]] = field(default_factory=list)
+    promise: Outcome  # on the held-out rows
+    judge: Judge  # of the promise
+    scored: Sequence[Scores]  # to cut by
+    tried: list[DeployWay]  # of the dense model; each is replaced in place when cuts were searched for in it
+    found: list[tuple[Decision, Form]] = field(default_factory=list)  # cuts and compounds that keep the promise
 
     def run(self, ways: Sequence[DeployWay], *, compounds: bool) -> Decision | None:
         """Search for cuts in some ways, and for compounds if asked; return the fastest, None if none is found."""

@@ -37,27 +37,17 @@ CANDIDATES, LOADS = 2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Both models in all forms: counted, judged, timed; and which to deploy.
-
-    Attributes:
-        saved: The slim checkpoint.
-        sizes: What was counted, and the times on every runtime that the recipe names.
-        exported: The slim model's export.
-        file: The file of that export, with its quality on the evaluation rows.
-        forms: Both models in several runtimes and bits.
-        deployment: Which of them to deploy, if that was asked.
-        compound: What the report's summary and its details say of the compound, by its name; empty without one.
-        outcome: The budget, with what was counted or timed of it.
-    """
+    """Both models in all forms: counted, judged, timed; and which to deploy."""
 
     saved: Saved
-    sizes: Measurements
-    exported: Export
-    file: ExportedFile
-    forms: list[Judged]
-    deployment: Deployment | None
+    sizes: Measurements  # what was counted, and the times on every runtime that the recipe names
+    exported: Export  # of the slim model
+    file: ExportedFile  # of that export, with its quality on the evaluation rows
+    forms: list[Judged]  # both models in several runtimes and bits
+    deployment: Deployment | None  # which of them to deploy, if that was asked
+    # What the report's summary and its details say of the compound, by its name; empty without one.
     compound: tuple[Mapping[str, Any], Mapping[str, Any]]
-    outcome: Outcome | None
+    outcome: Outcome | None  # the budget, with what was counted or timed of it
 
 
 class Measuring:

@@ -160,12 +160,7 @@ def size_of_pruning(pruning: Pruning) -> Size | None:
 
 
 class Priced:
-    """Progress that shows an estimate of the whole run after the first block, and of what is left with each stage.
-
-    Args:
-        shown: The progress that shows the stages and loops.
-        clock: Returns seconds.
-    """
+    """Progress that shows an estimate of the whole run after the first block, and of what is left with each stage."""
 
     def __init__(self, shown: Progress, clock: Callable[[], float] = time.monotonic):
         self._shown, self._clock = shown, clock

@@ -56,15 +56,12 @@ def search(
 
 @dataclass(frozen=True)
 class Guess:
-    """What a search on the held-out rows begins with: scores, weights of tokens and a size.
-
-    `rows` say how the cuts were judged that the guess is based on, see `Cuts.rows`.
-    """
+    """What a search on the held-out rows begins with: scores, weights of tokens and a size."""
 
     scores: Scores
     token_weights: float
     size: int
-    rows: tuple[dict[str, Any], ...] = ()
+    rows: tuple[dict[str, Any], ...] = ()  # how the cuts were judged that the guess is based on, see `Cuts.rows`
 
 
 def guess(
@@ -159,25 +156,16 @@ class TriedCut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts of a search, each judged once.
-
-    Attributes:
-        pruning, statistics, promise: The model to cut, and what is promised.
-        judge: The judge on the rows that decide.
-        sizes: Goals that remove more and more; size n is `sizes[n - 1]`.
-        served: What serves the models, and predicts; None for torch.
-        guess: Whether `judge` has other rows than the promise is made on.
-        known: The cuts that were judged, by their keys; new ones are added in place.
-    """
+    """The cuts of a search, each judged once."""
 
     pruning: Pruning
     statistics: Statistics
     promise: Outcome
-    judge: Judge
-    sizes: Sequence[Goal]
-    served: TimedSection | None = None
-    guess: bool = False
-    known: dict[Key, TriedCut] = field(default_factory=dict)
+    judge: Judge  # on the rows that decide
+    sizes: Sequence[Goal]  # that remove more and more; size n is `sizes[n - 1]`
+    served: TimedSection | None = None  # what serves the models, and predicts; None for torch
+    guess: bool = False  # whether `judge` has other rows than the promise is made on
+    known: dict[Key, TriedCut] = field(default_factory=dict)  # those that were judged; new ones are added in place
 
     def largest(self, scored: Iterable[Scores], weights: Sequence[float]) -> TriedCut | None:
         """Return the largest cut that keeps the promise, by bisection; None if none does.

@@ -64,22 +64,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """The units that stay, and why; if the plan was given, only `plan` is known.
-
-    Attributes:
-        plan: The units that stay.
-        scores, statistics: What they were chosen from.
-        outcome: The budget, with what is predicted for the plan, or what was found of it on held-out rows.
-        tried: The candidates of `alpha: auto` or `criterion: auto`.
-        token_weights: How refits weigh tokens.
-    """
+    """The units that stay, and what they were chosen from; if the plan was given, only `plan` is known."""
 
     plan: PruningPlan
     scores: Scores | None = None
     statistics: Statistics | None = None
-    outcome: Outcome | None = None
-    tried: tuple[Tried, ...] = ()
-    token_weights: float = 1.0
+    outcome: Outcome | None = None  # the budget, with what is predicted for the plan, or was found on held-out rows
+    tried: tuple[Tried, ...] = ()  # the candidates of `alpha: auto` or `criterion: auto`
+    token_weights: float = 1.0  # how refits weigh tokens
 
     @property
     def trial(self) -> Trial:
@@ -285,24 +277,15 @@ def choice_of(pruning: Pruning, statistics: Statistics, trial: Trial, **more: An
 
 @dataclass(frozen=True)
 class Slim:
-    """A slim model, rounded to the dtype that it is saved in, and how it was checked.
-
-    Attributes:
-        model, plan: The model, and the units that stayed.
-        outcome: The budget, with what the held-out rows say of this model; None for a given plan.
-        refitted: The parameters that compensation changed, as saved; None without compensation.
-        fits: How well each layer was refitted.
-        cut_max_abs: Largest difference of any output between the cut and the masked model.
-        logit_scale: By what the logits of a compensated language model were multiplied, see `fit_logit_scale`.
-    """
+    """A slim model, rounded to the dtype that it is saved in, and how it was checked."""
 
     model: PreTrainedModel
     plan: PruningPlan
-    outcome: Outcome | None
-    refitted: dict[str, Tensor] | None
+    outcome: Outcome | None  # the budget, with what the held-out rows say of this model; None for a given plan
+    refitted: dict[str, Tensor] | None  # the parameters that compensation changed, as saved; None without compensation
     fits: list[LayerFit]
-    cut_max_abs: float
-    logit_scale: float = 1.0
+    cut_max_abs: float  # largest difference of any output between the cut and the masked model
+    logit_scale: float = 1.0  # that the logits of a language model were multiplied by, see `fit_logit_scale`
 
 
 def cut(pruning: Pruning, choice: Choice) -> Slim:
