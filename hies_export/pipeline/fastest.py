@@ -32,8 +32,7 @@ from .delivery import Delivery, on_rows
 from .draw import FLOPS_TO_TRY, all_looks
 from .pruning import Pruning, check_pruning
 from .search import Cuts, TriedCut, guess, largest, nothing, promise_of
-from .stages import Choice, judging, score, select, trial_model
-from .trials import Key
+from .stages import Choice, Key, judging, score, select, trial_model
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from ..score.criteria import Scores
 from ..select.cost import CostTable, Goal
 from ..tasks.given import first_rows
 from .pruning import SEARCHED, Pruning
-from .stages import Choice, Trial, choice_of, judging, predict_trial, select, token_weights_of
-from .trials import Key, key_of
+from .stages import Choice, Key, Trial, choice_of, judging, predict_trial, select, token_weights_of
 
 # A guess assumes that a cut loses at least this many times as much of nDCG@10 against the dense model's ranking as
 # against the relevant documents: 3.5 to 9 times for MiniLM on BoolQ (bench/results/embedding-quality.txt), and a fifth
@@ -219,7 +218,7 @@ class Cuts:
     def _judged(self, scores: Scores, weights: float, size: int) -> TriedCut:
         """Return the judged cut of a size; sizes that keep the same units are judged once."""
         trial = Trial(scores, select(self.pruning, scores, self.sizes[size - 1]), weights)
-        if (key := key_of(trial)) not in self.known:
+        if (key := trial.key) not in self.known:
             by = predict if self.served is None else self.pruning.serve(self.served)
             predicted = predict_trial(self.pruning, self.statistics, trial, self.judge.batches, by=by)
             found = self.judge.found(self.promise.budget, predicted)

@@ -41,6 +41,8 @@ from .pruning import Pruning
 
 # Refits a model that was cut by a selection, in place.
 Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]
+# What a cut model follows from: how its refit weighs tokens, and the kept units of every module.
+Key = tuple[float, tuple[tuple[int, ...], ...]]
 # Weights of tokens that deployments and `criterion: auto` try, see `CompensationSection`.
 TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
 # The alphas that `alpha: auto` tries.
@@ -60,6 +62,11 @@ class Trial:
     scores: Scores
     selection: Selection
     token_weights: float = 1.0
+
+    @property
+    def key(self) -> Key:
+        """A key that is equal for trials of the same model."""
+        return self.token_weights, tuple(kept.units for kept in self.selection.values())
 
 
 @dataclass(frozen=True)

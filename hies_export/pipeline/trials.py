@@ -12,15 +12,7 @@ from ..evaluate.judge import Judge, Judgement, Tried, clearly_better
 from ..evaluate.metrics import higher_is_better
 from ..progress import SILENT, Progress
 from ..tasks import Predictions
-from .stages import Trial
-
-# What a cut model follows from: how its refit weighs tokens, and the kept units of every module.
-Key = tuple[float, tuple[tuple[int, ...], ...]]
-
-
-def key_of(trial: Trial) -> Key:
-    """Return a key that is equal for trials of the same model."""
-    return trial.token_weights, tuple(kept.units for kept in trial.selection.values())
+from .stages import Key, Trial
 
 
 class Trials:
@@ -32,7 +24,7 @@ class Trials:
 
     def judged(self, trial: Trial) -> tuple[Judgement, Tensor]:
         """Return a cut's judgement, and which of its predictions equal the dense model's, (predictions,) bool."""
-        if (key := key_of(trial)) not in self._found:
+        if (key := trial.key) not in self._found:
             predictions = self._predict(trial)
             self._found[key] = self.judge.judgement(predictions), self.judge.agreement(predictions)
         return self._found[key]
