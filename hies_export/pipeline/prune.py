@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # what delivers a slim model is imported when it is first ask
     from ..forms.formats import Export
     from ..forms.onnx.quantize import Quantize
     from ..forms.runtimes.base import Provider
-    from ..report.tables import Table
     from .delivery import Delivery
 
 logger = logging.getLogger(__name__)
@@ -161,19 +160,8 @@ class PruneResult:
         return FORMATS["onnx"].write(self.slim.model, Path(folder), options, given, overwrite=overwrite)
 
     def __str__(self) -> str:
-        from ..report.tables import map_text, plain_table, plan_maps
-
-        file = io.StringIO()
-        console = Console(file=file, width=WIDTH, color_system=None)
-        for units in plan_maps(self.plan):
-            console.print(map_text(units, console.width))
-            console.print()
-        console.print(plain_table(*self._table()))
-        return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
-
-    def _table(self) -> Table:
         from ..report.report import plan_counts
-        from ..report.tables import Table, change, quality_rows, unit_rows, with_backbone
+        from ..report.tables import change, map_text, plain_table, plan_maps, quality_rows, unit_rows, with_backbone
         from ..report.words import named_units
 
         batch, sequence = self.flops.shape
@@ -185,7 +173,13 @@ class PruneResult:
             samples, labelled = samples_of(self.pruning.rows.held_out), has_references(self.pruning.rows.held_out[0])
             same = f"same prediction, {samples:,} held-out {'row' if samples == 1 else 'rows'}", found.stability
             rows += quality_rows(found.metrics, found.ranking, labelled=labelled, same=same)
-        return Table(("", "dense", "slim", "change"), rows)
+        file = io.StringIO()
+        console = Console(file=file, width=WIDTH, color_system=None)
+        for units in plan_maps(self.plan):
+            console.print(map_text(units, console.width))
+            console.print()
+        console.print(plain_table(("", "dense", "slim", "change"), rows))
+        return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
 
 
 def prune(
