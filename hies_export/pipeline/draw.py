@@ -247,9 +247,8 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
     """
     evaluation, together = splits.evaluation, splits.data.together
     split = evaluation.split
-    if promise is None or splits.held_out is not None or promise.most < promise.sizes[-1]:
-        return splits
-    if whole_split(split) == whole_split(splits.calibration.split):
+    of_one = whole_split(split) == whole_split(splits.calibration.split)
+    if promise is None or splits.held_out is not None or promise.most < promise.sizes[-1] or of_one:
         return splits
     loaded = load(split, samples=1 if together is None else None)  # one row is enough to learn how many there are
     rows = total = taken_from(loaded)

@@ -258,7 +258,7 @@ class Measuring:
         asked = outcome.budget.latency
         if asked is None:
             counted = sizes.flops.ratio if outcome.budget.flops is not None else sizes.parameters.ratio
-            return replace(outcome, found=Found(counted), noisy=None)
+            return replace(outcome, found=Found(counted))
         found: Timed | LatencyRow
         if self.pruning.trimming is not None:  # the rows are relative to the model with all its tokens
             both = [self.forms.form(name, asked.runtime, asked.dtype) for name in ("dense", "slim")]

@@ -201,9 +201,8 @@ class PruningRecipe(Section):
     def to_deploy(self, *, keep: float | None = None, runtimes: Sequence[str] | None = None) -> PruningRecipe:
         """Return the recipe with a section `deploy`, some of its fields given, in place of the budget."""
         fields = self.model_dump(exclude_unset=True)
-        fields["prune"] = {name: value for name, value in fields.get("prune", {}).items() if name != "budget"}
-        given = {"keep": keep, "runtimes": runtimes}
-        asked = {name: value for name, value in given.items() if value is not None}
+        fields.get("prune", {}).pop("budget", None)
+        asked = {name: value for name, value in (("keep", keep), ("runtimes", runtimes)) if value is not None}
         return type(self)(**{**fields, "deploy": {**(fields.get("deploy") or {}), **asked}})
 
     @property
