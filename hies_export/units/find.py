@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,12 +16,7 @@ from .heads import find_attention
 from .neurons import find_mlp
 from .units import PrunableModule
 
-Finder = Callable[[PreTrainedModel, Mapping[str, Tensor]], tuple[PrunableModule, ...]]
-
-FINDERS: dict[str, Finder] = {
-    ATTENTION: find_attention,
-    MLP: find_mlp,
-}
+FINDERS = {ATTENTION: find_attention, MLP: find_mlp}
 """Kind of units -> the function that finds the modules with such units."""
 
 

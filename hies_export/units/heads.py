@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,9 @@ class FoundAttention:
 
     Attributes:
         module: The module of the probe's model.
-        query, key, value: What the attention function was given, (batch, heads, tokens, head_dim).
+        given: "query", "key" or "value" -> what the attention function was given, (batch, heads, tokens, head_dim).
         head_bias: Whether the attention mask differs between heads.
-        heads_of: "query", "key" or "value" -> linear layer -> what `head_of_features` says of its features.
+        heads_of: The same roles -> linear layer -> what `head_of_features` says of its features.
         per_head: Parameter outside of linear layers whose every element belongs to one head -> whether these are
             key/value heads (else query heads), and the head of each element, in the parameter's shape.
         sinks: Attention sinks, (heads,), or None.
@@ -48,9 +49,7 @@ class FoundAttention:
 
     name: str
     module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    given: dict[str, Tensor]
     head_bias: bool
     heads_of: dict[str, dict[str, tuple[Tensor, Tensor]]]
     per_head: dict[str, tuple[bool, Tensor]]
@@ -81,9 +80,7 @@ class AttentionObserver:
             found = FoundAttention(
                 name=self._names[id(call.module)],
                 module=call.module,
-                query=call.query.detach(),
-                key=call.key.detach(),
-                value=call.value.detach(),
+                given={role: tensor.detach() for role, tensor in roles.items()},
                 head_bias=call.mask is not None and call.mask.dim() == 4 and call.mask.shape[1] > 1,
                 heads_of={role: head_of_features(tensor, self._recent) for role, tensor in roles.items()},
                 per_head=_per_head(call, roles),
@@ -110,7 +107,7 @@ class AttentionObserver:
             found.readers.append(name)
             found.read = x.detach()
             if x.shape[-1] == found.output.shape[-1]:
-                width = found.value.shape[3]
+                width = found.given["value"].shape[3]
                 found.columns = head_of_columns(x, width, {"": found.output, **found.leaves, **self._recent})
             found.leaves = {}  # frees the features, which would otherwise fill memory layer by layer
 
@@ -140,9 +137,6 @@ SUPPORTED = (
     "models whose attention goes through transformers' attention interface, between linear layers (nn.Linear or "
     "Conv1D, separate or fused) with features of single heads, such as BERT, ViT, LLaMA, GPT-2, Phi-3 and LLaVA"
 )
-# Roles in which every feature must belong to one head. Heads may share some features of their keys (the rotary part of
-# multi-head latent attention).
-_WHOLE = ("query", "value")
 
 Refusal = Callable[[str], UnsupportedModelError]
 # Linear layer, and whether key/value heads own its features (else query heads) -> the head of each, -1 for none.
@@ -179,19 +173,18 @@ def _find_on_interface(model: PreTrainedModel, batch: Mapping[str, Tensor], labe
     observer = AttentionObserver(probe)
     with requiring_gradients(probe.small_parameters()), use_attention(probe.model, observer.attention):
         probe.run(batch, before=observer.before, after=observer.after)
-    found = list(observer.found.values())
-    if not found:
+    if not observer.found:
         raise NotOnInterfaceError(
             f"{label} never called the attention function, so it has no attention that can be scored; "
             f"supported are {SUPPORTED}"
         )
 
-    def rehearse(pairs: Sequence[tuple[FoundAttention, PrunableModule]]) -> Wrong[FoundAttention] | None:
-        without_group = _HeadRehearsal(probe, pairs, without_first_group).run(batch)
-        return without_group or _HeadRehearsal(probe, pairs, without_first_query).run(batch)
+    def rehearse(modules: Sequence[PrunableModule]) -> Wrong | None:
+        without_group = _HeadRehearsal(observer.found, probe, modules, without_first_group).run(batch)
+        return without_group or _HeadRehearsal(observer.found, probe, modules, without_first_query).run(batch)
 
-    pairs = [(f, _describe(f, label)) for f in found]
-    return rehearsed(label, probe, pairs, head_counts, rehearse, supported=SUPPORTED)
+    modules = [_describe(found, label) for found in observer.found.values()]
+    return rehearsed(label, probe, modules, head_counts, rehearse, supported=SUPPORTED)
 
 
 def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
@@ -220,9 +213,10 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
         where = f"{found.name or 'the model'} ({type(found.module).__name__})"
         return UnsupportedModelError(f"{label} cannot be cut: {reason} in {where}; supported are {SUPPORTED}")
 
-    heads, key_value_heads = found.query.shape[1], found.key.shape[1]
-    if heads % key_value_heads or found.value.shape[1] != key_value_heads:
-        raise refuse(f"{heads} query, {key_value_heads} key and {found.value.shape[1]} value heads do not match")
+    query, value = found.given["query"], found.given["value"]
+    heads, key_value_heads = query.shape[1], found.given["key"].shape[1]
+    if heads % key_value_heads or value.shape[1] != key_value_heads:
+        raise refuse(f"{heads} query, {key_value_heads} key and {value.shape[1]} value heads do not match")
     if found.head_bias:
         raise NotOnInterfaceError(str(refuse("every head has an attention bias of its own")))
     owned = _features_by_head(found, refuse)
@@ -233,18 +227,18 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
     return PrunableModule(
         name=found.name,
         units=heads,
-        unit_width=found.value.shape[3],
+        unit_width=value.shape[3],
         consumer=found.readers[0],
         slices=(*features, *parameters),
         groups=key_value_heads,
-        key_width=found.query.shape[3],
+        key_width=query.shape[3],
     )
 
 
 def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
     """Return which features of the layers in front of the attention make the queries, keys and values of which head."""
     owned: _Owned = {}
-    for role, tensor in {"query": found.query, "key": found.key, "value": found.value}.items():
+    for role, tensor in found.given.items():
         count, width = tensor.shape[1], tensor.shape[3]
         if not found.heads_of[role]:
             raise refuse(f"no linear layer in front of it gives the {role}")
@@ -253,7 +247,8 @@ def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
             _add_features(owned, layer, role != "query", head_of)
             widths += torch.bincount(head_of[head_of >= 0], minlength=count)
         uneven = (widths != widths[0]).any() or not widths[0]
-        if count > 1 and (uneven or (role in _WHOLE and widths[0] != width)):
+        # Heads may share some features of their keys (the rotary part of multi-head latent attention).
+        if count > 1 and (uneven or (role != "key" and widths[0] != width)):
             layers = " and ".join(sorted(found.heads_of[role]))
             raise refuse(f"the {role} heads do not have features of their own in {layers} (they are mixed or shared)")
     return owned
@@ -278,7 +273,7 @@ def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:
 
 def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
     """Add to `owned` the features that gate a head between the attention and its consumer."""
-    heads, width = found.query.shape[1], found.value.shape[3]
+    heads, width = found.given["query"].shape[1], found.given["value"].shape[3]
     if len(found.readers) != 1:
         what = "no linear layer reads the attention output"
         raise refuse(what if not found.readers else f"{' and '.join(found.readers)} all read the attention output")
@@ -293,39 +288,40 @@ def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
         _add_features(owned, layer, False, head_of)
 
 
-class _HeadRehearsal(Rehearsal[FoundAttention]):
+class _HeadRehearsal(Rehearsal):
     """With fewer heads, the attention function gets exactly those that stay, and their outputs are joined as before."""
+
+    def __init__(self, dense: Mapping[nn.Module, FoundAttention], *args: Any):
+        super().__init__(*args)
+        self._dense = dense
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         self._visible = VisibleKeys()
-        self._modules = {found.module: module for found, module in self.pairs}
-        self._read_by: dict[str, list[FoundAttention]] = {}  # layer -> the modules that it reads next
+        # Layer -> the modules that it reads next, and its input in the dense run.
+        self._read_by: dict[str, list[tuple[PrunableModule, Tensor | None]]] = {}
         self._called: set[nn.Module] = set()
         with use_attention(self.probe.model, self._attention):
             self.probe.run(batch, before=self._before)
 
     def _attention(self, call: AttentionCall) -> Tensor:
         output = attend(call, self._visible)
-        found = self.pending.get(call.module)
-        if found is None or call.module in self._called:
+        found = self._dense.get(call.module)
+        if found is None or found.name not in self.pending or call.module in self._called:
             return output  # of a module that calls it once per image, the dense run kept the first call
         self._called.add(call.module)
-        kept = self.kept[call.module]
-        for role, tensor, dense, index in (
-            ("query", call.query, found.query, kept.units),
-            ("key", call.key, found.key, kept.kept_groups),
-            ("value", call.value, found.value, kept.kept_groups),
-        ):
-            if not same(tensor, dense[:, list(index)]):
-                self.wrong.append((found, f"it makes another {role} of its features"))
+        module, kept = self.pending[found.name], self.kept[found.name]
+        for role, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+            heads = kept.units if role == "query" else kept.kept_groups
+            if not same(tensor, found.given[role][:, list(heads)]):
+                self.wrong.append((module, f"it makes another {role} of its features"))
         if found.sinks is not None and not (call.sinks is not None and same(call.sinks, found.sinks[list(kept.units)])):
-            self.wrong.append((found, "its sinks are not those of its heads"))
-        self._read_by.setdefault(found.readers[0], []).append(found)
+            self.wrong.append((module, "its sinks are not those of its heads"))
+        self._read_by.setdefault(module.consumer, []).append((module, found.read))
         return output
 
     def _before(self, call: Call, x: Tensor) -> None:
-        for found in self._read_by.pop(call[0], []):
-            columns = self._modules[found.module].columns(self.kept[found.module].units)
-            if found.read is None or not same(x, found.read[..., columns]):
-                self.wrong.append((found, "it joins the heads in another way"))
-            self.pending.pop(found.module, None)
+        for module, read in self._read_by.pop(call[0], []):
+            columns = module.columns(self.kept[module.name].units)
+            if read is None or not same(x, read[..., columns]):
+                self.wrong.append((module, "it joins the heads in another way"))
+            self.pending.pop(module.name, None)

@@ -39,7 +39,6 @@ class FoundBlock:
     """One feed-forward block, as observed in a run of the probe."""
 
     name: str  # dotted name of the innermost module with all of its layers; of the consumer if another block has it too
-    module: nn.Module  # the module of that name in the probe's model
     consumer: str
     units: int
     columns: dict[str, Tensor]  # producer -> the neuron of each of its features, (features,)
@@ -94,22 +93,24 @@ def _block(call: Call, dense: LinearObserver, reasons: dict[str, str]) -> FoundB
         return None  # two layers with no activation between are one of low rank
     if any(dense.reads[source].constant for source in read.reach):
         return None  # such as the network that makes position biases: it sees no sample
-    if reason := _reason_against(read, call, dense):
-        reasons[read.layer] = reason
+    own = {source for source in read.reach if dense.readers[source] == {call}}
+    if reason := _reason_against(read, own):
+        reasons[call[0]] = reason
         return None
-    examined_and_alone = {source for source in read.reach if dense.readers[source] == {call}}
-    if examined_and_alone != read.sources or len({name for name, _ in read.sources}) < len(read.sources):
+    if own != read.sources or len({name for name, _ in read.sources}) < len(read.sources):
         return None
     columns = {name: reach.column for (name, _), reach in read.reach.items()}
     # Parameters that all neurons share stay as they are.
     parameters = {n: reach.column for n, reach in read.parameters.items() if not (reach.column < 0).all()}
-    return FoundBlock("", nn.Module(), read.layer, read.columns, columns, parameters)
+    return FoundBlock("", call[0], read.columns, columns, parameters)
 
 
-def _reason_against(read: Read, call: Call, dense: LinearObserver) -> str:
-    """Return why a layer whose inputs look like neurons is not the consumer of a block; "" if it may be."""
+def _reason_against(read: Read, own: set[Call]) -> str:
+    """Return why a layer whose inputs look like neurons is not the consumer of a block; "" if it may be.
+
+    `own` are the examined sources whose features nothing else reads.
+    """
     names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
-    own = {source for source in read.reach if dense.readers[source] == {call}}
     if own < read.sources:
         made = " and ".join(
             dict.fromkeys(s[0] for s in read.reach if s in own and _one_each(read.reach[s], read.columns))
@@ -147,7 +148,7 @@ def _equal(one: FoundBlock, other: FoundBlock) -> bool:
 
 
 def _name_layers(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, str]) -> list[FoundBlock]:
-    """Set name and module of the blocks inside of layers, and return those; the others are left out.
+    """Set the names of the blocks inside of layers, and return those; the others are left out.
 
     `layers` is linear layer -> its element of an `nn.ModuleList`. A block is named after the innermost module with all
     of its linear layers, or after its consumer if that module has other linear layers too or two blocks share it.
@@ -164,7 +165,6 @@ def _name_layers(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping
         own = {f"{block.name}.{name}" for name, child in children if is_linear(child)}
         if shared.count(block.name) > 1 or own - {block.consumer, *block.columns}:
             block.name = block.consumer
-        block.module = model.get_submodule(block.name)
     return inside
 
 
@@ -226,13 +226,13 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
             f"supported are {SUPPORTED}"
         )
 
-    def rehearse(pairs: Sequence[tuple[FoundBlock, PrunableModule]]) -> Wrong[FoundBlock] | None:
-        return ConsumerRehearsal(dense, probe, pairs, _without_every_third).run(batch)
+    def rehearse(modules: Sequence[PrunableModule]) -> Wrong | None:
+        return ConsumerRehearsal(dense, probe, modules, _without_every_third).run(batch)
 
     neurons = AttributeCount("units")
     meanings = Meanings(by_name=dict.fromkeys(_NAMES, neurons), by_value=[neurons])
-    pairs = [(block, _describe(block, probe, label)) for block in blocks]
-    return rehearsed(label, probe, pairs, lambda _: meanings, rehearse, supported=SUPPORTED)
+    modules = [_describe(block, probe, label) for block in blocks]
+    return rehearsed(label, probe, modules, lambda _: meanings, rehearse, supported=SUPPORTED)
 
 
 def _refusal(label: str, reason: str) -> UnsupportedModelError:

@@ -288,11 +288,10 @@ def find_heads(
     if not found:
         raise UnsupportedModelError(f"{label} cannot be cut: {reasons[0]}") if reasons else otherwise
 
-    def rehearse(pairs: Sequence[tuple[FoundHeads, PrunableModule]]) -> Wrong[FoundHeads] | None:
-        without_group: Wrong[FoundHeads] | None = ConsumerRehearsal(dense, probe, pairs, without_first_group).run(batch)
-        return without_group or ConsumerRehearsal(dense, probe, pairs, in_every_other).run(batch)
+    def rehearse(modules: Sequence[PrunableModule]) -> Wrong | None:
+        without_group = ConsumerRehearsal(dense, probe, modules, without_first_group).run(batch)
+        return without_group or ConsumerRehearsal(dense, probe, modules, in_every_other).run(batch)
 
-    pairs = [(f, _describe(f)) for f in found]
     others = {f.name for f in found[1::2]}
 
     def in_every_other(module: PrunableModule) -> Kept:
@@ -301,7 +300,7 @@ def find_heads(
             return module.kept(range(module.units))
         return without_first_query(module) if module.group_size > 1 else without_first_group(module)
 
-    return rehearsed(label, probe, pairs, head_counts, rehearse, supported=SUPPORTED)
+    return rehearsed(label, probe, [*map(_describe, found)], head_counts, rehearse, supported=SUPPORTED)
 
 
 def _describe(found: FoundHeads) -> PrunableModule:

@@ -164,11 +164,8 @@ def _labels(x: Tensor, width: int) -> Tensor:
 
 
 def _attribute(tensor: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    found = {}
-    for name, (plain, labelled) in _gradients(tensor, labels, leaves).items():
-        features = features_in(leaves[name])
-        found[name] = _heads(plain.reshape(-1, features), labelled.reshape(-1, features))
-    return found
+    gradients = _gradients(tensor, labels, leaves)
+    return {name: _heads(*(g.reshape(-1, features_in(leaves[name])) for g in both)) for name, both in gradients.items()}
 
 
 def features_in(leaf: Tensor) -> int:

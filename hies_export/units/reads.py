@@ -40,16 +40,15 @@ class Reach:
 class Read:
     """One call of a linear layer, as observed."""
 
-    layer: str
     columns: int
     sources: set[Call]  # calls of the layers on whose features its input depends
-    constant: bool = False  # whether its input depends on nothing but buffers, such as a table of coordinates
+    constant: bool  # whether its input depends on nothing but buffers, such as a table of coordinates
+    signature: tuple[float, float]  # two sums over the input, which reveal a change
     # Examined source -> which column each of its features reaches.
     reach: dict[Call, Reach] = field(default_factory=dict)
     # Parameter outside of linear layers -> the same for its elements.
     parameters: dict[str, Reach] = field(default_factory=dict)
     rows: Tensor | None = None  # some rows of the input, (rows, columns), if `reach` is not empty
-    signature: tuple[float, float] = (0.0, 0.0)  # two sums over the input, which reveal a change
 
 
 class LinearObserver:
@@ -75,7 +74,7 @@ class LinearObserver:
         """Record what the input of a linear layer depends on."""
         leaves, parameters = self._leaves_of(x)
         constant = torch.is_grad_enabled() and not x.requires_grad
-        self.reads[call] = Read(call[0], x.shape[-1], set(leaves), constant, signature=signature(x))
+        self.reads[call] = Read(x.shape[-1], set(leaves), constant, signature(x))
         for leaf in leaves:
             self.readers.setdefault(leaf, set()).add(call)
         if call[0] not in self._inside or not x.numel():

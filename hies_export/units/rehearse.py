@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -64,15 +64,7 @@ def narrow_arguments(owner: nn.Module, module: PrunableModule, kept: Kept) -> di
     return narrowed
 
 
-class Found(Protocol):
-    """A module that a finder observed: its dotted name, and the module of the probe's model."""
-
-    name: str
-    module: nn.Module
-
-
-F = TypeVar("F", bound=Found)
-Wrong = tuple[F, str]
+Wrong = tuple[PrunableModule, str]
 """A module for which two runs differ, and how."""
 
 
@@ -85,27 +77,27 @@ class Meanings:
     by_value: list[AttributeCount]
 
 
-class Rehearsal(Generic[F]):
+class Rehearsal:
     """A run of the probe with fewer units, compared with the dense run.
 
     Attributes:
-        kept: Module -> its units that stay.
+        kept: Name of a module -> its units that stay.
         pending: The modules that were not compared yet, by any key, in the order of the dense run.
         latest: The module that was compared last, to blame if an error comes after all were compared.
         wrong: Modules for which the runs differ, and how.
     """
 
-    def __init__(self, probe: Probe, pairs: Sequence[tuple[F, PrunableModule]], keep: Callable[[PrunableModule], Kept]):
-        self.probe, self.pairs = probe, pairs
-        self.kept = {f.module: keep(module) for f, module in pairs}
-        self.pending: dict[Any, F] = {f.module: f for f, _ in pairs}
-        self.latest = pairs[0][0]
-        self.wrong: list[Wrong[F]] = []
+    def __init__(self, probe: Probe, modules: Sequence[PrunableModule], keep: Callable[[PrunableModule], Kept]):
+        self.probe, self.modules = probe, modules
+        self.kept = {module.name: keep(module) for module in modules}
+        self.pending = {module.name: module for module in modules}
+        self.latest = modules[0]
+        self.wrong: list[Wrong] = []
 
-    def run(self, batch: Mapping[str, Tensor]) -> Wrong[F] | None:
+    def run(self, batch: Mapping[str, Tensor]) -> Wrong | None:
         """Return the first module for which the two runs differ."""
         try:
-            with fewer(self.probe, self.pairs, self.kept):
+            with fewer(self.probe, self.modules, self.kept):
                 self.compare(batch)
         except Exception as error:  # whatever the model's own code raises on shapes it does not expect
             reason = " ".join(str(error).split())[:200]
@@ -117,7 +109,7 @@ class Rehearsal(Generic[F]):
         raise NotImplementedError
 
 
-class ConsumerRehearsal(Rehearsal[F]):
+class ConsumerRehearsal(Rehearsal):
     """With fewer units, consumers read those that stay, and all other layers and the outputs are as before."""
 
     def __init__(self, dense: LinearObserver, *args: Any):
@@ -126,8 +118,8 @@ class ConsumerRehearsal(Rehearsal[F]):
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         """Run the probe, and compare what every linear layer reads."""
-        self.pending = {module.consumer: f for f, module in self.pairs}
-        self._columns = {module.consumer: module.columns(self.kept[f.module].units) for f, module in self.pairs}
+        self.pending = {module.consumer: module for module in self.modules}
+        self._columns = {module.consumer: module.columns(self.kept[module.name].units) for module in self.modules}
         returned = self.probe.run(batch, before=self._before)
         if not _close(signature(*tensors_in(returned)), self._dense.outputs):
             self.wrong.append((self.latest, "the model's outputs change"))
@@ -138,7 +130,7 @@ class ConsumerRehearsal(Rehearsal[F]):
         if columns is not None:
             self.latest = self.pending.pop(name, self.latest)
             if dense is None or dense.rows is None or not same(sample(x), dense.rows[:, columns]):
-                self.wrong.append((self.latest, f"it computes other {KINDS[self.pairs[0][1].kind].units}"))
+                self.wrong.append((self.latest, f"it computes other {KINDS[self.latest.kind].units}"))
         elif dense is None or not _close(signature(x), dense.signature):
             self.wrong.append((self.latest, f"{name} reads something else"))
 
@@ -146,37 +138,39 @@ class ConsumerRehearsal(Rehearsal[F]):
 def rehearsed(
     label: str,
     probe: Probe,
-    pairs: Sequence[tuple[F, PrunableModule]],
+    modules: Sequence[PrunableModule],
     meanings: Callable[[PrunableModule], Meanings],
-    rehearse: Callable[[Sequence[tuple[F, PrunableModule]]], Wrong[F] | None],
+    rehearse: Callable[[Sequence[PrunableModule]], Wrong | None],
     *,
     supported: str,
 ) -> tuple[PrunableModule, ...]:
-    """Return the modules of `pairs`, each with the attributes that a cut must change.
+    """Return modules, each with the attributes that a cut must change.
 
     These are attributes known by name and, in classes of modules that fail a rehearsal without them, all that have a
     fitting value. `rehearse` returns the first module that fails. Raises an UnsupportedModelError that names `label`
     and what is `supported`, if a module fails even so.
     """
-    reads = {f.name: set(probe.config_reads.get(f.module, ())) for f, _ in pairs}
+    owners: dict[str, Any] = {module.name: probe.model.get_submodule(module.name) for module in modules}
+    reads = {name: set(probe.config_reads.get(owner, ())) for name, owner in owners.items()}
     matched_by_value: set[type] = set()  # classes whose attributes are not matched by name alone
     while True:
         described = []
-        for f, module in pairs:
-            values = vars(f.module) | {f"config.{n}": getattr(f.module.config, n, None) for n in reads[f.name]}
-            counting = _counting(module, values, meanings(module), by_value=type(f.module) in matched_by_value)
-            described.append((f, replace(module, attributes=counting)))
+        for module in modules:
+            owner = owners[module.name]
+            values = vars(owner) | {f"config.{n}": getattr(owner.config, n, None) for n in reads[module.name]}
+            counting = _counting(module, values, meanings(module), by_value=type(owner) in matched_by_value)
+            described.append(replace(module, attributes=counting))
         wrong = rehearse(described)
         if wrong is None:
-            return tuple(module for _, module in described)
-        found, reason = wrong
-        if type(found.module) in matched_by_value:
+            return tuple(described)
+        module, reason = wrong
+        failed = type(owners[module.name])
+        if failed in matched_by_value:
             raise UnsupportedModelError(
-                f"{label} cannot be cut: with fewer {KINDS[pairs[0][1].kind].units} the code of "
-                f"{type(found.module).__name__} ({found.name}) does not do what it did ({reason}); "
-                f"supported are {supported}"
+                f"{label} cannot be cut: with fewer {KINDS[module.kind].units} the code of {failed.__name__} "
+                f"({module.name}) does not do what it did ({reason}); supported are {supported}"
             )
-        matched_by_value.add(type(found.module))
+        matched_by_value.add(failed)
 
 
 def _counting(
@@ -194,22 +188,23 @@ def _counting(
 
 
 @contextmanager
-def fewer(probe: Probe, pairs: Sequence[tuple[F, PrunableModule]], kept: Mapping[nn.Module, Kept]) -> Iterator[None]:
+def fewer(probe: Probe, modules: Sequence[PrunableModule], kept: Mapping[str, Kept]) -> Iterator[None]:
     """Leave out the features, rows and attributes of the units that are not kept, inside the block."""
-    taken = {f.module: getattr(f.module, "narrowed", {}) for f, _ in pairs}
+    pairs = [(probe.model.get_submodule(module.name), module) for module in modules]
+    taken = [getattr(owner, "narrowed", {}) for owner, _ in pairs]
     try:
-        for f, module in pairs:
-            stay = kept[f.module]
-            set_attributes(f.module, module, stay)
+        for owner, module in pairs:
+            stay = kept[module.name]
+            set_attributes(owner, module, stay)
             probe.kept |= {name: index for name, axis, index in feature_cuts(module, stay) if axis == 0}
             probe.kept_of_parameters |= {name: (axis, index) for name, axis, index in parameter_cuts(module, stay)}
-            narrow_arguments(f.module, module, stay)
+            narrow_arguments(owner, module, stay)
         yield
     finally:
         probe.kept, probe.kept_of_parameters = {}, {}
-        for f, module in pairs:
-            set_attributes(f.module, module, module.kept(range(module.units)))
-            modeling_hies.narrow(f.module, taken[f.module])
+        for (owner, module), before in zip(pairs, taken, strict=True):
+            set_attributes(owner, module, module.kept(range(module.units)))
+            modeling_hies.narrow(owner, before)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
