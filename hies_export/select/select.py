@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -11,14 +12,7 @@ from ..errors import PlanError, RecipeError
 from ..recipe.sections import Constraints
 from ..score.criteria import Scores
 from ..units.units import Selection, Units
-from .constraints import (
-    NONE,
-    check_budget,
-    check_constraints,
-    most_removable,
-    ranked_bundles,
-    removable_counts,
-)
+from .constraints import NONE, check_budget, check_constraints, most_removable, ranked_bundles, removable_counts
 from .cost import CostTable
 from .joint import least_loss, removed_jointly
 
@@ -85,38 +79,32 @@ def _removed_by_share(
     scores: Scores, modules: Sequence[Units], heads: float, constraints: Constraints
 ) -> dict[str, set[int]]:
     """Return module -> the units that go when the share `heads` of all bundles goes."""
-    counts = _counts_of_share(scores, modules, heads, constraints)
-    removed: dict[str, set[int]] = {}
-    for module, count in zip(modules, counts, strict=True):
-        bundles = ranked_bundles(scores.scores[module.name], module, constraints.unit)
-        removed[module.name] = {unit for _, units in bundles[:count] for unit in units}
-    return removed
+    counts = check_budget(modules, heads=heads, constraints=constraints)
+    ranked = [ranked_bundles(scores.scores[module.name], module, constraints.unit) for module in modules]
+    if isinstance(counts, int):
+        counts = _counts_in_all([[score for score, _ in bundles] for bundles in ranked], modules, counts, constraints)
+    return {
+        module.name: {unit for _, units in bundles[:count] for unit in units}
+        for module, bundles, count in zip(modules, ranked, counts, strict=True)
+    }
 
 
-def _counts_of_share(scores: Scores, modules: Sequence[Units], heads: float, constraints: Constraints) -> Sequence[int]:
-    """Return how many bundles each module loses when the share `heads` of all bundles goes."""
-    size = check_budget(modules, heads=heads, constraints=constraints)
-    if not isinstance(size, int):
-        return size
+def _counts_in_all(
+    scores: Sequence[Sequence[float]], modules: Sequence[Units], size: int, constraints: Constraints
+) -> list[int]:
+    """Return how many bundles each module loses when `size` go in all; `scores` has those of its bundles, ascending."""
     if constraints.multiple_of.heads > 1:
         options = removable_counts(modules, constraints)
-        best, trace = least_loss(options, _losses(scores, modules, options, constraints.unit), size)
+        totals = [[*accumulate(of_module, initial=0.0)] for of_module in scores]
+        losses = [[total[k] for k in option] for total, option in zip(totals, options, strict=True)]
+        best, trace = least_loss(options, losses, size)
         chosen = trace(int(np.flatnonzero(np.isfinite(best))[-1]))
         return [option[place] for option, place in zip(options, chosen, strict=True)]
     # Not a knapsack with a cost of one per bundle: of equal total scores, that would take other bundles.
     candidates = sorted(
         (score, -number)
-        for number, (module, most) in enumerate(zip(modules, most_removable(modules, constraints), strict=True))
-        for score, _ in ranked_bundles(scores.scores[module.name], module, constraints.unit)[:most]
+        for number, most in enumerate(most_removable(modules, constraints))
+        for score in scores[number][:most]
     )
     lost = Counter(-number for _, number in candidates[:size])
     return [lost[number] for number in range(len(modules))]
-
-
-def _losses(scores: Scores, modules: Sequence[Units], options: Sequence[Sequence[int]], unit: str) -> list[list[float]]:
-    """Return the total score of the worst bundles of each module, for each number of bundles in its `options`."""
-    found = []
-    for module, option in zip(modules, options, strict=True):
-        lost = np.cumsum([0.0, *(score for score, _ in ranked_bundles(scores.scores[module.name], module, unit))])
-        found.append([float(lost[k]) for k in option])
-    return found
