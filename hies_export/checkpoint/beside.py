@@ -111,8 +111,6 @@ def documents_of(model: PreTrainedModel) -> Path | None:
 
     The documents of a model that was loaded from the Hub are fetched.
     """
-    if isinstance(model, TextEncoder):
-        return documents_of(model.auto_model)
     name = model.config.name_or_path
     if not name or Path(name).is_dir():
         return Path(name) if name else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,6 @@ from ..model.modeling_hies import keep_layers_for_files
 from ..model.online import hub_or_cache
 from ..slim.config import slim_class
 from .folders import MUST, Contents, refuse_other
-
-logger = logging.getLogger(__name__)
 
 AGAIN = "save or fetch the checkpoint again"
 CORRECT = "correct it there, or save the checkpoint again"

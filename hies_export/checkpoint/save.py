@@ -53,7 +53,7 @@ from .beside import (
 )
 from .classes import config_of_class, find_model_class
 from .folders import new_folder
-from .weights import weight_files
+from .weights import describe_tensors, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def write_slim(
     if refitted is not None:
         save_file(dict(refitted), folder / REFIT)
     write_card(folder, None, source)
-    worst = check_reload(model, folder, batch)
+    worst = check_reload(saved, folder, batch)
     if whole is not model:
         check_in_sentence_transformers(whole, folder)
     return worst
@@ -163,8 +163,6 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     Raises:
         ReloadMismatchError: See `save_slim`.
     """
-    if isinstance(model, TextEncoder):
-        return check_reload(model.auto_model, folder, batch)
     large = parameter_bytes(model) > LARGE_BYTES
     batch = short_samples(batch) if large else batch
     worst = 0.0
@@ -220,9 +218,7 @@ def _names_held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
     """
     names = set()
     for file in weight_files(folder):
-        with safe_open(file, "pt") as tensors:
-            of_file = [*tensors.keys()]
-        for name in of_file:
+        for name in [n for n, *_ in describe_tensors(file)]:
             if name not in saved:
                 return None
             with safe_open(file, "pt") as tensors:  # opened anew, as an open file keeps all that was read in memory

@@ -117,9 +117,9 @@ class HeadObserver(LinearObserver):
         if found is None:
             return
         found.consumer = call[0]
-        given = {str(at): value for at, (_, value, _) in enumerate(self._arguments)}
+        given = {at: value for at, (_, value, _) in enumerate(self._arguments)}
         for at, by_axis in head_of_axes(x, found.width, given).items():
-            name, _, maker = self._arguments[int(at)]
+            name, _, maker = self._arguments[at]
             placed = _axis(by_axis, found.heads)
             if placed is not None and placed[1] == [index % found.heads for index in range(len(placed[1]))]:
                 found.arguments[name] = placed[0], found.heads
@@ -185,29 +185,27 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
     must reach one column each (values).
     """
     columns = x.shape[-1]
-    calls = {str(at): call for at, call in enumerate(leaves)}
-    features = dict(zip(calls, leaves.values(), strict=True))
-    if not features or not _reaches_other_tokens(x, list(features.values())):
+    if not leaves or not _reaches_other_tokens(x, list(leaves.values())):
         return None
-    single = head_of_columns(x, 1, features)
+    single = head_of_columns(x, 1, leaves)
     has_values = any((column >= 0).any() for column, _ in single.values())
     for heads in (*_divisors(columns), *([1] if has_values else [])):  # the most heads that have whole blocks
-        by_head = head_of_columns(x, columns // heads, features)
-        if any(_of_whole_blocks(by_head[at][0], single[at][0], heads, columns // heads) for at in by_head):
+        by_head = head_of_columns(x, columns // heads, leaves)
+        if any(_of_whole_blocks(by_head[call][0], single[call][0], heads, columns // heads) for call in by_head):
             break
     else:
         return None
     owned: dict[str, dict[bool, list[int]]] = {}
     key_width = groups = 0
-    for at, (head_of, used) in by_head.items():
-        layer = owned.setdefault(calls[at][0], {})
+    for call, (head_of, used) in by_head.items():
+        layer = owned.setdefault(call[0], {})
         if not evenly_owned(head_of, heads):
             return None
         if (head_of >= 0).any():
             layer[False] = head_of.tolist()
         shared = used & (head_of < 0)
         for fewer in _divisors(heads) if shared.any() else ():
-            group_of = head_of_columns(x, columns // fewer, {at: features[at]})[at][0]
+            group_of = head_of_columns(x, columns // fewer, {call: leaves[call]})[call][0]
             if (group_of[shared] >= 0).all():
                 group_of = group_of.where(shared, -1)
                 if not evenly_owned(group_of, fewer):
@@ -215,7 +213,7 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
                 layer[True] = group_of.tolist()
                 groups = fewer
                 break
-        if (single[at][0] < 0).all() and (head_of >= 0).all() and not key_width:
+        if (single[call][0] < 0).all() and (head_of >= 0).all() and not key_width:
             key_width = len(head_of) // heads
     owned = {layer: kinds for layer, kinds in owned.items() if kinds}
     width = columns // heads

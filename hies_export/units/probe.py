@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ..model.copies import copy_with
 from ..model.internals import ask_for_output_alone, configs_of, forget_hooks, forwards_set
 from ..model.linear import features_of, is_linear
 
+K = TypeVar("K")
 Call = tuple[str, int]
 """A linear layer, and the number of its call in a run."""
 
@@ -112,7 +113,7 @@ class Probe:
         return features.requires_grad_()
 
 
-def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def head_of_features(tensor: Tensor, leaves: Mapping[K, Tensor]) -> dict[K, tuple[Tensor, Tensor]]:
     """Return the head that each feature of each layer reaches.
 
     With c_h = h + 1 and random weights r, take the gradients of sum_h c_h <r_h, x_h> and of sum_h <r_h, x_h> to a
@@ -121,7 +122,7 @@ def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, 
 
     Args:
         tensor: Queries, keys or values, (batch, heads, tokens, head_dim).
-        leaves: Layer -> its features, (..., features); or name -> a parameter, whose every element is a feature.
+        leaves: Layer or call -> features, (..., features); or name -> a parameter, whose every element is a feature.
 
     Returns:
         Leaf that reaches the tensor -> the head of each feature, (features,) int64, -1 for none or several, and whether
@@ -131,7 +132,7 @@ def head_of_features(tensor: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, 
     return _attribute(tensor, labels, leaves)
 
 
-def head_of_columns(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def head_of_columns(x: Tensor, width: int, leaves: Mapping[K, Tensor]) -> dict[K, tuple[Tensor, Tensor]]:
     """Return which head of x, the input of an output projection, (..., heads * width), each feature reaches.
 
     The result is as in `head_of_features`.
@@ -139,12 +140,12 @@ def head_of_columns(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict
     return _attribute(x, _labels(x, width), leaves)
 
 
-def head_of_axes(x: Tensor, width: int, leaves: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+def head_of_axes(x: Tensor, width: int, leaves: Mapping[K, Tensor]) -> dict[K, list[Tensor]]:
     """Return for every axis of tensors which head each of its indices reaches.
 
     Args:
         x: Input of an output projection, (..., heads * width).
-        leaves: Name -> a tensor that the input may depend on.
+        leaves: Key -> a tensor that the input may depend on.
 
     Returns:
         Leaf that reaches x -> by axis the head of each index, (size,) int64, -1 for none or several.
@@ -163,7 +164,7 @@ def _labels(x: Tensor, width: int) -> Tensor:
     return (torch.arange(x.shape[-1]) // width + 1).to(x.dtype)
 
 
-def _attribute(tensor: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def _attribute(tensor: Tensor, labels: Tensor, leaves: Mapping[K, Tensor]) -> dict[K, tuple[Tensor, Tensor]]:
     gradients = _gradients(tensor, labels, leaves)
     return {name: _heads(*(g.reshape(-1, features_in(leaves[name])) for g in both)) for name, both in gradients.items()}
 
@@ -173,7 +174,7 @@ def features_in(leaf: Tensor) -> int:
     return leaf.numel() if isinstance(leaf, nn.Parameter) else leaf.shape[-1]
 
 
-def _gradients(tensor: Tensor, labels: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def _gradients(tensor: Tensor, labels: Tensor, leaves: Mapping[K, Tensor]) -> dict[K, tuple[Tensor, Tensor]]:
     """Return the plain and the labelled gradient of a tensor to every leaf that reaches it."""
     if not tensor.requires_grad or not leaves:
         return {}

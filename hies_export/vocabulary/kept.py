@@ -128,9 +128,8 @@ def find_kept(
 
 def check_request(tokenizer: Any, texts: Sequence[str]) -> tokenizers.Tokenizer:
     """Return the tokenizer's `backend_of`; raises DataError if there are no texts, or something else among them."""
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        wrong = texts if isinstance(texts, str) else next(text for text in texts if not isinstance(text, str))
-        raise DataError(f"texts must be a list of texts, got {quoted(wrong)}; give every text as a string in a list")
+    if wrong := [texts] if isinstance(texts, str) else [text for text in texts if not isinstance(text, str)]:
+        raise DataError(f"texts must be a list of texts, got {quoted(wrong[0])}; give every text as a string in a list")
     if not texts:
         raise DataError("there must be texts to see which tokens they use, got none; give texts like those to be read")
     return backend_of(tokenizer)

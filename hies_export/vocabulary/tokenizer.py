@@ -43,18 +43,14 @@ def _shrink(described: dict[str, Any], numbers: Mapping[int, int]) -> None:
     else:
         model["vocab"] = {token: numbers[old] for token, old in model["vocab"].items() if old in numbers}
     if model["type"] == "BPE":
-        model["merges"] = [merge for merge in model["merges"] if _stays(merge, model["vocab"])]
+        stay = model["vocab"].keys()
+        model["merges"] = [m for m in model["merges"] if stay >= {*pair_of(m), "".join(pair_of(m))}]
     for added in described["added_tokens"]:
         added["id"] = numbers[added["id"]]
     if described["padding"] is not None:
         described["padding"]["pad_id"] = numbers[described["padding"]["pad_id"]]
     if described["post_processor"] is not None:
         _renumber(described["post_processor"], numbers)
-
-
-def _stays(merge: str | Sequence[str], vocabulary: Mapping[str, int]) -> bool:
-    left, right = pair_of(merge)
-    return left in vocabulary and right in vocabulary and left + right in vocabulary
 
 
 def _renumber(step: dict[str, Any], numbers: Mapping[int, int]) -> None:
