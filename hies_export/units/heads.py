@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..model.attention import AttentionCall, NotOnInterfaceError, use_attention
 from ..model.kernels import VisibleKeys, attend
-from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
 from .own_heads import find_heads, head_counts, without_first_group, without_first_query
 from .probe import Call, Probe, head_of_columns, head_of_features
@@ -42,8 +41,7 @@ class FoundAttention:
         sinks: Attention sinks, (heads,), or None.
         leaves: Linear layer that ran before the attention function -> its output features.
         output: (batch, tokens, heads * value width), a leaf of the autograd graph.
-        readers: Linear layers whose input depends on the output directly.
-        read: Input of the last reader; None until there is one.
+        readers: Linear layer whose input depends on the output directly -> that input.
         columns: "" (the output) or a layer that gates it -> what `head_of_columns` says of the reader's input.
     """
 
@@ -56,8 +54,7 @@ class FoundAttention:
     sinks: Tensor | None
     leaves: dict[str, Tensor]
     output: Tensor
-    readers: list[str] = field(default_factory=list)
-    read: Tensor | None = None
+    readers: dict[str, Tensor] = field(default_factory=dict)
     columns: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -104,8 +101,7 @@ class AttentionObserver:
                 continue
             if torch.autograd.grad(x.sum(), found.output, retain_graph=True, allow_unused=True)[0] is None:
                 continue
-            found.readers.append(name)
-            found.read = x.detach()
+            found.readers[name] = x.detach()
             if x.shape[-1] == found.output.shape[-1]:
                 width = found.given["value"].shape[3]
                 found.columns = head_of_columns(x, width, {"": found.output, **found.leaves, **self._recent})
@@ -118,12 +114,8 @@ class AttentionObserver:
 
 def _per_head(call: AttentionCall, roles: Mapping[str, Tensor]) -> dict[str, tuple[bool, Tensor]]:
     """Return `FoundAttention.per_head` of the module that made a call; `roles` has its query, key and value."""
-    linears = {name for name, child in call.module.named_modules() if is_linear(child)}
-    parameters = {
-        name: parameter
-        for name, parameter in call.module.named_parameters()
-        if parameter.requires_grad and name.rpartition(".")[0] not in linears
-    }
+    # Of a probe, only small parameters outside of linear layers require a gradient.
+    parameters = {name: p for name, p in call.module.named_parameters() if p.requires_grad}
     sinks = {} if call.sinks is None else {"sinks": call.sinks.view(1, -1, 1, 1)}
     found = {}
     for role, tensor in {**roles, **sinks}.items():
@@ -228,7 +220,7 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
         name=found.name,
         units=heads,
         unit_width=value.shape[3],
-        consumer=found.readers[0],
+        consumer=next(iter(found.readers)),
         slices=(*features, *parameters),
         groups=key_value_heads,
         key_width=query.shape[3],
@@ -279,7 +271,7 @@ def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
         raise refuse(what if not found.readers else f"{' and '.join(found.readers)} all read the attention output")
     order = torch.arange(heads * width) // width
     if not found.columns or not torch.equal(found.columns[""][0], order):
-        raise refuse(f"the heads do not reach {found.readers[0]} side by side, each on its own,")
+        raise refuse(f"the heads do not reach {next(iter(found.readers))} side by side, each on its own,")
     for layer, (head_of, used) in found.columns.items():
         if not layer or (head_of[used] == -1).all():
             continue  # a gate that all heads share stays as it is
@@ -298,7 +290,7 @@ class _HeadRehearsal(Rehearsal):
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         self._visible = VisibleKeys()
         # Layer -> the modules that it reads next, and its input in the dense run.
-        self._read_by: dict[str, list[tuple[PrunableModule, Tensor | None]]] = {}
+        self._read_by: dict[str, list[tuple[PrunableModule, Tensor]]] = {}
         self._called: set[nn.Module] = set()
         with use_attention(self.probe.model, self._attention):
             self.probe.run(batch, before=self._before)
@@ -316,12 +308,12 @@ class _HeadRehearsal(Rehearsal):
                 self.wrong.append((module, f"it makes another {role} of its features"))
         if found.sinks is not None and not (call.sinks is not None and same(call.sinks, found.sinks[list(kept.units)])):
             self.wrong.append((module, "its sinks are not those of its heads"))
-        self._read_by.setdefault(module.consumer, []).append((module, found.read))
+        self._read_by.setdefault(module.consumer, []).append((module, found.readers[module.consumer]))
         return output
 
     def _before(self, call: Call, x: Tensor) -> None:
         for module, read in self._read_by.pop(call[0], []):
             columns = module.columns(self.kept[module.name].units)
-            if read is None or not same(x, read[..., columns]):
+            if not same(x, read[..., columns]):
                 self.wrong.append((module, "it joins the heads in another way"))
             self.pending.pop(module.name, None)

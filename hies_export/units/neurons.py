@@ -153,12 +153,9 @@ def _name_layers(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping
     `layers` is linear layer -> its element of an `nn.ModuleList`. A block is named after the innermost module with all
     of its linear layers, or after its consumer if that module has other linear layers too or two blocks share it.
     """
-    inside = []
     for block in blocks:
         block.name = common_module([block.consumer, *block.columns])
-        layer = layers.get(block.consumer, "")
-        if f"{block.name}.".startswith(f"{layer}.") and layer:
-            inside.append(block)
+    inside = [block for block in blocks if f"{block.name}.".startswith(f"{layers[block.consumer]}.")]
     shared = [block.name for block in inside]
     for block in inside:
         children = model.get_submodule(block.name).named_children()
