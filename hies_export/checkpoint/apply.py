@@ -93,8 +93,9 @@ def apply_plan(
     given = {"model": model} if refit is None else {"model": model, "refitted layers": refit}
     refuse_existing(folder, overwrite=overwrite, inputs=given)
     progress.stage("load the model")
-    source, found = _load(model)
-    dense, processor, origin = found.model, None, replace(found, model=None, folder=source)
+    found = _load(model)
+    dense, processor, source, origin = found.model, None, found.folder, replace(found, model=None)
+    assert source is not None
     progress.stage("cut")
     if plan.vocabulary:
         kept = KeptTokens(plan.vocabulary, row_count(dense))
@@ -126,8 +127,8 @@ def apply_plan(
     )
 
 
-def _load(model: str | Path) -> tuple[Path, Unwrapped]:
-    """Return the folder of a checkpoint's weights, and its model, in the dtype that they are stored in."""
+def _load(model: str | Path) -> Unwrapped:
+    """Return a checkpoint's model, in the dtype that it is stored in, with the folder of its weights."""
 
     def load_stored(model_class: type[PreTrainedModel], folder: Path, config: Any) -> PreTrainedModel:
         refuse_quantised(config, folder)
@@ -135,13 +136,11 @@ def _load(model: str | Path) -> tuple[Path, Unwrapped]:
         return load_weights(model_class, folder, config=config, dtype=dtype)
 
     if kind_in(model) is not None:
-        found = load_sentence(model, load=load_stored)
-        assert found.folder is not None
-        return found.folder, found
+        return load_sentence(model, load=load_stored)
     source = fetch(model)
     config = load_config(source)
     refuse_quantised(config, source)
-    return source, Unwrapped(load(source, dtype=stored_dtype(weight_files(source), config) or "auto"))
+    return Unwrapped(load(source, dtype=stored_dtype(weight_files(source), config) or "auto"), folder=source)
 
 
 def _find_modules(
