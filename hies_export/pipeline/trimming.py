@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.batches import Batch, by_length, of_similar_length
-from ..data.processors import padding_token, tokenizer_of
 from ..data.rows import column_values, load_rows, own_columns
 from ..errors import DataError
 from ..recipe.sections import VocabularySection
@@ -98,9 +97,8 @@ class Reading:
         """What converts batches of the untrimmed model; None if each model reads samples by itself."""
         if self.trimming is None or self.task.predicts in PER_SAMPLE:
             return None
-        whole, smaller = tokenizer_of(self.trimming.processor), tokenizer_of(self.processor)
-        pad = padding_token(smaller, self.task.config)
-        return Recut.of(self.dense, self.trimming.kept, (whole, smaller), pad)
+        processors = self.trimming.processor, self.processor
+        return Recut.of(self.dense, self.trimming.kept, processors, self.task.config)
 
 
 def trim(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..data.batches import FILL, IGNORED, JUDGED_KEY, PIECE_KEY, Batch, padded, size_of
+from ..data.processors import padding_token, tokenizer_of
 from ..model.tokens import longest_sequence
 from ..tasks import Predictions, Task
 from ..tasks.text_generation import WHOLE
@@ -45,9 +46,13 @@ class Recut:
     limit: int | None
 
     @classmethod
-    def of(cls, task: Task, kept: KeptTokens, tokenizers: tuple[Any, Any], pad: int) -> Recut:
-        """Return the conversion of batches that a task reads for a dense model; the second tokenizer is the smaller."""
-        whole, smaller = tokenizers
+    def of(cls, task: Task, kept: KeptTokens, processors: tuple[Any, Any], config: Any) -> Recut:
+        """Return the conversion of batches that a task reads for a dense model.
+
+        `processors` are those of the dense and the smaller model, and `config` is the smaller one's.
+        """
+        whole, smaller = map(tokenizer_of, processors)
+        pad = padding_token(smaller, config)
         return cls(
             kept,
             pieces=pieces_of(whole, smaller, pad),
