@@ -197,8 +197,7 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
     config.architectures = [type(of_config).__name__]
     config.dtype = model.dtype
     config.label2id = label_numbers(config)
-    if hasattr(config, "auto_map"):
-        del config.auto_map
+    vars(config).pop("auto_map", None)
     config.exported_by = "hies-export"
     config.to_json_file(folder / CONFIG_NAME)
 

@@ -111,13 +111,10 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
 
 
 def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
-    """Load a checkpoint whose heads were pruned by transformers 4, which transformers 5 cannot load.
+    """Return the slim model of a checkpoint whose heads were pruned by transformers 4, and the plan that cuts to it.
 
-    `prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does, and wrote the removed heads into the
-    config, as `pruned_heads`: layer -> original indices.
-
-    Returns:
-        The slim model, and the plan that cuts the original to it.
+    transformers 5 cannot load it. `prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does, and
+    wrote the removed heads into the config, as `pruned_heads`: layer -> original indices.
     """
     stock = find_model_class(path, **hub_options(kwargs))
     with refusing(f"the heads that pruned_heads names must be those of the model, but in {path} they are not", AGAIN):

@@ -158,10 +158,7 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     """Load a folder in every way that users may, one after the other; return the largest difference of an output.
 
     The ways are this package, the Auto classes of its task, and `AutoModel`. Models of more than `LARGE_BYTES` are
-    `_built` and not loaded.
-
-    Raises:
-        ReloadMismatchError: See `save_slim`.
+    `_built` and not loaded. Raises the ReloadMismatchErrors of `save_slim`.
     """
     large = parameter_bytes(model) > LARGE_BYTES
     batch = short_samples(batch) if large else batch
@@ -282,15 +279,8 @@ def check_in_sentence_transformers(whole: Any, folder: Path, *, limit: float = S
     """Compare an object of sentence-transformers with the one that it loads from the object's folder.
 
     A few texts, one of them too long for most models, go through `encode_query`, `encode_document` and
-    `encode` of both, or through `predict` of a CrossEncoder.
-
-    Args:
-        whole: A SentenceTransformer or CrossEncoder.
-        folder: Where this package saved it; its code may run.
-        limit: Largest difference, as a share of the largest number.
-
-    Raises:
-        ReloadMismatchError: The folder does not load there, or gives other numbers.
+    `encode` of both, or through `predict` of a CrossEncoder. This package saved the folder, so its code may run. Raises
+    ReloadMismatchError if it does not load, or if a number differs by more than `limit`, a share of the largest.
     """
     must = "a saved model must load again, but in sentence-transformers"
     with refusing(f"{must} it fails with", "nothing was kept", ReloadMismatchError):

@@ -173,10 +173,8 @@ def _loading(load: Load) -> Any:
 def encoder_class(path: Path) -> type[PreTrainedModel]:
     """Return the class by which sentence-transformers loads an encoder, or its slim version.
 
-    It is the base model's, even if the config names a class with a head, such as BertForMaskedLM, or none.
-
-    Raises:
-        RequestError: The encoder takes more than texts, or is a part of an encoder-decoder that has no own class.
+    It is the base model's, even if the config names a class with a head, such as BertForMaskedLM, or none. Raises a
+    RequestError if the encoder takes more than texts, or is a part of an encoder-decoder that has no own class.
     """
     found = _base_class(path)
     modalities: str | Sequence[str] = found.input_modalities  # a single one is a string
@@ -213,9 +211,7 @@ def _refuse_others(modalities: Sequence[str], where: str) -> None:
 def unwrap(model: Any, where: str = "") -> Unwrapped:
     """Return the model of transformers in a SentenceTransformer or CrossEncoder, or a model that is one itself.
 
-    Args:
-        model: The object; it is not changed.
-        where: What messages call the object.
+    The object is not changed; messages call it `where`.
     """
     names = (c.__name__ for c in type(model).__mro__ if c.__module__.split(".")[0] == "sentence_transformers")
     kind = next((name for name in names if name in (EMBEDDER, RERANKER, *_OTHERS)), None)

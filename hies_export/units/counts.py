@@ -50,7 +50,7 @@ class Record(Mapping[str, Any]):
         return iter(vars(self))
 
     def __len__(self) -> int:
-        return len(vars(self))
+        return len([*self])
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +80,6 @@ class Counted(Both[int]):
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, value in vars(self).items() if value is not None)
-
-    def __len__(self) -> int:
-        return len([*self])
 
 
 @dataclass(frozen=True, eq=False)

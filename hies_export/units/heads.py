@@ -9,8 +9,9 @@ reason, because a wrong cut is worse than none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..model.kernels import VisibleKeys, attend
 from ..model.modes import requiring_gradients
 from .own_heads import find_heads, head_counts, without_first_group, without_first_query
 from .probe import Call, Probe, head_of_columns, head_of_features
-from .rehearse import Rehearsal, Wrong, rehearsed, same
+from .rehearse import Rehearsal, rehearsed, same
 from .units import PrunableModule, Slice, owner_of_rows
 
 
@@ -170,13 +171,10 @@ def _find_on_interface(model: PreTrainedModel, batch: Mapping[str, Tensor], labe
             f"{label} never called the attention function, so it has no attention that can be scored; "
             f"supported are {SUPPORTED}"
         )
-
-    def rehearse(modules: Sequence[PrunableModule]) -> Wrong | None:
-        without_group = _HeadRehearsal(observer.found, probe, modules, without_first_group).run(batch)
-        return without_group or _HeadRehearsal(observer.found, probe, modules, without_first_query).run(batch)
-
     modules = [_describe(found, label) for found in observer.found.values()]
-    return rehearsed(label, probe, modules, head_counts, rehearse, supported=SUPPORTED)
+    keeps = (without_first_group, without_first_query)
+    rehearsals = [partial(_HeadRehearsal, observer.found, probe, keep) for keep in keeps]
+    return rehearsed(label, probe, modules, head_counts, rehearsals, batch, supported=SUPPORTED)
 
 
 def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -30,7 +31,7 @@ from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
 from .probe import Call, Probe
 from .reads import MIXED, LinearObserver, Reach, Read
-from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
+from .rehearse import ConsumerRehearsal, Meanings, rehearsed
 from .units import AttributeCount, Kept, PrunableModule, Slice, owner_of_rows
 
 
@@ -222,14 +223,11 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
             f"{label} has no feed-forward block in its layers whose neurons reach one linear layer, each on its own; "
             f"supported are {SUPPORTED}"
         )
-
-    def rehearse(modules: Sequence[PrunableModule]) -> Wrong | None:
-        return ConsumerRehearsal(dense, probe, modules, _without_every_third).run(batch)
-
     neurons = AttributeCount("units")
     meanings = Meanings(by_name=dict.fromkeys(_NAMES, neurons), by_value=[neurons])
     modules = [_describe(block, probe, label) for block in blocks]
-    return rehearsed(label, probe, modules, lambda _: meanings, rehearse, supported=SUPPORTED)
+    rehearsals = [partial(ConsumerRehearsal, dense, probe, _without_every_third)]
+    return rehearsed(label, probe, modules, lambda _: meanings, rehearsals, batch, supported=SUPPORTED)
 
 
 def _refusal(label: str, reason: str) -> UnsupportedModelError:

@@ -26,7 +26,7 @@ from ..model.modes import requiring_gradients
 from .neurons import common_module, evenly_owned, layers_of_linears
 from .probe import Call, Probe, gradients_of, head_of_axes, head_of_columns, positive_weights
 from .reads import LinearObserver, sample
-from .rehearse import ConsumerRehearsal, Meanings, Wrong, rehearsed
+from .rehearse import ConsumerRehearsal, Meanings, rehearsed
 from .units import AttributeCount, Kept, PrunableModule, Slice
 
 
@@ -277,19 +277,14 @@ def find_heads(
     """Return the attention modules whose heads linear layers read; raise `otherwise` if there are none."""
     probe = Probe(model)
     dense = HeadObserver(probe)
-    modules = [*probe.model.modules()]
+    before = [*probe.model.modules()]
     with requiring_gradients(probe.small_parameters()), dense.watching():
         dense.end(probe.run(batch, before=dense.before, after=dense.after))
-    if modules != [*probe.model.modules()]:
+    if before != [*probe.model.modules()]:
         raise UnsupportedModelError(f"{label} cannot be cut: its code replaces modules of its own while it runs")
     found, reasons = dense.modules()
     if not found:
         raise UnsupportedModelError(f"{label} cannot be cut: {reasons[0]}") if reasons else otherwise
-
-    def rehearse(modules: Sequence[PrunableModule]) -> Wrong | None:
-        without_group = ConsumerRehearsal(dense, probe, modules, without_first_group).run(batch)
-        return without_group or ConsumerRehearsal(dense, probe, modules, in_every_other).run(batch)
-
     others = {f.name for f in found[1::2]}
 
     def in_every_other(module: PrunableModule) -> Kept:
@@ -298,7 +293,9 @@ def find_heads(
             return module.kept(range(module.units))
         return without_first_query(module) if module.group_size > 1 else without_first_group(module)
 
-    return rehearsed(label, probe, [*map(_describe, found)], head_counts, rehearse, supported=SUPPORTED)
+    modules = [_describe(f) for f in found]
+    rehearsals = [partial(ConsumerRehearsal, dense, probe, keep) for keep in (without_first_group, in_every_other)]
+    return rehearsed(label, probe, modules, head_counts, rehearsals, batch, supported=SUPPORTED)
 
 
 def _describe(found: FoundHeads) -> PrunableModule:

@@ -141,14 +141,9 @@ def head_of_columns(x: Tensor, width: int, leaves: Mapping[K, Tensor]) -> dict[K
 
 
 def head_of_axes(x: Tensor, width: int, leaves: Mapping[K, Tensor]) -> dict[K, list[Tensor]]:
-    """Return for every axis of tensors which head each of its indices reaches.
+    """Return for every axis of tensors which head of x, as in `head_of_columns`, each of its indices reaches.
 
-    Args:
-        x: Input of an output projection, (..., heads * width).
-        leaves: Key -> a tensor that the input may depend on.
-
-    Returns:
-        Leaf that reaches x -> by axis the head of each index, (size,) int64, -1 for none or several.
+    The result is leaf that reaches x -> by axis the head of each index, (size,) int64, -1 for none or several.
     """
 
     def by_index(gradient: Tensor, axis: int) -> Tensor:

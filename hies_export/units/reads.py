@@ -110,10 +110,7 @@ class LinearObserver:
                 self.readers.setdefault(leaf, set()).add(("", 0))
 
     def _leaves_of(self, x: Tensor) -> tuple[dict[Call, Tensor], dict[str, nn.Parameter]]:
-        """Return what a tensor's graph ends at: features, in the order of their calls, and parameters by name.
-
-        The parameters are those outside of linear layers.
-        """
+        """Return what a tensor's graph ends at: features, in the order of their calls, and other parameters by name."""
         leaves: dict[Call, Tensor] = {}
         parameters: dict[str, nn.Parameter] = {}
         if not x.requires_grad or not torch.is_grad_enabled():

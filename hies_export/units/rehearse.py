@@ -87,7 +87,7 @@ class Rehearsal:
         wrong: Modules for which the runs differ, and how.
     """
 
-    def __init__(self, probe: Probe, modules: Sequence[PrunableModule], keep: Callable[[PrunableModule], Kept]):
+    def __init__(self, probe: Probe, keep: Callable[[PrunableModule], Kept], modules: Sequence[PrunableModule]):
         self.probe, self.modules = probe, modules
         self.kept = {module.name: keep(module) for module in modules}
         self.pending = {module.name: module for module in modules}
@@ -140,15 +140,15 @@ def rehearsed(
     probe: Probe,
     modules: Sequence[PrunableModule],
     meanings: Callable[[PrunableModule], Meanings],
-    rehearse: Callable[[Sequence[PrunableModule]], Wrong | None],
+    rehearsals: Sequence[Callable[[Sequence[PrunableModule]], Rehearsal]],
+    batch: Mapping[str, Tensor],
     *,
     supported: str,
 ) -> tuple[PrunableModule, ...]:
     """Return modules, each with the attributes that a cut must change.
 
     These are attributes known by name and, in classes of modules that fail a rehearsal without them, all that have a
-    fitting value. `rehearse` returns the first module that fails. Raises an UnsupportedModelError that names `label`
-    and what is `supported`, if a module fails even so.
+    fitting value. If a module fails even so, an UnsupportedModelError names `label` and what is `supported`.
     """
     owners: dict[str, Any] = {module.name: probe.model.get_submodule(module.name) for module in modules}
     reads = {name: set(probe.config_reads.get(owner, ())) for name, owner in owners.items()}
@@ -160,7 +160,7 @@ def rehearsed(
             values = vars(owner) | {f"config.{n}": getattr(owner.config, n, None) for n in reads[module.name]}
             counting = _counting(module, values, meanings(module), by_value=type(owner) in matched_by_value)
             described.append(replace(module, attributes=counting))
-        wrong = rehearse(described)
+        wrong = next(filter(None, (rehearsal(described).run(batch) for rehearsal in rehearsals)), None)
         if wrong is None:
             return tuple(described)
         module, reason = wrong

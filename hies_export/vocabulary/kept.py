@@ -51,8 +51,7 @@ class KeptTokens:
 def backend_of(tokenizer: Any) -> tokenizers.Tokenizer:
     """Return a copy of the `tokenizers.Tokenizer` in a tokenizer of transformers, without truncation and padding.
 
-    Raises:
-        RequestError: There is none, or it is of a kind for which it is not known what the tokens of a text depend on.
+    Raises a RequestError without one, or for a kind of which it is not known what the tokens of a text depend on.
     """
     own = getattr(tokenizer, "backend_tokenizer", None)
     if own is None:
