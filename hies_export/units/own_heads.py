@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,33 +30,6 @@ from .rehearse import ConsumerRehearsal, Meanings, rehearsed
 from .units import AttributeCount, Kept, PrunableModule, Slice
 
 
-@dataclass
-class FoundHeads:
-    """The heads in front of one consumer, as observed in a run of the probe.
-
-    Attributes:
-        name: Dotted name of the innermost module with all layers that own features.
-        module: The module of that name in the probe's model.
-        consumer: The linear layer that reads the heads.
-        heads, groups: Numbers of query and of key/value heads.
-        width, key_width: Widths of a head's output, and of its queries and keys.
-        features: Layer -> whether key/value heads own the features -> the head of every feature, -1 for none.
-        parameters: Parameter outside of linear layers -> axis, and the head of every index along it.
-        arguments: Argument of the module with values for every head -> the axis of the heads, and their number.
-    """
-
-    consumer: str
-    heads: int
-    groups: int
-    width: int
-    key_width: int
-    features: dict[str, dict[bool, list[int]]]
-    parameters: dict[str, tuple[int, list[int]]]
-    arguments: dict[str, tuple[int, int]] = field(default_factory=dict)
-    name: str = ""
-    module: nn.Module = field(default_factory=nn.Module)
-
-
 class HeadObserver(LinearObserver):
     """Hooks for one run of a probe, which record the heads that linear layers read."""
 
@@ -69,7 +42,7 @@ class HeadObserver(LinearObserver):
         # value, whose gradient shows the heads it reaches.
         self._arguments: list[tuple[str, nn.Parameter, str]] = []
         self._makers_of_arguments: set[str] = set()  # of those arguments that have values for every head
-        self._found: dict[Call, FoundHeads] = {}
+        self._found: dict[Call, PrunableModule] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -113,76 +86,83 @@ class HeadObserver(LinearObserver):
 
     def _examine(self, call: Call, x: Tensor, leaves: dict[Call, Tensor], parameters: dict[str, nn.Parameter]) -> None:
         """Find the heads in a layer's input, and the arguments since the last such layer that have values for each."""
-        found = heads_in(x, leaves, parameters)
+        found = heads_in(call[0], x, leaves, parameters)
         if found is None:
             return
-        found.consumer = call[0]
+        narrowed = {}
         given = {at: value for at, (_, value, _) in enumerate(self._arguments)}
-        for at, by_axis in head_of_axes(x, found.width, given).items():
+        for at, by_axis in head_of_axes(x, found.unit_width, given).items():
             name, _, maker = self._arguments[at]
-            placed = _axis(by_axis, found.heads)
-            if placed is not None and placed[1] == [index % found.heads for index in range(len(placed[1]))]:
-                found.arguments[name] = placed[0], found.heads
+            placed = _axis(by_axis, found.units)
+            if placed is not None and torch.equal(placed[1], torch.arange(len(placed[1])) % found.units):
+                narrowed[name] = placed[0], found.units
                 self._makers_of_arguments.add(maker)
         self._arguments = []
         self.reads[call].rows = sample(x)
-        self._found[call] = found
+        self._found[call] = replace(found, narrowed=narrowed)
 
-    def modules(self) -> tuple[list[FoundHeads], list[str]]:
+    def modules(self) -> tuple[list[PrunableModule], list[str]]:
         """Return the modules with heads in the order of the run, and for each that cannot be cut the reason."""
-        found: list[FoundHeads] = []
+        found: list[tuple[PrunableModule, type]] = []
         reasons: list[str] = []
-        for heads in self._found.values():
-            if heads.heads == 1:  # features that all heads would share look like those of the only one
-                heads.features = {layer: own for layer, own in heads.features.items() if self._only_makes(layer, heads)}
         for call, heads in self._found.items():
-            if call[1] or not heads.features:
+            if heads.units == 1:  # features that all heads would share look like those of the only one
+                own = (part for part in heads.slices if part.parameter or self._only_makes(part.tensor, heads))
+                self._found[call] = replace(heads, slices=tuple(own))
+        for call, heads in self._found.items():
+            if call[1] or not heads.producers:
                 continue  # a later call, with shared weights, of a layer that must read the same heads every time
-            heads.name = common_module(heads.features)
-            heads.module = self._model.get_submodule(heads.name)
-            narrowed: Mapping[str, Any] = getattr(heads.module, "narrowed", {})  # of a slim model
+            heads = replace(heads, name=common_module(heads.producers))
+            owner = self._model.get_submodule(heads.name)
+            narrowed: Mapping[str, Any] = getattr(owner, "narrowed", {})  # of a slim model
             if narrowed:
-                heads.arguments = {name: (axis, total) for name, (axis, total, _) in narrowed.items()}
+                heads = replace(heads, narrowed={name: (axis, total) for name, (axis, total, _) in narrowed.items()})
             reason = self._reason_against(heads)
-            if any(other.name == heads.name for other in found):
+            if any(other.name == heads.name for other, _ in found):
                 reason = "several layers read heads of one module"
             if reason:
-                reasons.append(f"{reason} in {heads.name} ({type(heads.module).__name__})")
+                reasons.append(f"{reason} in {heads.name} ({type(owner).__name__})")
             else:
-                found.append(heads)
+                found.append((heads, type(owner)))
         # A single head is one if a module of that class has several; other layers mix features of all tokens too.
-        several = {type(heads.module) for heads in found if heads.heads > 1}
+        several = {module_class for heads, module_class in found if heads.units > 1}
         slim = getattr(self._model.config, "hies_export", None) is not None
-        return [heads for heads in found if slim or type(heads.module) in several], reasons
+        return [heads for heads, module_class in found if slim or module_class in several], reasons
 
-    def _only_makes(self, layer: str, found: FoundHeads) -> bool:
+    def _only_makes(self, layer: str, found: PrunableModule) -> bool:
         """Return whether nothing but the consumer of these heads reads the features of a layer."""
         readers = {name for call in self.reads if call[0] == layer for name, _ in self.readers.get(call, ())}
         return readers <= {found.consumer}
 
-    def _reason_against(self, found: FoundHeads) -> str:
+    def _reason_against(self, found: PrunableModule) -> str:
         """Return why the heads of a module cannot be cut; "" if they can."""
         calls = [call for call in self.reads if call[0] == found.consumer]
         for call in calls:
             other = self._found.get(call)
-            if other is None or (other.features, other.parameters) != (found.features, found.parameters):
+            if other is None or _by_tensor(other) != _by_tensor(found):
                 return f"{found.consumer} does not read the same heads every time"
-        for layer in found.features:
+        for layer in found.producers:
             if not self._only_makes(layer, found):
                 return f"the features of {layer} do more than make heads"
         if found.name in self._makers_of_arguments:
             return "other layers take their bias of every head from the one that is made"
-        for name, module in found.module.named_modules(prefix=found.name):
+        for name, module in self._model.get_submodule(found.name).named_modules(prefix=found.name):
             if is_linear(module) and (name, 0) not in self.reads:
                 return f"these inputs do not reach {name}"
         return ""
 
 
-def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, nn.Parameter]) -> FoundHeads | None:
+def _by_tensor(module: PrunableModule) -> dict[tuple[str, bool], Slice]:
+    return {(part.tensor, part.per_group): part for part in module.slices}
+
+
+def heads_in(
+    consumer: str, x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> PrunableModule | None:
     """Return the heads that are side by side in a linear layer's input x, (..., heads * width); None if it has none.
 
     Some features must reach other tokens, and some a whole block (queries and keys). If there is a single head, some
-    must reach one column each (values).
+    must reach one column each (values). The module that is returned has no name yet.
     """
     columns = x.shape[-1]
     if not leaves or not _reaches_other_tokens(x, list(leaves.values())):
@@ -190,19 +170,20 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
     single = head_of_columns(x, 1, leaves)
     has_values = any((column >= 0).any() for column, _ in single.values())
     for heads in (*_divisors(columns), *([1] if has_values else [])):  # the most heads that have whole blocks
-        by_head = head_of_columns(x, columns // heads, leaves)
-        if any(_of_whole_blocks(by_head[call][0], single[call][0], heads, columns // heads) for call in by_head):
+        width = columns // heads
+        by_head = head_of_columns(x, width, leaves)
+        if any(_of_whole_blocks(by_head[call][0], single[call][0], heads, width) for call in by_head):
             break
     else:
         return None
-    owned: dict[str, dict[bool, list[int]]] = {}
+    # Linear layer, and whether key/value heads own its features (else query heads) -> the head of each, -1 for none.
+    owned: dict[tuple[str, bool], Tensor] = {}
     key_width = groups = 0
     for call, (head_of, used) in by_head.items():
-        layer = owned.setdefault(call[0], {})
         if not evenly_owned(head_of, heads):
             return None
         if (head_of >= 0).any():
-            layer[False] = head_of.tolist()
+            owned[call[0], False] = head_of
         shared = used & (head_of < 0)
         for fewer in _divisors(heads) if shared.any() else ():
             group_of = head_of_columns(x, columns // fewer, {call: leaves[call]})[call][0]
@@ -210,17 +191,22 @@ def heads_in(x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, 
                 group_of = group_of.where(shared, -1)
                 if not evenly_owned(group_of, fewer):
                     return None
-                layer[True] = group_of.tolist()
+                owned[call[0], True] = group_of
                 groups = fewer
                 break
         if (single[call][0] < 0).all() and (head_of >= 0).all() and not key_width:
             key_width = len(head_of) // heads
-    owned = {layer: kinds for layer, kinds in owned.items() if kinds}
-    width = columns // heads
+    features = [Slice(layer, 0, head_of, per_group=per_group) for (layer, per_group), head_of in owned.items()]
     axes = {name: _axis(by_axis, heads) for name, by_axis in head_of_axes(x, width, parameters).items()}
-    placed = {name: axis for name, axis in axes.items() if axis is not None}
-    groups = groups or (heads if has_values else 1)  # without values of their own, all heads share one
-    return FoundHeads("", heads, groups, width, key_width or width, owned, placed)
+    return PrunableModule(
+        name="",
+        units=heads,
+        unit_width=width,
+        consumer=consumer,
+        slices=(*features, *(Slice(name, *axis, parameter=True) for name, axis in axes.items() if axis is not None)),
+        groups=groups or (heads if has_values else 1),  # without values of their own, all heads share one
+        key_width=key_width or width,
+    )
 
 
 def _of_whole_blocks(head_of: Tensor, column_of: Tensor, heads: int, width: int) -> bool:
@@ -246,15 +232,14 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(number // 2, 1, -1) if number % n == 0]
 
 
-def _axis(by_axis: Sequence[Tensor], heads: int) -> tuple[int, list[int]] | None:
+def _axis(by_axis: Sequence[Tensor], heads: int) -> tuple[int, Tensor] | None:
     """Return the first axis along which all heads own equally many and all indices, and the head of each index.
 
-    `by_axis` has the head of each index of every axis, (size,) int64, -1 for none or several. None if there is no such
-    axis.
+    `by_axis` is as in `head_of_axes`. None if there is no such axis.
     """
     for axis, head_of in enumerate(by_axis):
         if (head_of >= 0).all() and evenly_owned(head_of, heads):
-            return axis, head_of.tolist()
+            return axis, head_of
     return None
 
 
@@ -282,10 +267,10 @@ def find_heads(
         dense.end(probe.run(batch, before=dense.before, after=dense.after))
     if before != [*probe.model.modules()]:
         raise UnsupportedModelError(f"{label} cannot be cut: its code replaces modules of its own while it runs")
-    found, reasons = dense.modules()
-    if not found:
+    modules, reasons = dense.modules()
+    if not modules:
         raise UnsupportedModelError(f"{label} cannot be cut: {reasons[0]}") if reasons else otherwise
-    others = {f.name for f in found[1::2]}
+    others = {module.name for module in modules[1::2]}
 
     def in_every_other(module: PrunableModule) -> Kept:
         # Modules that share a tensor, such as a bias, must not have to keep the same heads.
@@ -293,30 +278,8 @@ def find_heads(
             return module.kept(range(module.units))
         return without_first_query(module) if module.group_size > 1 else without_first_group(module)
 
-    modules = [_describe(f) for f in found]
     rehearsals = [partial(ConsumerRehearsal, dense, probe, keep) for keep in (without_first_group, in_every_other)]
     return rehearsed(label, probe, modules, head_counts, rehearsals, batch, supported=SUPPORTED)
-
-
-def _describe(found: FoundHeads) -> PrunableModule:
-    features = (
-        Slice(layer, 0, torch.tensor(head_of), per_group=per_group)
-        for layer, kinds in found.features.items()
-        for per_group, head_of in kinds.items()
-    )
-    parameters = (
-        Slice(name, axis, torch.tensor(head_of), parameter=True) for name, (axis, head_of) in found.parameters.items()
-    )
-    return PrunableModule(
-        name=found.name,
-        units=found.heads,
-        unit_width=found.width,
-        consumer=found.consumer,
-        slices=(*features, *parameters),
-        groups=found.groups,
-        key_width=found.key_width,
-        narrowed=found.arguments,
-    )
 
 
 def head_counts(module: PrunableModule) -> Meanings:
