@@ -16,8 +16,8 @@ and networks that see no sample, such as those that make position biases.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
@@ -33,18 +33,6 @@ from .probe import Call, Probe
 from .reads import MIXED, LinearObserver, Reach, Read
 from .rehearse import ConsumerRehearsal, Meanings, rehearsed
 from .units import AttributeCount, Kept, PrunableModule, Slice, owner_of_rows
-
-
-@dataclass
-class FoundBlock:
-    """One feed-forward block, as observed in a run of the probe."""
-
-    name: str  # dotted name of the innermost module with all of its layers; of the consumer if another block has it too
-    consumer: str
-    units: int
-    columns: dict[str, Tensor]  # producer -> the neuron of each of its features, (features,)
-    # Parameter outside of linear layers -> the neuron of each of its elements, (elements,).
-    parameters: dict[str, Tensor]
 
 
 def layers_of_linears(model: PreTrainedModel) -> dict[str, str]:
@@ -64,7 +52,7 @@ def layers_of_linears(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[FoundBlock]:
+def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[PrunableModule]:
     """Return the blocks in the order of the run, still without names; add to `reasons` why near misses are none.
 
     `reasons` is linear layer -> why it is not quite the consumer of a block. A layer that is called several times must
@@ -77,16 +65,19 @@ def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[FoundBlock]:
     for of_layer in calls.values():
         found = [_block(call, dense, reasons) for call in of_layer]
         first = found[0]
-        if first is None or not all(other is not None and _equal(first, other) for other in found[1:]):
+        if first is None or any(other is None or by_tensor(other) != by_tensor(first) for other in found[1:]):
             continue
         fed = {c for call in of_layer for c in dense.reads[call].sources}
-        if all(call in fed for name in first.columns for call in calls[name]):
+        if all(call in fed for name in first.producers for call in calls[name]):
             blocks.append(first)
     return blocks
 
 
-def _block(call: Call, dense: LinearObserver, reasons: dict[str, str]) -> FoundBlock | None:
-    """Return the block whose consumer made a call, or None; add to `reasons` why a near miss is none."""
+def _block(call: Call, dense: LinearObserver, reasons: dict[str, str]) -> PrunableModule | None:
+    """Return the block whose consumer made a call, or None; add to `reasons` why a near miss is none.
+
+    The owners in its slices of parameters are those of each element, in the parameter's shape.
+    """
     read = dense.reads[call]
     if not read.reach or not all(reach.at_token for reach in read.reach.values()):
         return None
@@ -100,10 +91,12 @@ def _block(call: Call, dense: LinearObserver, reasons: dict[str, str]) -> FoundB
         return None
     if own != read.sources or len({name for name, _ in read.sources}) < len(read.sources):
         return None
-    columns = {name: reach.column for (name, _), reach in read.reach.items()}
+    features = (Slice(name, 0, reach.column) for (name, _), reach in read.reach.items())
     # Parameters that all neurons share stay as they are.
-    parameters = {n: reach.column for n, reach in read.parameters.items() if not (reach.column < 0).all()}
-    return FoundBlock("", call[0], read.columns, columns, parameters)
+    owned = {name: reach.column for name, reach in read.parameters.items() if not (reach.column < 0).all()}
+    parameters = (Slice(name, 0, column, parameter=True) for name, column in owned.items())
+    slices = (*features, *parameters)
+    return PrunableModule(name="", kind=MLP, units=read.columns, unit_width=1, consumer=call[0], slices=slices)
 
 
 def _reason_against(read: Read, own: set[Call]) -> str:
@@ -141,28 +134,25 @@ def evenly_owned(owner: Tensor, owners: int) -> bool:
     return bool((torch.bincount(owner[owner >= 0], minlength=owners).diff() == 0).all())
 
 
-def _equal(one: FoundBlock, other: FoundBlock) -> bool:
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        for a, b in ((one.columns, other.columns), (one.parameters, other.parameters))
-    )
+def by_tensor(module: PrunableModule) -> dict[tuple[str, bool], Slice]:
+    """Return the slices of a module by tensor and `per_group`, to compare modules whatever the order."""
+    return {(part.tensor, part.per_group): part for part in module.slices}
 
 
-def _name_layers(model: nn.Module, blocks: Sequence[FoundBlock], layers: Mapping[str, str]) -> list[FoundBlock]:
-    """Set the names of the blocks inside of layers, and return those; the others are left out.
+def _named(model: nn.Module, blocks: Iterable[PrunableModule], layers: Mapping[str, str]) -> list[PrunableModule]:
+    """Return the blocks inside of layers with their names; the others are left out.
 
     `layers` is linear layer -> its element of an `nn.ModuleList`. A block is named after the innermost module with all
     of its linear layers, or after its consumer if that module has other linear layers too or two blocks share it.
     """
-    for block in blocks:
-        block.name = common_module([block.consumer, *block.columns])
-    inside = [block for block in blocks if f"{block.name}.".startswith(f"{layers[block.consumer]}.")]
+    named = [replace(block, name=common_module(block.layers)) for block in blocks]
+    inside = [block for block in named if f"{block.name}.".startswith(f"{layers[block.consumer]}.")]
     shared = [block.name for block in inside]
-    for block in inside:
+    for place, block in enumerate(inside):
         children = model.get_submodule(block.name).named_children()
         own = {f"{block.name}.{name}" for name, child in children if is_linear(child)}
-        if shared.count(block.name) > 1 or own - {block.consumer, *block.columns}:
-            block.name = block.consumer
+        if shared.count(block.name) > 1 or own - {*block.layers}:
+            inside[place] = replace(block, name=block.consumer)
     return inside
 
 
@@ -213,7 +203,7 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
     with requiring_gradients(probe.other_parameters()):
         dense.end(probe.run(batch, before=dense.before, after=dense.after))
     reasons: dict[str, str] = {}
-    blocks = _name_layers(probe.model, _blocks(dense, reasons), layers)
+    blocks = _named(probe.model, _blocks(dense, reasons), layers)
     with_block = {layers[block.consumer] for block in blocks}
     for consumer, reason in reasons.items():
         if layers[consumer] not in with_block:
@@ -225,7 +215,7 @@ def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Pruna
         )
     neurons = AttributeCount("units")
     meanings = Meanings(by_name=dict.fromkeys(_NAMES, neurons), by_value=[neurons])
-    modules = [_describe(block, probe, label) for block in blocks]
+    modules = [_by_row(block, label) for block in blocks]
     rehearsals = [partial(ConsumerRehearsal, dense, probe, _without_every_third)]
     return rehearsed(label, probe, modules, lambda _: meanings, rehearsals, batch, supported=SUPPORTED)
 
@@ -234,17 +224,15 @@ def _refusal(label: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{label} cannot be cut: {reason}; supported are {SUPPORTED}")
 
 
-def _describe(block: FoundBlock, probe: Probe, label: str) -> PrunableModule:
-    slices = [Slice(layer, 0, neuron_of) for layer, neuron_of in block.columns.items()]
-    for name, column in block.parameters.items():
-        neuron_of_row = owner_of_rows(column.view(probe.model.get_parameter(name).shape))
-        if neuron_of_row is None:
-            reason = f"the parameter {name} has values for every neuron, but not in rows,"
+def _by_row(block: PrunableModule, label: str) -> PrunableModule:
+    """Return a block of `_block` whose slices of parameters have the neuron of each row."""
+    slices = []
+    for part in block.slices:
+        if (owner := owner_of_rows(part.owner)) is None:
+            reason = f"the parameter {part.tensor} has values for every neuron, but not in rows,"
             raise _refusal(label, f"{reason} in front of {block.consumer}")
-        slices.append(Slice(name, 0, neuron_of_row, parameter=True))
-    return PrunableModule(
-        name=block.name, kind=MLP, units=block.units, unit_width=1, consumer=block.consumer, slices=tuple(slices)
-    )
+        slices.append(replace(part, owner=owner))
+    return replace(block, slices=tuple(slices))
 
 
 def _without_every_third(module: PrunableModule) -> Kept:

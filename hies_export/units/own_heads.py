@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..model.linear import is_linear
 from ..model.modes import requiring_gradients
-from .neurons import common_module, evenly_owned, layers_of_linears
+from .neurons import by_tensor, common_module, evenly_owned, layers_of_linears
 from .probe import Call, Probe, gradients_of, head_of_axes, head_of_columns, positive_weights
 from .reads import LinearObserver, sample
 from .rehearse import ConsumerRehearsal, Meanings, rehearsed
@@ -139,7 +139,7 @@ class HeadObserver(LinearObserver):
         calls = [call for call in self.reads if call[0] == found.consumer]
         for call in calls:
             other = self._found.get(call)
-            if other is None or _by_tensor(other) != _by_tensor(found):
+            if other is None or by_tensor(other) != by_tensor(found):
                 return f"{found.consumer} does not read the same heads every time"
         for layer in found.producers:
             if not self._only_makes(layer, found):
@@ -150,10 +150,6 @@ class HeadObserver(LinearObserver):
             if is_linear(module) and (name, 0) not in self.reads:
                 return f"these inputs do not reach {name}"
         return ""
-
-
-def _by_tensor(module: PrunableModule) -> dict[tuple[str, bool], Slice]:
-    return {(part.tensor, part.per_group): part for part in module.slices}
 
 
 def heads_in(

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .probe import Call, Probe, features_in, gradients_of, positive_weights, ratios_of
 
-MIXED, NOWHERE = -1, -2
+MIXED, NOWHERE = -1, -2  # reaches several columns, or none
 # A block has one producer, or gate and up. An input with more sources is on the path between layers, so features that
 # other layers also read need not be examined.
 _FEW = 3
@@ -31,7 +31,8 @@ _ENOUGH_DIGITS = 0.1
 class Reach:
     """The columns of a linear layer's input that features reach."""
 
-    column: Tensor  # (features,) int64: the one column that a feature reaches, `MIXED` if several, `NOWHERE` if none
+    # (features,), or the shape of a parameter, int64: the one column that each reaches, `MIXED` or `NOWHERE`.
+    column: Tensor
     at_token: bool = True  # whether every feature reaches its own token only; True for parameters
     linear: bool = False  # whether the derivative of its column to a feature is the same at every token
 
@@ -162,7 +163,7 @@ def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> li
         column[column >= columns] = MIXED
         column[((plain == 0) & (high == 0)).all(0)] = NOWHERE
         if isinstance(leaf, nn.Parameter):
-            results.append(Reach(column))
+            results.append(Reach(column.view(leaf.shape)))
             continue
         own = bool(((ratios_of(token, plain) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
         slope = plain / weights[:, column.clamp(min=0)] if own else plain
