@@ -59,16 +59,17 @@ def least_loss(
     return best, trace
 
 
-def least_loss_saving(saved: Sequence[Sequence[float]], losses: Sequence[Sequence[float]], wanted: float) -> list[int]:
-    """Return the place of one option per module, which together save `wanted` or more at the least loss.
+def least_loss_saving(curves: Sequence[_Curve], wanted: float) -> list[int]:
+    """Return the place of one point per curve, which together save `wanted` or more at the least loss.
 
-    Savings are shares of the dense cost, for every option of every module; the first option saves nothing. Those of
-    several modules count in steps of 1 / `GRID` or 1 / `FINE_GRID`, so that enough is saved; those of one are exact.
+    Savings are shares of the dense cost; the first point of a curve saves nothing. Those of several curves count in
+    steps of 1 / `GRID` or 1 / `FINE_GRID`, so that enough is saved; those of one are exact.
     """
-    if len(saved) == 1:
+    saved, losses = [saved for saved, _ in curves], [effects for _, effects in curves]
+    if len(curves) == 1:
         enough = [place for place, share in enumerate(saved[0]) if share >= wanted - ROUNDING]
         return [min(enough, key=losses[0].__getitem__)]
-    # Timings need not fall with every unit, so costs are relative to the most that a module can save.
+    # Timings need not fall with every unit, so costs are relative to the most that a curve can save.
     most = [max(row) for row in saved]
     grid = FINE_GRID if sum(map(len, saved)) <= FEW_OPTIONS else GRID
     costs = [[math.ceil((top - share) * grid - 1e-6) for share in row] for top, row in zip(most, saved, strict=True)]
@@ -114,11 +115,8 @@ def removed_jointly(
     # A chain over several modules may not reach the least cost of each: timings need not fall with every unit.
     least = 1 - sum(max(saved) for saved, _ in curves)
     check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
-    if sum(len(saved) for saved, _ in curves) <= MOST_OPTIONS:
-        saved, effects = [saved for saved, _ in curves], [effects for _, effects in curves]
-        taken = least_loss_saving(saved, effects, 1 - ratio)
-    else:
-        taken = by_slopes(curves, 1 - ratio)
+    take = least_loss_saving if sum(len(saved) for saved, _ in curves) <= MOST_OPTIONS else by_slopes
+    taken = take(curves, 1 - ratio)
     # Taken are numbers of removals of the chains, then places of the shares.
     gone = [removal for chain, count in zip(allowed, taken, strict=False) for removal in chain[:count]]
     for part, counts, share in zip(uniform, shares, taken[len(allowed) :], strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,10 @@ def check_sizes(shapes: Sequence[Sequence[int]]) -> None:
 
 def image_shape_at(folder: str | Path, model: PreTrainedModel) -> tuple[int, ...] | None:
     """Return `image_shape_of` for the processor in a model's folder; None without one, or for a model of text."""
-    if model.main_input_name != "pixel_values":
-        return None
-    try:
-        return image_shape_of(load_processor(folder, task=TASKS["image-classification"]), model)
-    except DataError:
-        return None
+    if model.main_input_name == "pixel_values":
+        with suppress(DataError):
+            return image_shape_of(load_processor(folder, task=TASKS["image-classification"]), model)
+    return None
 
 
 def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> None:
