@@ -124,11 +124,10 @@ def write_slim(
     """
     if dtype is not None and dtype != model.dtype:
         model = convert(model, dtype=dtypes_in(model, dtype))
-    saved = model.auto_model if isinstance(model, TextEncoder) else model
     if isinstance(model, TextEncoder):
-        whole: Any = model.wrapped(processor)
+        saved, whole = model.auto_model, model.wrapped(processor)
     else:
-        whole = model if given is None else given.wrap(model, processor)
+        saved, whole = model, (model if given is None else given.wrap(model, processor))
     without_card: Any = {} if whole is model else {"create_model_card": False}
     both_ways = attributes_set([(saved.config, "label2id", label_numbers(saved.config))])
     with attention_undecided(configs_of(saved)), both_ways:

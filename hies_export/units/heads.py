@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -278,12 +277,8 @@ def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
         _add_features(owned, layer, False, head_of)
 
 
-class _HeadRehearsal(Rehearsal):
+class _HeadRehearsal(Rehearsal[Mapping[nn.Module, FoundAttention]]):
     """With fewer heads, the attention function gets exactly those that stay, and their outputs are joined as before."""
-
-    def __init__(self, dense: Mapping[nn.Module, FoundAttention], *args: Any):
-        super().__init__(*args)
-        self._dense = dense
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         self._visible = VisibleKeys()
@@ -295,7 +290,7 @@ class _HeadRehearsal(Rehearsal):
 
     def _attention(self, call: AttentionCall) -> Tensor:
         output = attend(call, self._visible)
-        found = self._dense.get(call.module)
+        found = self.dense.get(call.module)
         if found is None or found.name not in self.pending or call.module in self._called:
             return output  # of a module that calls it once per image, the dense run kept the first call
         self._called.add(call.module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -64,6 +64,7 @@ def narrow_arguments(owner: nn.Module, module: PrunableModule, kept: Kept) -> di
     return narrowed
 
 
+Dense = TypeVar("Dense")
 Wrong = tuple[PrunableModule, str]
 """A module for which two runs differ, and how."""
 
@@ -77,18 +78,21 @@ class Meanings:
     by_value: list[AttributeCount]
 
 
-class Rehearsal:
+class Rehearsal(Generic[Dense]):
     """A run of the probe with fewer units, compared with the dense run.
 
     Attributes:
+        dense: What was observed in the dense run.
         kept: Name of a module -> its units that stay.
         pending: The modules that were not compared yet, by any key, in the order of the dense run.
         latest: The module that was compared last, to blame if an error comes after all were compared.
         wrong: Modules for which the runs differ, and how.
     """
 
-    def __init__(self, probe: Probe, keep: Callable[[PrunableModule], Kept], modules: Sequence[PrunableModule]):
-        self.probe, self.modules = probe, modules
+    def __init__(
+        self, dense: Dense, probe: Probe, keep: Callable[[PrunableModule], Kept], modules: Sequence[PrunableModule]
+    ):
+        self.dense, self.probe, self.modules = dense, probe, modules
         self.kept = {module.name: keep(module) for module in modules}
         self.pending = {module.name: module for module in modules}
         self.latest = modules[0]
@@ -109,23 +113,19 @@ class Rehearsal:
         raise NotImplementedError
 
 
-class ConsumerRehearsal(Rehearsal):
+class ConsumerRehearsal(Rehearsal[LinearObserver]):
     """With fewer units, consumers read those that stay, and all other layers and the outputs are as before."""
-
-    def __init__(self, dense: LinearObserver, *args: Any):
-        super().__init__(*args)
-        self._dense = dense
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         """Run the probe, and compare what every linear layer reads."""
         self.pending = {module.consumer: module for module in self.modules}
         self._columns = {module.consumer: module.columns(self.kept[module.name].units) for module in self.modules}
         returned = self.probe.run(batch, before=self._before)
-        if not _close(signature(*tensors_in(returned)), self._dense.outputs):
+        if not _close(signature(*tensors_in(returned)), self.dense.outputs):
             self.wrong.append((self.latest, "the model's outputs change"))
 
     def _before(self, call: Call, x: Tensor) -> None:
-        name, dense = call[0], self._dense.reads.get(call)
+        name, dense = call[0], self.dense.reads.get(call)
         columns = self._columns.get(name)
         if columns is not None:
             self.latest = self.pending.pop(name, self.latest)
@@ -140,7 +140,7 @@ def rehearsed(
     probe: Probe,
     modules: Sequence[PrunableModule],
     meanings: Callable[[PrunableModule], Meanings],
-    rehearsals: Sequence[Callable[[Sequence[PrunableModule]], Rehearsal]],
+    rehearsals: Sequence[Callable[[Sequence[PrunableModule]], Rehearsal[Any]]],
     batch: Mapping[str, Tensor],
     *,
     supported: str,
