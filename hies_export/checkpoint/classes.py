@@ -16,7 +16,7 @@ from ..errors import MERGE, RequestError, did_you_mean, quoted, refusing
 from ..files import Rule, Schema, read_json
 from ..model.internals import configs_in, file_of, layers_unwarned, use_torch_attention
 from ..model.modeling_hies import keep_layers_for_files
-from ..model.online import hub_or_cache
+from ..model.online import model_or_cache
 from ..slim.config import slim_class
 from .folders import MUST, Contents, refuse_other
 
@@ -107,8 +107,7 @@ def _config_file(path: str | Path, **hub: Any) -> Path:
     file: Path | None = Path(path) / "config.json"
     # The Hub's client refuses an absolute path as a bad repository name, which misleads.
     if not (Path(path).is_absolute() or os.path.exists(path)):
-        offline = hub.get("local_files_only", False)
-        with refusing(f"{MUST}, but {path} is not", AGAIN), hub_or_cache(path, "model", local_files_only=offline):
+        with refusing(f"{MUST}, but {path} is not", AGAIN), model_or_cache(path, hub):
             file = file_of(path, "config.json", **hub)
             if file is None and file_of(path, "adapter_config.json", **hub) is not None:
                 raise RequestError(f"{MUST}, but {path} is {Contents.ADAPTER.value}")
@@ -156,12 +155,7 @@ def load_config(path: str | Path, **hub: Any) -> Any:
 
 def config_of_class(model_class: Any, path: str | Path, **hub: Any) -> Any:
     """Return the `PreTrainedConfig` of a folder or Hub id as a model class reads it."""
-    offline = hub.get("local_files_only", False)
-    with (
-        refusing(_VALUES.format(path), CORRECT),
-        hub_or_cache(path, "model", local_files_only=offline),
-        layers_unwarned(),
-    ):
+    with refusing(_VALUES.format(path), CORRECT), model_or_cache(path, hub), layers_unwarned():
         config = model_class.config_class.from_pretrained(path, **hub)
         keep_layers_for_files(config)
         return config

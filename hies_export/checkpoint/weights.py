@@ -28,7 +28,7 @@ from ..model.internals import (
     layers_unwarned,
     use_torch_attention,
 )
-from ..model.online import hub_or_cache
+from ..model.online import model_or_cache
 from .classes import AGAIN, FLOATING, check_text_config, config_of_class, hub_options, is_quantised, refuse_adapter
 
 Shapes = dict[str, list[int]]
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 def weight_files(path: str | Path, **hub: Any) -> list[Path]:
     """Return the files that `from_pretrained` reads weights from, fetched if needed; none if it would find none."""
-    with hub_or_cache(path, "model", local_files_only=hub.get("local_files_only", False)):
+    with model_or_cache(path, hub):
         for name, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             if (whole := file_of(path, name, **hub)) is not None:
                 return [whole]
@@ -114,18 +114,14 @@ def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: S
 
 def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
     """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`."""
-    hub, offline = hub_options(kwargs), kwargs.get("local_files_only", False)
-    with hub_or_cache(path, "model", local_files_only=offline):
+    hub = hub_options(kwargs)
+    with model_or_cache(path, hub):
         refuse_adapter(path, **hub)  # first: transformers would read the config that the adapter names
     config = kwargs.get("config") or config_of_class(model_class, path, **hub)
     kwargs = {**use_torch_attention(config), **kwargs}
     quantised = is_quantised(config)
     remedy = FLOATING if quantised else AGAIN
-    with (
-        refusing(f"the model at {path} must load, but does not", remedy),
-        hub_or_cache(path, "model", local_files_only=offline),
-        layers_unwarned(),
-    ):
+    with refusing(f"the model at {path} must load, but does not", remedy), model_or_cache(path, hub), layers_unwarned():
         check_text_config(config)
         shapes = stored_shapes(path) if shapes is None else shapes
         as_stored = not quantised and not kwargs.get("ignore_mismatched_sizes")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import get_session
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -55,6 +56,11 @@ def hub_or_cache(
         ) from failure
     if not hub_is_switched_off():
         logger.warning("the Hub at %s %s: the cached copy of %s is used", hub_endpoint(), missing, name)
+
+
+def model_or_cache(path: str | Path, options: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Return `hub_or_cache` for a model that is read with options of `from_pretrained`."""
+    return hub_or_cache(path, "model", local_files_only=options.get("local_files_only", False))
 
 
 def _is_hub_id(name: str | Path) -> bool:
