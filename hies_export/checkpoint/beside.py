@@ -58,16 +58,12 @@ PROCESSORS = (
 COMPANIONS = (*PROCESSORS, *DOCUMENTS)
 
 
-def fetch(
-    model: str | Path,
-    revision: str | None = None,
-    patterns: Sequence[str] = (CONFIG_NAME, GENERATION_CONFIG_NAME, *COMPANIONS),
-) -> Path:
-    """Return the folder of a checkpoint; of a Hub id, fetch the weights and the files that match a pattern first."""
+def fetch(model: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint; of a Hub id, fetch the weights, the settings and the companions first."""
     read_config(model, revision=revision)
     with _fetching(model):
         weight_files(model, revision=revision)
-    return fetch_files(model, patterns, revision)
+    return fetch_files(model, (CONFIG_NAME, GENERATION_CONFIG_NAME, *COMPANIONS), revision)
 
 
 def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
