@@ -29,32 +29,24 @@ from .units import PrunableModule, Slice, owner_of_rows
 
 @dataclass
 class FoundAttention:
-    """One attention module, as observed in a run of the probe.
-
-    Attributes:
-        module: The module of the probe's model.
-        given: "query", "key" or "value" -> what the attention function was given, (batch, heads, tokens, head_dim).
-        head_bias: Whether the attention mask differs between heads.
-        heads_of: The same roles -> linear layer -> what `head_of_features` says of its features.
-        per_head: Parameter outside of linear layers whose every element belongs to one head -> whether these are
-            key/value heads (else query heads), and the head of each element, in the parameter's shape.
-        sinks: Attention sinks, (heads,), or None.
-        leaves: Linear layer that ran before the attention function -> its output features.
-        output: (batch, tokens, heads * value width), a leaf of the autograd graph.
-        readers: Linear layer whose input depends on the output directly -> that input.
-        columns: "" (the output) or a layer that gates it -> what `head_of_columns` says of the reader's input.
-    """
+    """One attention module, as observed in a run of the probe."""
 
     name: str
-    module: nn.Module
+    module: nn.Module  # of the probe's model
+    # "query", "key" or "value" -> what the attention function was given, (batch, heads, tokens, head_dim).
     given: dict[str, Tensor]
-    head_bias: bool
+    head_bias: bool  # whether the attention mask differs between heads
+    # The same roles -> linear layer -> what `head_of_features` says of its features.
     heads_of: dict[str, dict[str, tuple[Tensor, Tensor]]]
+    # Parameter outside of linear layers whose every element belongs to one head -> whether these are key/value heads
+    # (else query heads), and the head of each element, in the parameter's shape.
     per_head: dict[str, tuple[bool, Tensor]]
-    sinks: Tensor | None
-    leaves: dict[str, Tensor]
-    output: Tensor
+    sinks: Tensor | None  # (heads,)
+    leaves: dict[str, Tensor]  # linear layer that ran before the attention function -> its output features
+    output: Tensor  # (batch, tokens, heads * value width), a leaf of the autograd graph
+    # Linear layer whose input depends on the output directly -> that input.
     readers: dict[str, Tensor] = field(default_factory=dict)
+    # "" (the output) or a layer that gates it -> what `head_of_columns` says of the reader's input.
     columns: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 

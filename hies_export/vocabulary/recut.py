@@ -26,24 +26,15 @@ class Recut:
 
     A token that went becomes its pieces, as if its text stood alone: beside others of the same word, the tokenizer may
     cut them together otherwise.
-
-    Attributes:
-        kept: The tokens that stay.
-        pieces: Gives the pieces of a token of the whole vocabulary, by their new numbers.
-        text: Gives the text of tokens of the whole vocabulary.
-        labels: Whether labels are tokens of the text; otherwise a token's first piece has its label.
-        shift: How many tokens before a label its prediction stands.
-        pad: What the smaller model pads with.
-        limit: The most tokens that the models take; None for no limit.
     """
 
     kept: KeptTokens
-    pieces: Callable[[int], list[int]]
-    text: Callable[[list[int]], str]
-    labels: bool
-    shift: int
-    pad: int
-    limit: int | None
+    pieces: Callable[[int], list[int]]  # the pieces of a token of the whole vocabulary, by their new numbers
+    text: Callable[[list[int]], str]  # the text of tokens of the whole vocabulary
+    labels: bool  # whether labels are tokens of the text; otherwise a token's first piece has its label
+    shift: int  # how many tokens before a label its prediction stands
+    pad: int  # what the smaller model pads with
+    limit: int | None  # the most tokens that the models take; None for no limit
 
     @classmethod
     def of(cls, task: Task, kept: KeptTokens, processors: tuple[Any, Any], config: Any) -> Recut:

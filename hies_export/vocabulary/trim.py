@@ -39,24 +39,15 @@ class Trimmed:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyFacts:
-    """What a report says of a trimmed vocabulary.
+    """What a report says of a trimmed vocabulary."""
 
-    Attributes:
-        total, kept: Rows of the embedding before and after.
-        source: Where the texts whose tokens stay are from.
-        texts: How many texts these are.
-        min_count: How often a token had to occur in them to stay.
-        judged: How the texts that are evaluated are tokenized with and without the tokens that went.
-        max_abs: Largest difference of any output between both models, on texts whose tokens stay.
-    """
-
-    total: int
-    kept: int
-    source: str
-    texts: int
-    min_count: int
-    judged: CutBeside
-    max_abs: float
+    total: int  # rows of the embedding before
+    kept: int  # and after
+    source: str  # where the texts whose tokens stay are from
+    texts: int  # how many texts these are
+    min_count: int  # how often a token had to occur in them to stay
+    judged: CutBeside  # how the texts that are evaluated are tokenized with and without the tokens that went
+    max_abs: float  # largest difference of any output between both models, on texts whose tokens stay
 
     @property
     def removed(self) -> int:
