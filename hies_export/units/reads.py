@@ -53,13 +53,7 @@ class Read:
 
 
 class LinearObserver:
-    """Hooks for one run of a probe, which record what every linear layer reads.
-
-    Attributes:
-        reads: Call -> what was observed, in the order of the calls.
-        readers: Call -> the calls whose inputs depend on its features; ("", 0) stands for the model's outputs.
-        outputs: Signature of the model's outputs.
-    """
+    """Hooks for one run of a probe, which record what every linear layer reads."""
 
     def __init__(self, probe: Probe, inside: Iterable[str]):
         """Record the inputs of all layers, and examine those of the layers named in `inside`."""
@@ -67,9 +61,10 @@ class LinearObserver:
         self._parameters = {id(p): name for name, p in probe.model.named_parameters() if id(p) in small}
         self._leaves: Any = WeakTensorKeyDictionary()
         self._inside = set(inside)
-        self.reads: dict[Call, Read] = {}
+        self.reads: dict[Call, Read] = {}  # in the order of the calls
+        # Call -> the calls whose inputs depend on its features; ("", 0) stands for the model's outputs.
         self.readers: dict[Call, set[Call]] = {}
-        self.outputs = (0.0, 0.0)
+        self.outputs = (0.0, 0.0)  # signature of the model's outputs
 
     def before(self, call: Call, x: Tensor) -> None:
         """Record what the input of a linear layer depends on."""

@@ -79,23 +79,16 @@ class Meanings:
 
 
 class Rehearsal(Generic[Dense]):
-    """A run of the probe with fewer units, compared with the dense run.
-
-    Attributes:
-        dense: What was observed in the dense run.
-        kept: Name of a module -> its units that stay.
-        pending: The modules that were not compared yet, by any key, in the order of the dense run.
-        latest: The module that was compared last, to blame if an error comes after all were compared.
-        wrong: Modules for which the runs differ, and how.
-    """
+    """A run of the probe with fewer units, compared with what was observed in the dense run."""
 
     def __init__(
         self, dense: Dense, probe: Probe, keep: Callable[[PrunableModule], Kept], modules: Sequence[PrunableModule]
     ):
         self.dense, self.probe, self.modules = dense, probe, modules
         self.kept = {module.name: keep(module) for module in modules}
+        # The modules that were not compared yet, by any key, in the order of the dense run.
         self.pending = {module.name: module for module in modules}
-        self.latest = modules[0]
+        self.latest = modules[0]  # that was compared, to blame if an error comes after all were compared
         self.wrong: list[Wrong] = []
 
     def run(self, batch: Mapping[str, Tensor]) -> Wrong | None:
