@@ -88,7 +88,7 @@ class Rehearsal(Generic[Dense]):
         self.kept = {module.name: keep(module) for module in modules}
         # The modules that were not compared yet, by any key, in the order of the dense run.
         self.pending = {module.name: module for module in modules}
-        self.latest = modules[0]  # that was compared, to blame if an error comes after all were compared
+        self.latest = modules[0]  # compared last, to blame if an error comes after all were compared
         self.wrong: list[Wrong] = []
 
     def run(self, batch: Mapping[str, Tensor]) -> Wrong | None:
