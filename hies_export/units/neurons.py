@@ -171,16 +171,8 @@ _EXPERTS = re.compile(r"((?!shared)\w+_)?experts?(_\d+)?")
 
 # Attributes whose name says that they count neurons. Others are changed only if a rehearsal fails without it.
 _NAMES = (
-    "intermediate_size",
-    "intermediate_dim",
-    "ffn_dim",
-    "ffn_hidden_size",
-    "d_ff",
-    "dim_feedforward",
-    "n_inner",
-    "inner_dim",
-    "mlp_dim",
-    "hidden_features",
+    *("intermediate_size", "intermediate_dim", "ffn_dim", "ffn_hidden_size", "d_ff", "dim_feedforward", "n_inner"),
+    *("inner_dim", "mlp_dim", "hidden_features"),
 )
 
 
