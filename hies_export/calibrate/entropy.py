@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,42 +25,37 @@ class Entropies:
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
-        self._model, self._modules = model, modules
-        self._names = {model.get_submodule(module.name): module.name for module in modules}
+        self._model = model
+        self._modules = {model.get_submodule(module.name): module for module in modules}
         self._visible = VisibleKeys()
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._batch: Mapping[str, Tensor] | None = None
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Let the model compute attention by this object, or return its maps, inside the block.
-
-        Without modules the model is left alone.
-        """
-        with ExitStack() as stack:
-            if self._modules and on_interface(self._model):
-                stack.enter_context(use_attention(self._model, self))
-            elif self._modules:
-                stack.enter_context(attention_maps(self._model))
-                # Not by hooks: a walk computes a block by its forward alone, and a block may be such a module.
-                layers = {self._model.get_submodule(module.name): module for module in self._modules}
-                reading = {layer: partial(self._with_map, module, layer.forward) for layer, module in layers.items()}
-                stack.enter_context(forwards_set(reading))
+        """Let the model compute attention by this object, or return its maps, inside the block, if it has modules."""
+        if not self._modules:
             yield
+        elif on_interface(self._model):
+            with use_attention(self._model, self):
+                yield
+        else:
+            # Not by hooks: a walk computes a block by its forward alone, and a block may be such a module.
+            reading = {layer: partial(self._with_map, m, layer.forward) for layer, m in self._modules.items()}
+            with attention_maps(self._model), forwards_set(reading):
+                yield
 
-    @contextmanager
-    def recorded(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
+    def recorded(self, batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Record the entropies of attention computed inside the block; the batch's masks say which tokens are real."""
-        with attributes_set([(self, "_batch", batch)]):
-            yield
+        return attributes_set([(self, "_batch", batch)])
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Compute one attention call: return the heads' outputs, (batch, heads, queries, value width)."""
-        name = self._names.get(call.module)
-        if name is None or self._batch is None:
+        module = self._modules.get(call.module)
+        if module is None or self._batch is None:
             return attend(call, self._visible)
         output, entropy, rows = attend_with_entropy(call, self._visible)
-        self._calls.setdefault(name, []).append((entropy, rows))
+        self._calls.setdefault(module.name, []).append((entropy, rows))
         return output
 
     def _with_map(self, module: PrunableModule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -75,11 +70,7 @@ class Entropies:
         return outputs
 
     def take(self) -> dict[str, tuple[Tensor, int]]:
-        """Return and discard the entropies of the recorded batch.
-
-        Returns:
-            Module -> entropies in [0, 1], (batch, heads) float64 on CPU, and the number of samples with a counted row.
-        """
+        """Return and discard module -> entropies in [0, 1], (batch, heads) float64 on CPU, and samples with a row."""
         found = {}
         for name, calls in self._calls.items():
             mean = torch.stack([entropy for entropy, _ in calls]).mean(0).double().cpu()
@@ -91,12 +82,9 @@ class Entropies:
 def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the length-normalised entropy of an attention map, (batch, heads) float32, and the rows counted, (batch,).
 
-    Both are as `attend_with_entropy` returns them.
-
-    Args:
-        attention: (batch, heads, query, keys). A row sees the keys that have a weight in any head.
-        mask: Which tokens are real, (batch, tokens); None if all are. It is used for maps from these tokens to
-            themselves, as the rows of padding tokens are arbitrary.
+    Both are as `attend_with_entropy` returns them. A row of the map, (batch, heads, query, keys), sees the keys that
+    have a weight in any head. `mask` says which tokens are real, (batch, tokens); None if all are. It is used for maps
+    from these tokens to themselves, as the rows of padding tokens are arbitrary.
     """
     seen = (attention > 0).any(1)
     keys = seen.sum(-1)  # (batch, query)

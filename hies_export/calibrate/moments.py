@@ -175,6 +175,13 @@ class LayerMoments:
     weighted: tuple[Moments, Moments] | None = None
     layer: nn.Module | None = None
 
+    @classmethod
+    def zeros(cls, layer: nn.Module, *, weighted: bool = False, targets: bool = False) -> LayerMoments:
+        """Return sums over no tokens for a consumer; with `targets`, these are added instead of its own outputs."""
+        (outputs, inputs), device = features_of(layer), weight_of(layer).device
+        parts = [Moments.zeros(inputs, device, outputs if targets else 0) for _ in range(4 if weighted else 2)]
+        return cls((parts[0], parts[1]), (parts[2], parts[3]) if weighted else None, None if targets else layer)
+
     def parts(self) -> tuple[Moments, ...]:
         """Return all moments."""
         return *self.uniform, *(self.weighted or ())
@@ -182,9 +189,8 @@ class LayerMoments:
     def add_up(self, name: str) -> None:
         """Add up over all processes, after the last token.
 
-        Raises:
-            DataError: The module `name` read no tokens.
-            NonFiniteError: It read or gave NaN or infinity, from which any chain, fit or error would be NaN.
+        A DataError says that the module `name` read no tokens, a NonFiniteError that it read or gave NaN or infinity,
+        from which any chain, fit or error would be NaN.
         """
         sums = [tensor for part in self.parts() for tensor in part.tensors()]
         added_up(sums)
@@ -299,7 +305,8 @@ class MomentStore:
         first, collected = [0, *accumulate(map(size_of, self._batches))], dict[str, LayerMoments]()
 
         def block(inside: list[PrunableModule], read: Read) -> None:
-            sums = {module.name: self._new_sums(module) for module in inside}
+            layers = {module.name: self._dense.get_submodule(module.consumer) for module in inside}
+            sums = {name: LayerMoments.zeros(layer, weighted=self.weighted) for name, layer in layers.items()}
 
             def add(number: int, _: Any) -> None:
                 for one in read(number):
@@ -319,13 +326,6 @@ class MomentStore:
         else:
             read_forward(self._dense, self._batches, modules, block, name=name, progress=progress)
         self.kept = collected
-
-    def _new_sums(self, module: PrunableModule) -> LayerMoments:
-        layer = self._dense.get_submodule(module.consumer)
-        parts = [
-            Moments.zeros(features_of(layer)[1], weight_of(layer).device) for _ in range(4 if self.weighted else 2)
-        ]
-        return LayerMoments((parts[0], parts[1]), (parts[2], parts[3]) if self.weighted else None, layer)
 
 
 def free_on_cpu() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate, repeat
@@ -101,11 +101,8 @@ def run_forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
 @contextmanager
 def walking(model: PreTrainedModel, *, gradients: bool = False) -> Iterator[None]:
     """Prepare a model for a walk inside the block, and restore it afterwards."""
-    with ExitStack() as stack:
-        stack.enter_context(frozen(model) if gradients else evaluating(model))
-        for context in (output_alone(model), uncompiled(model), wide_products(model)):
-            stack.enter_context(context)
-        stack.enter_context(lean_memory())
+    mode = frozen(model) if gradients else evaluating(model)
+    with mode, output_alone(model), uncompiled(model), wide_products(model), lean_memory():
         yield
 
 
@@ -300,14 +297,12 @@ def effects_of(model: PreTrainedModel, batches: Batches, modules: Sequence[Pruna
     """Return module -> `LayerEffects`, for the modules of one block, from readings with gradients."""
     first = [0, *accumulate(map(size_of, batches))]
 
-    def effects(number: int, batch: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
-        numbers = torch.arange(first[number], first[number + 1])
+    def effects(number: int, _: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
         calls: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in modules}
         for one in read(number):
             assert one.gradients is not None
             inputs, gradients = (t[one.real].float() for t in (one.inputs, one.gradients))
-            sample = numbers[:, None].expand(one.real.shape)[one.real.cpu()]
-            calls[one.name].append((inputs, gradients, sample))
+            calls[one.name].append((inputs, gradients, first[number] + one.real.nonzero()[:, 0].cpu()))
         return calls
 
     found = mapped(batches, effects)

@@ -161,14 +161,13 @@ def collect_statistics(
     gradients = Gradients(model, parts, modules, "loss", numbers=numbers, within=entropies.attached)
 
     def add(inside: list[PrunableModule], read: Read) -> None:
-        units = {module.name: module.units for module in inside}
         for number in own(parts):
             readings = read(number)
             for name, values in mask_gradients(readings, inside, gradients.counts[number]).items():
                 sums["his"][name] += values.abs().sum(0)
                 sums["fisher"][name] += values.square().sum(0)
             for one in readings if with_norms else ():
-                tokens = one.inputs[one.real].double().unflatten(1, (units[one.name], -1))
+                tokens = one.inputs[one.real].double().unflatten(1, (len(sums["norms"][one.name]), -1))
                 sums["norms"][one.name] += tokens.norm(dim=-1).sum(0).cpu()
                 sums["tokens"][one.name] += len(tokens)
 
@@ -220,16 +219,13 @@ def _parts(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> tupl
 def mask_gradients(readings: Sequence[Reading], modules: Sequence[PrunableModule], counts: Tensor) -> dict[str, Tensor]:
     """Return module -> gradients of each sample's own loss to masks of one on its units, (batch, units) float64 on CPU.
 
-    Args:
-        readings: Readings of one batch, with gradients of the sum of all terms of its loss.
-        modules: All modules of the block; those without a reading get zeros.
-        counts: The number of these terms that belong to each sample, (batch,).
+    The readings are of one batch, with gradients of the sum of all terms of its loss; `counts`, (batch,), says how many
+    of these belong to each sample. Modules of the block without a reading get zeros.
     """
-    units = {module.name: module.units for module in modules}
-    found = {name: torch.zeros(len(counts), count, dtype=torch.float64) for name, count in units.items()}
+    found = {module.name: torch.zeros(len(counts), module.units, dtype=torch.float64) for module in modules}
     for one in readings:
         assert one.gradients is not None
         # A mask changes the loss by its input times the gradient there, over all calls, tokens and elements.
         of_input = (one.inputs.float() * one.gradients.float()).sum(1)  # (batch, inputs)
-        found[one.name] += of_input.unflatten(1, (units[one.name], -1)).sum(-1).double().cpu()
+        found[one.name] += of_input.unflatten(1, (found[one.name].shape[1], -1)).sum(-1).double().cpu()
     return {name: values / counts.clamp(min=1).cpu()[:, None] for name, values in found.items()}

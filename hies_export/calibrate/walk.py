@@ -75,13 +75,8 @@ class Walk:
         """Yield every layer with its calls, in order; the caller sets `output` of each call.
 
         A batch may skip layers, as texts alone skip an image tower: it then waits for the others. What comes after the
-        last layer runs unless the caller closes the generator there.
-
-        Args:
-            gradients: Keep the calls for `backward`.
-
-        Raises:
-            UnsupportedModelError: A layer is called again, or in another order.
+        last layer runs unless the caller closes the generator there. With `gradients`, calls are kept for `backward`.
+        An UnsupportedModelError says that a layer is called again, or in another order.
         """
         with self._waiting():
             for number, batch in self._batches.items():
@@ -131,12 +126,9 @@ class Walk:
     def gradients_in(self, call: Call, read: Callable[[], Sequence[Tensor]], *, hand_on: bool = True) -> list[Tensor]:
         """Run one block backward, and return the gradients of tensors inside of it; zeros where there is none.
 
-        The block must be `at_hand`, as it is while `backward` yields it.
-
-        Args:
-            call: One of those that `backward` yields.
-            read: Returns the tensors, after the block has been computed anew.
-            hand_on: Add the gradients of the call's arguments to those of earlier outputs; at most once for each call.
+        The call is one that `backward` yields, whose block is `at_hand` meanwhile. `read` returns the tensors, after
+        the block has been computed anew. With `hand_on`, at most once for each call, the gradients of the call's
+        arguments are added to those of earlier outputs.
         """
         # By id, as a block may be called with one tensor several times.
         outer = {id(t): t for t in _floats((call.args, call.kwargs)) if t.requires_grad}
@@ -146,11 +138,10 @@ class Walk:
             inside = read()
             wanted = [*inside, *inner.values()]
             pairs = zip(_floats(output), call.gradients, strict=True)
-            pairs_used = [(value, g) for value, g in pairs if g is not None and value.requires_grad]
+            used = [(value, g) for value, g in pairs if g is not None and value.requires_grad]
             found: Sequence[Tensor | None] = [None] * len(wanted)
-            if pairs_used:
-                values, gradients = zip(*pairs_used, strict=True)
-                found = torch.autograd.grad(values, wanted, gradients, allow_unused=True)
+            if used:
+                found = torch.autograd.grad([v for v, _ in used], wanted, [g for _, g in used], allow_unused=True)
         if hand_on:
             given = [(t, g) for t, g in zip(outer.values(), found[len(inside) :], strict=True) if g is not None]
             if given:
@@ -278,12 +269,10 @@ def _inside(name: str, block: str) -> bool:
 def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the blocks in the order in which a batch calls them, once for each call."""
     called: list[str] = []
-    with ExitStack() as stack:
+    with ExitStack() as hooks, evaluating(model), output_alone(model), wide_products(model), torch.no_grad():
         for block in blocks:
             layer = model.get_submodule(block)
-            stack.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
-        for context in (evaluating(model), output_alone(model), wide_products(model), torch.no_grad()):
-            stack.enter_context(context)
+            hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
         model(**{key: value.to(next(model.parameters()).device) for key, value in inputs_of(batch).items()})
     return called
 

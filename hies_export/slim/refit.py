@@ -27,20 +27,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibrate.moments import (
-    LayerMoments,
-    Moments,
-    MomentStore,
-    add_reading,
-    check_mix,
-    check_samples,
-)
+from ..calibrate.moments import LayerMoments, Moments, MomentStore, add_reading, check_mix, check_samples
 from ..calibrate.readings import Reading, by_sample, walk_forward, walking
 from ..calibrate.residual import residual_places, streams
 from ..calibrate.walk import Call, Walk, blocks_of
 from ..data.batches import size_of
 from ..errors import RequestError
-from ..model.linear import features_of, weight_of
+from ..model.linear import weight_of
 from ..model.tokens import real_tokens
 from ..processes import mapped
 from ..progress import SILENT, Progress
@@ -118,7 +111,7 @@ def compensate(
         return refit(slim, selection, cut, moments, how, progress)
     if not cut:
         return []
-    fits = _refit_in_order(dense, slim, selection, cut, batches, how, {} if known is None else known, progress)
+    fits = _refit_in_order(dense, slim, cut, batches, how, {} if known is None else known, progress)
     return [fits[module.name] for module in cut]
 
 
@@ -188,7 +181,6 @@ def _set_parameters(slim: PreTrainedModel, module: PrunableModule, values: Mappi
 def _refit_in_order(
     dense: PreTrainedModel,
     slim: PreTrainedModel,
-    selection: Selection,
     modules: Sequence[PrunableModule],
     batches: Sequence[dict[str, Tensor]],
     how: CompensationSection,
@@ -222,7 +214,8 @@ def _refit_in_order(
                     # The dense model goes on before the slim one, so only one holds what its next consumer reads.
                     waiting = next(of_dense, None)
                     calls_here = next(of_slim)[1]
-                    sums = None if module.name in known else _new_sums(dense, module, selection)
+                    consumer = slim.get_submodule(module.consumer)
+                    sums = None if module.name in known else LayerMoments.zeros(consumer, targets=True)
                     for call in calls_here:
                         number, (y, stream) = call.batch, targets.pop(call.batch)
                         both = stream, residual[1].pop(number, None)
@@ -241,13 +234,6 @@ def _refit_in_order(
                         call.output = here.compute(call)
                 next(of_slim, None)  # to the end of the block
     return fits
-
-
-def _new_sums(dense: PreTrainedModel, module: PrunableModule, selection: Selection) -> LayerMoments:
-    """Return sums of zero for the kept inputs of a consumer, with any targets."""
-    layer, inputs = dense.get_submodule(module.consumer), len(selection[module.name].units) * module.unit_width
-    fitting, held_out = (Moments.zeros(inputs, weight_of(layer).device, features_of(layer)[0]) for _ in range(2))
-    return LayerMoments((fitting, held_out))
 
 
 def _reading(
