@@ -167,13 +167,13 @@ def removal_chain(
     `spread` has mu and C from more tokens than the effects have; None to take them from the effects. If `per_sample`,
     a sample has a single prediction, so that the effects of its tokens also add up. Tensors are copied to `device`.
     """
-    steps: list[list[tuple[int, range | None]]]
-    if unit == "query" and module.group_size > 1:
-        size, module = module.group_size, replace(module, groups=module.units)
+    size, total = module.group_size, module.groups
+    if unit == "query" and size > 1:
+        module = replace(module, groups=module.units)
         steps = [[(1, range(start, start + size)) for start in range(0, module.units, size)]] * size
     else:
-        step = max(1, round(KINDS[module.kind].step * module.groups))
-        steps = [[(min(step, module.groups - start), None)] for start in range(0, module.groups, step)]
+        step = max(1, round(KINDS[module.kind].step * total))
+        steps = [[(min(step, total - start), range(total))] for start in range(0, total, step)]
     state = _Greedy(layer, module, samples, spread, per_sample=per_sample, device=device)
     # Results are read at the end, because a GPU would wait at each read.
     removed = [[state.remove(count, among) for count, among in turns] for turns in steps]
@@ -226,15 +226,12 @@ class _Greedy:
         self._left_count = module.groups
         self._candidates = self._neurons() if self._width == 1 else self._heads()
 
-    def remove(self, count: int, among: range | None = None) -> tuple[Tensor, Tensor]:
-        """Remove the `count` groups that raise the effect least; return them, (count,) least first, and the new effect.
+    def remove(self, count: int, among: range) -> tuple[Tensor, Tensor]:
+        """Remove the `count` groups of a range that raise the effect least; return them, (count,), and the new effect.
 
-        Among equals the later group goes first. Both tensors stay on the device. With `among`, only groups in this
-        range are removed.
+        Those that raise it least come first, among equals the later group. Both tensors stay on the device.
         """
-        left = self._left
-        if among is not None:
-            left = left & (self._groups >= among.start) & (self._groups < among.stop)
+        left = self._left & (self._groups >= among.start) & (self._groups < among.stop)
         sizes = torch.where(left, self._candidates, torch.inf)
         places = len(sizes) - 1 - sizes.flip(0).argsort(stable=True)[:count]
         groups, columns = self._groups[places], self._columns(places)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import zip_longest
 from typing import Any
 
@@ -28,10 +28,9 @@ from ..units.units import PrunableModule, Selection, check_indices
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
 def masked_units(
     model: PreTrainedModel, plan: PruningPlan | Selection, modules: Sequence[PrunableModule]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Zero the outputs of the removed units in front of their consumers, inside the block.
 
     Args:
@@ -44,18 +43,11 @@ def masked_units(
         ...     logits = model(**batches[0]).logits
     """
     selection = selection_of(plan)
-    masks = {}
-    for module in modules:
-        kept = selection[module.name]
-        if len(kept.units) < kept.total:
-            masks[module.name] = torch.zeros(module.units * module.unit_width)
-            masks[module.name][module.columns(kept.units)] = 1
-
-    def masked(name: str, x: Tensor) -> Tensor:
-        return x * masks[name].to(x)
-
-    with intercept(model, {m.name: m.consumer for m in modules if m.name in masks}, masked):
-        yield
+    cut = [module for module in modules if selection[module.name].removed]
+    masks = {module.name: torch.zeros(module.units * module.unit_width) for module in cut}
+    for module in cut:
+        masks[module.name][module.columns(selection[module.name].units)] = 1
+    return intercept(model, {module.name: module.consumer for module in cut}, lambda name, x: x * masks[name].to(x))
 
 
 def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import transformers
@@ -48,18 +49,16 @@ Settings = dict[int, dict[str, Any]]
 """Position of a config in `configs_in` -> its new fields."""
 
 
-def as_mistral(model: PreTrainedModel, settings: Mapping[int, Mapping[str, Any]]) -> PreTrainedModel | None:
+def as_mistral(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None:
     """Return a cut model with a Mistral in place of its LLaMA, which may be a part, as in a LLaVA; tensors are shared.
 
     Mistral computes the same, and takes heads that do not divide the width. `settings` are the fields that the cut
-    changed, by the position of their config in `configs_in`. None if the model has no LLaMA, or if no Mistral has its
-    fields and the shapes of its tensors.
+    changed. None if the model has no LLaMA, or if no Mistral has its fields and the shapes of its tensors.
     """
-    shapes = tensor_shapes(model)
     for position, fields in settings.items():
         config = _mistral_config(configs_in(model.config)[position], fields)
         twin = None if config is None else _mistral_model(model, config, position, settings)
-        if twin is not None and tensor_shapes(twin) == shapes:
+        if twin is not None and tensor_shapes(twin) == tensor_shapes(model):
             share_tensors(twin, model)
             if type(twin) is type(model):  # a twin of another class saves tensors under names of its own
                 save_as_loaded(twin, model)
@@ -75,32 +74,6 @@ def config_field(config: PreTrainedConfig, name: str) -> Any:
         return getattr(config, name, None)
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, from a family whose layers already differ
         return None
-
-
-def changed_config(
-    config: PreTrainedConfig,
-    fields: Mapping[int, Mapping[str, Any]],
-    parts: Mapping[int, PreTrainedConfig] | None = None,
-) -> PreTrainedConfig:
-    """Return a validated copy of a config with other fields, and other configs as its parts.
-
-    Both are given by the position of a config in `configs_in`. What the config's own code raises on values that cannot
-    be saved, such as a LLaMA's hidden size that is no multiple of its heads, is passed on.
-    """
-    whole = copy.deepcopy(config)
-    places = configs_in(whole)
-    for position, values in fields.items():
-        for name, value in values.items():
-            setattr(places[position], name, value)
-    for position, other in (parts or {}).items():
-        for place in places:
-            for key in place.sub_configs:
-                if getattr(place, key, None) is places[position]:
-                    setattr(place, key, other)
-    with attention_undecided(configs_in(whole)):
-        for place in configs_in(whole):
-            place.validate()
-    return whole
 
 
 def tensor_shapes(model: nn.Module) -> dict[str, Any]:
@@ -128,7 +101,7 @@ def _mistral_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> Mi
 
 
 def _mistral_model(
-    model: PreTrainedModel, config: MistralConfig, position: int, settings: Mapping[int, Mapping[str, Any]]
+    model: PreTrainedModel, config: MistralConfig, position: int, settings: Settings
 ) -> PreTrainedModel | None:
     """Return a model without weights, with a Mistral's config at a position of `configs_in`; None if there is none."""
     if position == 0:
@@ -232,11 +205,6 @@ def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return getattr(modeling_hies, stock.__name__)
 
 
-def stock_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the transformers class of which a model class is the slim version, or that class itself."""
-    return next(c for c in model_class.__mro__ if c.__module__.startswith("transformers."))
-
-
 def is_slim(model: PreTrainedModel) -> bool:
     """Return whether a model's config has a `hies_export` block, which describes its shapes."""
     return getattr(model.config, "hies_export", None) is not None
@@ -274,7 +242,7 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
     elif "per_layer_config" in block:  # a block without it has a cut that fields cannot describe
         for layer, fields in layers.items():
             block["per_layer_config"].setdefault(layer, {}).update(fields)
-    stock = stock_class(type(model))
+    stock = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))  # it may be slim already
     model.config.hies_export = block
     _set_layers(model.config, block.get("per_layer_config"))
     model.config.auto_map = _auto_map(stock, model)
@@ -321,24 +289,19 @@ def plain_model(
 
 def _head_settings(model: PreTrainedModel, selection: Selection, modules: Sequence[PrunableModule]) -> Settings | None:
     """Return the fields for the heads; None if modules with the same config keep different numbers."""
-    configs = configs_in(model.config)
-    positions = {id(config): position for position, config in reversed(list(enumerate(configs)))}
-    owned: dict[int, list[PrunableModule]] = {}
+    configs, first = configs_in(model.config), dict[int, tuple[PrunableModule, tuple[int | None, ...]]]()
     for module in modules:
-        config = getattr(model.get_submodule(module.name), "config", model.config)
-        owned.setdefault(positions.get(id(config), 0), []).append(module)
-    settings: Settings = {}
-    for key, group in owned.items():
-        counts = {(len(selection[m.name].units), len(selection[m.name].kept_groups)) for m in group}
-        widths = {(m.key_width, m.unit_width) for m in group}
-        if len(counts) != 1 or len(widths) != 1:
+        kept, own = selection[module.name], getattr(model.get_submodule(module.name), "config", model.config)
+        key = next((key for key, config in enumerate(configs) if config is own), 0)
+        numbers = (len(kept.units), len(kept.kept_groups), module.unit_width, module.key_width)
+        if first.setdefault(key, (module, numbers))[1] != numbers:
             return None
-        heads, key_value_heads = counts.pop()
-        if heads == group[0].units:
-            continue
-        settings[key] = {"num_attention_heads": heads, "head_dim": widths.pop()[0]}
-        if hasattr(configs[key], "num_key_value_heads"):
-            settings[key]["num_key_value_heads"] = key_value_heads
+    settings: Settings = {}
+    for key, (module, (heads, key_value_heads, _, width)) in first.items():
+        if heads != module.units:
+            settings[key] = {"num_attention_heads": heads, "head_dim": width}
+            if hasattr(configs[key], "num_key_value_heads"):
+                settings[key]["num_key_value_heads"] = key_value_heads
     return settings
 
 
@@ -375,12 +338,26 @@ def _unit_field(config: Any, module: PrunableModule, stays: int) -> tuple[str, i
 
 
 def _stock_model(
-    model: PreTrainedModel,
-    settings: Mapping[int, Mapping[str, Any]],
-    parts: Mapping[int, PreTrainedConfig] | None = None,
+    model: PreTrainedModel, settings: Settings, parts: Mapping[int, PreTrainedConfig] = MappingProxyType({})
 ) -> PreTrainedModel | None:
-    """Return a model without weights of a model's class and its `changed_config`; None if there is none."""
+    """Return a model without weights of a model's class, and its config with other fields and parts, by position.
+
+    None if there is none, or if that config cannot be saved, as a LLaMA's hidden size that is no multiple of its heads.
+    """
     try:
-        return empty_model(type(model), changed_config(model.config, settings, parts), model.dtype)
+        config = copy.deepcopy(model.config)
+        places = configs_in(config)
+        for position, values in settings.items():
+            for name, value in values.items():
+                setattr(places[position], name, value)
+        for position, part in parts.items():
+            for place in places:
+                for key in place.sub_configs:
+                    if getattr(place, key, None) is places[position]:
+                        setattr(place, key, part)
+        with attention_undecided(configs_in(config)):
+            for place in configs_in(config):
+                place.validate()
+        return empty_model(type(model), config, model.dtype)
     except Exception:  # whatever a model's own code raises on a config it does not expect
         return None

@@ -158,15 +158,13 @@ def _refit_all(
 
     def work(_: int, module: PrunableModule) -> tuple[dict[str, nn.Parameter], LayerFit]:
         consumer = slim.get_submodule(module.consumer)
-        fitting, held_out = moments[module.name].mixed(how.token_weights or 1, columns[module.name])
-        fit = _refit(consumer, module, fitting, held_out, how)
+        parts = moments[module.name].mixed(how.token_weights or 1, columns[module.name])
+        fit = _refit(consumer, module, *parts, how)
         return dict(consumer.named_parameters(recurse=False)), fit
 
-    refits: Refits = {}
-    for module, (parameters, fit) in zip(modules, mapped(modules, work), strict=True):
-        # Another process may have refitted it.
-        refits[module.name] = _set_parameters(slim, module, parameters), fit
-    return refits
+    found = zip(modules, mapped(modules, work), strict=True)
+    # Another process may have refitted it.
+    return {module.name: (_set_parameters(slim, module, parameters), fit) for module, (parameters, fit) in found}
 
 
 def _set_parameters(slim: PreTrainedModel, module: PrunableModule, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
