@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,18 @@ class Entropies:
 
     A model with attention code of its own keeps that; entropies are then those of the maps that it returns, if any.
     They are computed inside of `recorded` alone, as a block that is computed again must not count twice.
+
+    `sums` are added up over batches, (units,) float64 by module: the "entropy" of samples, in [0, 1], the samples with
+    "rows" that count, and the batches with "maps".
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
         self._model = model
         self._modules = {model.get_submodule(module.name): module for module in modules}
+        self.sums = {
+            what: {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
+            for what in ("entropy", "rows", "maps")
+        }
         self._visible = VisibleKeys()
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._batch: Mapping[str, Tensor] | None = None
@@ -45,9 +52,17 @@ class Entropies:
             with attention_maps(self._model), forwards_set(reading):
                 yield
 
-    def recorded(self, batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Record the entropies of attention computed inside the block; the batch's masks say which tokens are real."""
-        return attributes_set([(self, "_batch", batch)])
+    @contextmanager
+    def recorded(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
+        """Add up entropies of attention computed inside the block; the batch's masks say which tokens are real."""
+        with attributes_set([(self, "_batch", batch)]):
+            yield
+        for name, calls in self._calls.items():
+            mean = torch.stack([entropy for entropy, _ in calls]).mean(0)  # (batch, heads)
+            self.sums["entropy"][name] += mean.double().cpu().sum(0)
+            self.sums["rows"][name] += int((calls[0][1] > 0).sum())
+            self.sums["maps"][name] += 1
+        self._calls = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Compute one attention call: return the heads' outputs, (batch, heads, queries, value width)."""
@@ -68,15 +83,6 @@ class Entropies:
             entropy = entropy_of_map(maps[0].detach(), self._batch.get("attention_mask"))
             self._calls.setdefault(module.name, []).append(entropy)
         return outputs
-
-    def take(self) -> dict[str, tuple[Tensor, int]]:
-        """Return and discard module -> entropies in [0, 1], (batch, heads) float64 on CPU, and samples with a row."""
-        found = {}
-        for name, calls in self._calls.items():
-            mean = torch.stack([entropy for entropy, _ in calls]).mean(0).double().cpu()
-            found[name] = mean, int((calls[0][1] > 0).sum())
-        self._calls = {}
-        return found
 
 
 def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ def read_forward(
         return repeat(None)
 
     with walking(model), closing(walk.forward()) as steps:
-        for block in progress.track([*blocks], name) if name else blocks:
+        for block in progress.track([*blocks], name):
             _, calls = next(steps)
             with _reading(model, blocks[block], batches, calls, compute) as read:
                 _work_on(work, blocks[block], read, calls)
@@ -144,7 +144,6 @@ class Gradients:
         self._numbers = numbers or range(len(batches))
         self.blocks = blocks_of(model, modules, batches[0])
         self._walk = Walk(model, own(batches), [*self.blocks], self._run)
-        self._calls: dict[str, list[Call]] = {}
         self.counts: dict[int, Tensor] = {}  # batch -> number of terms of the loss that belong to each sample, (batch,)
 
     def _run(self, number: int, batch: dict[str, Tensor]) -> None:
@@ -179,7 +178,7 @@ class Gradients:
             name: Title of the loop over the blocks, forward and backward.
             progress: Shows it.
         """
-        steps = iter(progress.track([*self.blocks] * 2, name) if name else ())
+        steps = iter(progress.track([*self.blocks] * 2, name))
         with walking(self._model, gradients=True), self._within():
             with closing(self._walk.forward(gradients=True)) as forward:
                 for _, calls in forward:
@@ -191,15 +190,13 @@ class Gradients:
                 next(steps, None)
                 with self._reading(block, calls, hand_on=True) as read:
                     _work_on(work, self.blocks[block], read, calls)
-                if keep and self.blocks[block]:
-                    self._calls[block] = calls
         next(steps, None)
-        self._walk.trail.clear()
+        self._walk.trail = {block: calls for block, calls in self._walk.trail.items() if keep and self.blocks[block]}
 
     def of(self, modules: Sequence[PrunableModule], work: Work) -> None:
         """Call `work` again with all modules of the block of `modules`, and drop what was kept for that block."""
         block = next(block for block, inside in self.blocks.items() if modules[0] in inside)
-        read, at_hand = self._reading(block, self._calls.pop(block), hand_on=False), self._walk.at_hand(block)
+        read, at_hand = self._reading(block, self._walk.trail.pop(block), hand_on=False), self._walk.at_hand(block)
         with walking(self._model, gradients=True), self._within(), at_hand, read as reads:
             work(self.blocks[block], reads)
 

@@ -57,12 +57,11 @@ def residual_places(
         found.setdefault(name, None)
         last, earlier = (name, output, earlier), []
 
-    with ExitStack() as stack:
+    with walking(model), ExitStack() as hooks:
         for layer, name in names.items():
-            stack.enter_context(layer.register_forward_pre_hook(before))
+            hooks.enter_context(layer.register_forward_pre_hook(before))
             if name in consumers:
-                stack.enter_context(layer.register_forward_hook(after))
-        stack.enter_context(walking(model))
+                hooks.enter_context(layer.register_forward_hook(after))
         run_forward(model, short_samples(batch))
     for module in modules:
         if calls.count(module.name) != 1:

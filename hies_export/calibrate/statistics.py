@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -149,14 +148,12 @@ def collect_statistics(
     calibration, task = calibration_of(model, batches), task_of(model)
     brought = {name: OWN[name](model, batches, modules) for name in dict.fromkeys(needs) if name in OWN}
     attention = [module for module in modules if module.kind == ATTENTION]
-    # Statistic -> module -> sums over samples, (units,); "rows" are samples with attention rows that count, "maps"
-    # batches with attention maps.
-    sums = {
-        what: {m.name: torch.zeros(m.units, dtype=torch.float64) for m in of}
-        for names, of in ((("his", "fisher", "norms", "tokens"), modules), (("entropy", "rows", "maps"), attention))
-        for what in names
-    }
     entropies, with_norms = Entropies(model, attention), "activation_l2" in needs
+    # Statistic -> module -> sums over samples, (units,).
+    sums = entropies.sums | {
+        what: {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
+        for what in ("his", "fisher", "norms", "tokens")
+    }
     parts, numbers = _parts(model, batches)
     gradients = Gradients(model, parts, modules, "loss", numbers=numbers, within=entropies.attached)
 
@@ -171,16 +168,7 @@ def collect_statistics(
                 sums["norms"][one.name] += tokens.norm(dim=-1).sum(0).cpu()
                 sums["tokens"][one.name] += len(tokens)
 
-    @contextmanager
-    def recorded(number: int) -> Iterator[None]:
-        with entropies.recorded(parts[number]):
-            yield
-        for name, (values, counted) in entropies.take().items():
-            sums["entropy"][name] += values.sum(0)
-            sums["rows"][name] += counted
-            sums["maps"][name] += 1
-
-    gradients.collect(add, around=recorded, name="score", progress=progress)
+    gradients.collect(add, around=lambda n: entropies.recorded(parts[n]), name="score", progress=progress)
     added_up(total for of_modules in sums.values() for total in of_modules.values())
     samples = task.repeats * calibration.samples
     found = {what: {name: total / samples for name, total in sums[what].items()} for what in ("his", "fisher")}
@@ -208,8 +196,7 @@ def _parts(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> tupl
     parts, numbers = list[dict[str, Tensor]](), list[int]()
     with walking(model):
         for number, batch in enumerate(batches):
-            given = {key: value.to(device) for key, value in batch.items()}
-            for part in task.parts(given):
+            for part in task.parts({key: value.to(device) for key, value in batch.items()}):
                 repeated = {key: value.repeat_interleave(task.repeats, 0) for key, value in part.items()}
                 parts.append(task.with_labels(model, repeated))
                 numbers.append(number)

@@ -78,6 +78,7 @@ class Walk:
         last layer runs unless the caller closes the generator there. With `gradients`, calls are kept for `backward`.
         An UnsupportedModelError says that a layer is called again, or in another order.
         """
+        self.trail = {}
         with self._waiting():
             for number, batch in self._batches.items():
                 run = self._runs[number] = greenlet(partial(self._run, number, batch))
@@ -90,7 +91,7 @@ class Walk:
                 if gradients:
                     self.trail[layer] = calls
                     for call in calls:
-                        call.output = tree.tree_map(_leaf, call.output)
+                        call.output = tree.tree_map_only(is_float, lambda t: t.detach().requires_grad_(), call.output)
                 for call in calls:
                     output = tree.tree_map(_writable, call.output) if gradients else call.output
                     if not gradients:  # whoever still has the call holds no hidden states by it
@@ -147,7 +148,10 @@ class Walk:
             if given:
                 # Several blocks may read one tensor, through what the model computes between them.
                 torch.autograd.backward([t for t, _ in given], [g for _, g in given], retain_graph=True)
-            call.args, call.kwargs = tree.tree_map(_alone, (call.args, call.kwargs))
+            # Without their graph; some still take a gradient.
+            call.args, call.kwargs = tree.tree_map_only(
+                Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (call.args, call.kwargs)
+            )
         return [torch.zeros_like(t) if g is None else g for t, g in zip(inside, found, strict=False)]
 
     def _computed(
@@ -293,10 +297,6 @@ def _floats(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree.tree_leaves(value) if is_float(leaf)]
 
 
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if is_float(value) else value
-
-
 class _Identity(torch.autograd.Function):
     """Returns a leaf as a tensor that the model may change in place, which is forbidden for leaves and their views."""
 
@@ -312,8 +312,3 @@ class _Identity(torch.autograd.Function):
 def _writable(value: Any) -> Any:
     with torch.enable_grad():  # also for a caller inside of `torch.no_grad`
         return _Identity.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
-
-
-def _alone(value: Any) -> Any:
-    """Return a tensor detached from its graph, which still takes a gradient if it did; other values as they are."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

@@ -113,18 +113,13 @@ def compare_cut(
         with torch.no_grad():
             ends[side] = model(**inputs)[0]
 
-    with ExitStack() as stack:
-        stack.enter_context(masked_units(dense, plan, modules))
-        stack.enter_context(exact_products())
-        walks = []
-        for side, model in enumerate((dense, slim)):
-            stack.enter_context(walking(model))
-            walks.append(Walk(model, {side: model}, [*blocks], run))
+    walks = [Walk(model, {side: model}, [*blocks], run) for side, model in enumerate((dense, slim))]
+    with masked_units(dense, plan, modules), exact_products(), walking(dense), walking(slim), ExitStack() as stack:
         masked, cut = (stack.enter_context(closing(walk.forward())) for walk in walks)
         for (block, there), (_, here) in zip(masked, cut, strict=True):
             for one, other in zip(there, here, strict=True):
                 found, expected = _compared(walks, one, other)
-                one.output = tree.tree_map(lambda t: t.to(dense.dtype) if is_float(t) else t, expected)
+                one.output = tree.tree_map_only(is_float, lambda t: t.to(dense.dtype), expected)
                 largest = max(largest, _checked(*found, block or "the model", dense))
                 other.output = one.output
     # After the blocks, both models run the same code on the same numbers.

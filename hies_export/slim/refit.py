@@ -189,13 +189,10 @@ def _refit_in_order(
     places, by_name = residual_places(dense, modules, batches[0]), {module.name: module for module in modules}
     blocks, first = blocks_of(dense, modules, batches[0]), [0, *accumulate(map(size_of, batches))]
     models, fits = (dense, slim), dict[str, LayerFit]()
-    with ExitStack() as stack:
-        walks, steps, residual = [], [], []
-        for model in models:
-            stack.enter_context(walking(model))
-            residual.append(stack.enter_context(streams(model, places)))
-            walks.append(walk_forward(model, batches, [*blocks]))
-            steps.append(stack.enter_context(closing(walks[-1].forward())))
+    walks = [walk_forward(model, batches, [*blocks]) for model in models]
+    with walking(dense), walking(slim), ExitStack() as stack:
+        residual = [stack.enter_context(streams(model, places)) for model in models]
+        steps = [stack.enter_context(closing(walk.forward())) for walk in walks]
         for block in progress.track([*blocks], "blocks refitted"):
             calls = [next(of_model)[1] for of_model in steps]
             inside = [by_name[name] for name in places if by_name[name] in blocks[block]]
@@ -216,9 +213,10 @@ def _refit_in_order(
                     sums = None if module.name in known else LayerMoments.zeros(consumer, targets=True)
                     for call in calls_here:
                         number, (y, stream) = call.batch, targets.pop(call.batch)
-                        both = stream, residual[1].pop(number, None)
+                        own = residual[1].pop(number, None)
                         if sums is not None:
-                            found, target = _reading(dense, module, batches[number], call.args[0], y, *both)
+                            lacks = None if stream is None or own is None else stream - own
+                            found, target = _reading(dense, module.name, batches[number], call.args[0], y, lacks)
                             add_reading(sums, found, first[number], target)
                     if sums is None:
                         parameters, fits[module.name] = known[module.name]
@@ -235,22 +233,13 @@ def _refit_in_order(
 
 
 def _reading(
-    dense: PreTrainedModel,
-    module: PrunableModule,
-    batch: Mapping[str, Tensor],
-    x: Tensor,
-    y: Tensor,
-    there: Tensor | None,
-    here: Tensor | None,
+    dense: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor, y: Tensor, lacks: Tensor | None
 ) -> tuple[Reading, Tensor]:
-    """Return a reading of the slim consumer's input x, and its target: the dense output y plus `there` less `here`.
-
-    These are the residual streams of the dense and the slim model. Either is None if it is not known.
-    """
-    x, y = (by_sample(dense, module.name, batch, t) for t in (x, y))
-    if there is not None and here is not None:
-        y = y + by_sample(dense, module.name, batch, there - here).to(y)
-    return Reading(module.name, x, None, real_tokens(dense, module.name, batch, x)), y
+    """Return a reading of a slim consumer's input x, and its target: the dense y plus what the slim stream `lacks`."""
+    x, y = (by_sample(dense, name, batch, t) for t in (x, y))
+    if lacks is not None:
+        y = y + by_sample(dense, name, batch, lacks).to(y)
+    return Reading(name, x, None, real_tokens(dense, name, batch, x)), y
 
 
 def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], consumers: Sequence[str]) -> Walk:
