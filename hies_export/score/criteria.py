@@ -109,10 +109,9 @@ def min_max(values: Mapping[str, Tensor], *, normalize: str, what: str) -> Mappi
 
     `what` names the values in the warning if all are equal; they then become 0.
     """
-    whole = normalize == "model"
-    parts = [(what, values)] if whole else [(f"{what} in {name}", {name: v}) for name, v in values.items()]
+    parts = {what: values} if normalize == "model" else {f"{what} in {name}": {name: v} for name, v in values.items()}
     scaled: dict[str, Tensor] = {}
-    for label, part in parts:
+    for label, part in parts.items():
         everything = torch.cat(list(part.values()))
         low, high = everything.min(), everything.max()
         if high == low:
@@ -174,44 +173,32 @@ def hies(statistics: Statistics, *, alpha: float, normalize: str) -> Mapping[str
     return {name: alpha * importance[name] + (1 - alpha) * (1 - entropy[name]) for name in importance}
 
 
-@criterion(needs=("his",), kinds=KINDS, effect="his", ranks=False)
-def his(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """HIS^_h alone (Michel et al. 2019): units to which the loss is least sensitive go first."""
-    return min_max(statistics["his"], normalize=normalize, what="HIS")
+def _scaled(name: str, statistic: str, what: str, **how: Any) -> None:
+    """Register a criterion that is a statistic alone, scaled to [0, 1]; `what` is the name that `min_max` warns by."""
+
+    @criterion(name=name, needs=(statistic,), **how)
+    def scaled(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
+        return min_max(statistics[statistic], normalize=normalize, what=what)
 
 
-@criterion(needs=("fisher",), kinds=KINDS, ranks=False)
-def fisher(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """Mean squared gradient of each sample's loss to a mask on the unit (Kwon et al. 2022, Eq. 6)."""
-    return min_max(statistics["fisher"], normalize=normalize, what="Fisher information")
-
-
-@criterion(needs=("entropy",))
-def ad(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """AE^_h alone (attention diversity): heads with the lowest entropy go first, as in the paper's AD baseline."""
-    return min_max(statistics["entropy"], normalize=normalize, what="entropy")
-
-
-@criterion(needs=("weight_l2",), kinds=KINDS)
-def l2(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """L2 norm of the unit's weights in producers and consumer: units with small weights go first."""
-    return min_max(statistics["weight_l2"], normalize=normalize, what="weight norm")
+# HIS^_h alone (Michel et al. 2019): units to which the loss is least sensitive go first.
+_scaled("his", "his", "HIS", kinds=KINDS, effect="his", ranks=False)
+# Mean squared gradient of each sample's loss to a mask on the unit (Kwon et al. 2022, Eq. 6).
+_scaled("fisher", "fisher", "Fisher information", kinds=KINDS, ranks=False)
+# AE^_h alone (attention diversity): heads with the lowest entropy go first, as in the paper's AD baseline.
+_scaled("ad", "entropy", "entropy")
+# L2 norm of the unit's weights in producers and consumer: units with small weights go first.
+_scaled("l2", "weight_l2", "weight norm", kinds=KINDS)
+# Mean norm of the unit's output: units with a small output go first.
+_scaled("activation", "activation_l2", "activation norm", kinds=KINDS)
 
 
 @criterion(needs=("his",), kinds=KINDS)
 def random(statistics: Statistics, *, seed: int) -> Mapping[str, Tensor]:
     """Uniform random scores: the baseline that every criterion must beat."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.rand(values.shape[0], generator=generator, dtype=torch.float64)
-        for name, values in statistics["his"].items()
-    }
-
-
-@criterion(needs=("activation_l2",), kinds=KINDS)
-def activation(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-    """Mean norm of the unit's output: units with a small output go first."""
-    return min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
+    units = {name: len(values) for name, values in statistics["his"].items()}
+    return {name: torch.rand(count, generator=generator, dtype=torch.float64) for name, count in units.items()}
 
 
 def needs_of(*names: str) -> tuple[str, ...]:
