@@ -30,10 +30,7 @@ class Entropies:
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
         self._model = model
         self._modules = {model.get_submodule(module.name): module for module in modules}
-        self.sums = {
-            what: {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
-            for what in ("entropy", "rows", "maps")
-        }
+        self.sums = zeros_by_unit(modules, "entropy", "rows", "maps")
         self._visible = VisibleKeys()
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._batch: Mapping[str, Tensor] | None = None
@@ -83,6 +80,11 @@ class Entropies:
             entropy = entropy_of_map(maps[0].detach(), self._batch.get("attention_mask"))
             self._calls.setdefault(module.name, []).append(entropy)
         return outputs
+
+
+def zeros_by_unit(modules: Sequence[PrunableModule], *names: str) -> dict[str, dict[str, Tensor]]:
+    """Return name -> module -> zeros to add to, (units,) float64."""
+    return {name: {m.name: torch.zeros(m.units, dtype=torch.float64) for m in modules} for name in names}
 
 
 def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -295,12 +295,9 @@ class MomentStore:
 
         `names` are those of the wanted modules, None for all; the loop over the blocks is shown as `name`.
         """
-
-        def is_wanted(module: PrunableModule) -> bool:
-            return names is None or module.name in names
-
+        wanted = [module for module in self._modules if names is None or module.name in names]
         if self.kept:
-            work([*filter(is_wanted, self._modules)], self.kept)
+            work(wanted, self.kept)
             return
         first, collected = [0, *accumulate(map(size_of, self._batches))], dict[str, LayerMoments]()
 
@@ -317,10 +314,10 @@ class MomentStore:
                 found.add_up(module_name)
             if self.keeps:
                 collected.update(sums)
-            if wanted := [*filter(is_wanted, inside)]:
-                work(wanted, sums)
+            if chosen := [module for module in inside if module in wanted]:
+                work(chosen, sums)
 
-        modules = self._modules if self.keeps else [*filter(is_wanted, self._modules)]
+        modules = self._modules if self.keeps else wanted
         if self.weighted:
             Gradients(self._dense, self._batches, modules, "effect").collect(block, name=name, progress=progress)
         else:

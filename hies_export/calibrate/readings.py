@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
@@ -164,19 +164,16 @@ class Gradients:
         self,
         work: Work | None = None,
         *,
-        keep: bool = False,
+        keep: Collection[str] = (),
         around: Callable[[int], AbstractContextManager[Any]] = nullcontext,
         name: str = "",
         progress: Progress = SILENT,
     ) -> None:
         """Take all batches forward and backward, and call `work` with the modules of each block, the last block first.
 
-        Args:
-            work: As for `read_forward`, with gradients in the readings; None if they are only kept for `of`.
-            keep: Keep what `of` needs.
-            around: Makes a context from a batch's number that is open while the batch goes forward through a block.
-            name: Title of the loop over the blocks, forward and backward.
-            progress: Shows it.
+        `work` is as for `read_forward`, with gradients in the readings; None if nothing is done yet. What `of` needs is
+        kept for the blocks to `keep`. `around` makes a context from a batch's number that is open while the batch goes
+        forward through a block. The loop over the blocks, forward and backward, is shown as `name`.
         """
         steps = iter(progress.track([*self.blocks] * 2, name))
         with walking(self._model, gradients=True), self._within():
@@ -191,11 +188,10 @@ class Gradients:
                 with self._reading(block, calls, hand_on=True) as read:
                     _work_on(work, self.blocks[block], read, calls)
         next(steps, None)
-        self._walk.trail = {block: calls for block, calls in self._walk.trail.items() if keep and self.blocks[block]}
+        self._walk.trail = {block: calls for block, calls in self._walk.trail.items() if block in keep}
 
-    def of(self, modules: Sequence[PrunableModule], work: Work) -> None:
-        """Call `work` again with all modules of the block of `modules`, and drop what was kept for that block."""
-        block = next(block for block, inside in self.blocks.items() if modules[0] in inside)
+    def of(self, block: str, work: Work) -> None:
+        """Call `work` again with the modules of a block, and drop what was kept for it."""
         read, at_hand = self._reading(block, self._walk.trail.pop(block), hand_on=False), self._walk.at_hand(block)
         with walking(self._model, gradients=True), self._within(), at_hand, read as reads:
             work(self.blocks[block], reads)

@@ -23,10 +23,8 @@ def residual_places(
     """Return module -> a layer that reads the residual stream that its output is added to, in the order of the calls.
 
     The stream is recognised by its numbers: it is the earlier input that equals a later layer's input minus the
-    module's output. The layer is None if none reads such a sum, for example if the output is normalised first.
-
-    Raises:
-        RequestError: A module is called more than once, or never.
+    module's output. The layer is None if none reads such a sum, for example if the output is normalised first. A
+    RequestError says that a module is called more than once, or never.
     """
     consumers = {module.consumer: module.name for module in modules}
     names = {layer: name for name, layer in model.named_modules() if name}
@@ -43,10 +41,8 @@ def residual_places(
         if last is not None and x is not last[1] and x.numel() == last[1].numel():
             name, y, before_it = last
             without = x.reshape(y.shape).to(y.device) - y
-            alike = ((at, t.reshape(y.shape)) for at, t in before_it if t.numel() == y.numel())
-            found[name] = next(
-                (at for at, t in alike if Difference.of(without, t.to(without.device)).within(SAME_CODE)), None
-            )
+            alike = ((at, t.reshape(y.shape).to(y.device)) for at, t in before_it if t.numel() == y.numel())
+            found[name] = next((at for at, t in alike if Difference.of(without, t).within(SAME_CODE)), None)
             last = None if found[name] else last
         earlier.append((names[layer], x))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batches import OWN_KEY, batches_fingerprint, size_of
+from ..data.batches import OWN_KEY, Batch, batches_fingerprint, size_of
 from ..errors import DataError
 from ..kinds import ATTENTION
 from ..model.linear import weight_of
@@ -18,25 +18,18 @@ from ..processes import added_up
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule, Slice
-from .entropy import Entropies
+from .entropy import Entropies, zeros_by_unit
 from .moments import MomentStore
 from .readings import Gradients, Read, Reading, own, walking
 
 # Statistics that every run collects.
 DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
 
-Collect: TypeAlias = Callable[
-    [PreTrainedModel, Sequence[dict[str, Tensor]], Sequence[PrunableModule]], Mapping[str, Tensor]
-]
+Collect: TypeAlias = Callable[[PreTrainedModel, Sequence[Batch], Sequence[PrunableModule]], Mapping[str, Tensor]]
 """Takes the model, calibration batches and modules, and returns module -> (units,) float64 on CPU."""
 
 # Statistics that criteria bring, by name, see `score.criteria.criterion`.
 OWN: dict[str, Collect] = {}
-
-
-def weight_l2(model: PreTrainedModel, module: PrunableModule) -> Tensor:
-    """Return the L2 norm of every unit's weights in the producers and the consumer, (units,) float64."""
-    return sum_by_unit(module, lambda name: weight_of(model.get_submodule(name)).detach().double().pow(2)).sqrt()
 
 
 def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
@@ -91,10 +84,7 @@ class Statistics:
 
     def of(self, modules: Collection[str]) -> Statistics:
         """Return the statistics of some modules, by their names."""
-        values = {
-            name: {module: v for module, v in by_module.items() if module in modules}
-            for name, by_module in self.values.items()
-        }
+        values = {name: {m: v for m, v in by_module.items() if m in modules} for name, by_module in self.values.items()}
         return Statistics(values, self.calibration)
 
 
@@ -150,10 +140,7 @@ def collect_statistics(
     attention = [module for module in modules if module.kind == ATTENTION]
     entropies, with_norms = Entropies(model, attention), "activation_l2" in needs
     # Statistic -> module -> sums over samples, (units,).
-    sums = entropies.sums | {
-        what: {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
-        for what in ("his", "fisher", "norms", "tokens")
-    }
+    sums = entropies.sums | zeros_by_unit(modules, "his", "fisher", "norms", "tokens")
     parts, numbers = _parts(model, batches)
     gradients = Gradients(model, parts, modules, "loss", numbers=numbers, within=entropies.attached)
 
@@ -175,7 +162,10 @@ def collect_statistics(
     if all(seen.all() for seen in sums["maps"].values()):
         rows = sums["rows"]
         found["entropy"] = {name: total / rows[name].clamp(min=1) for name, total in sums["entropy"].items()}
-    found["weight_l2"] = {module.name: weight_l2(model, module) for module in modules}
+    found["weight_l2"] = {
+        m.name: sum_by_unit(m, lambda name: weight_of(model.get_submodule(name)).detach().double().pow(2)).sqrt()
+        for m in modules
+    }
     if with_norms:
         found["activation_l2"] = {name: total / sums["tokens"][name] for name, total in sums["norms"].items()}
     return Statistics(found | brought, calibration)

@@ -148,10 +148,8 @@ class Walk:
             if given:
                 # Several blocks may read one tensor, through what the model computes between them.
                 torch.autograd.backward([t for t, _ in given], [g for _, g in given], retain_graph=True)
-            # Without their graph; some still take a gradient.
-            call.args, call.kwargs = tree.tree_map_only(
-                Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (call.args, call.kwargs)
-            )
+            # Without their graph.
+            call.args, call.kwargs = tree.tree_map(lambda t: inner.get(id(t), t), (call.args, call.kwargs))
         return [torch.zeros_like(t) if g is None else g for t, g in zip(inside, found, strict=False)]
 
     def _computed(

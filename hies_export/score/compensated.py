@@ -109,24 +109,19 @@ def score_compensated(
         chains.update(zip((module.name for module in modules), mapped(modules, order), strict=True))
 
     def rank_again(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
-        for block in found.blocks.values():
-            if block and block[0] in modules:
-                found.of(block, lambda block, read: rank(block, read, sums))
+        for block, inside in found.blocks.items():
+            if inside and inside[0] in modules:
+                found.of(block, lambda inside, read: rank(inside, read, sums))
 
     found = Gradients(model, batches, modules, "effect", numbers=numbers)
     if moments is None or moments.keeps:
         kept = {} if moments is None else moments.all_kept(progress)
         found.collect(lambda block, read: rank(block, read, kept), name="modules ranked", progress=progress)
     else:
-        found.collect(keep=True, name="effects", progress=progress)
-        new: list[PrunableModule] = []
-        for block in filter(None, found.blocks.values()):
-            if all(module.name in chains for module in block):
-                found.of(block, lambda *_: None)  # which drops what was kept for it
-            else:
-                new += block
-        if new:
-            moments.each(rank_again, {module.name for module in new}, name="modules ranked", progress=progress)
+        new = [block for block, inside in found.blocks.items() if any(module.name not in chains for module in inside)]
+        found.collect(keep=new, name="effects", progress=progress)
+        if names := {module.name for block in new for module in found.blocks[block]}:
+            moments.each(rank_again, names, name="modules ranked", progress=progress)
     return scores_of_chains(modules, [chains[module.name] for module in modules], per_sample=per_sample)
 
 

@@ -313,9 +313,6 @@ def in_order_of_slopes(curves: Iterable[tuple[Sequence[float], Sequence[float]]]
 
 def merged(chains: Sequence[Chain]) -> Iterator[Removal]:
     """Yield the removals of all chains by least effect per unit; among equals, those of later chains come first."""
-    curves = (
-        ([*accumulate(len(removal.units) for removal in chain)], [removal.effect for removal in chain])
-        for chain in chains
-    )
+    curves = (([*accumulate(len(r.units) for r in chain)], [r.effect for r in chain]) for chain in chains)
     for number, place in in_order_of_slopes(curves):
         yield chains[number][place]

@@ -57,7 +57,14 @@ def as_mistral(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | 
     """
     for position, fields in settings.items():
         config = _mistral_config(configs_in(model.config)[position], fields)
-        twin = None if config is None else _mistral_model(model, config, position, settings)
+        if config is None:
+            continue
+        if position == 0:
+            stock = getattr(transformers, type(model).__name__.replace("Llama", "Mistral", 1), None)
+            twin = None if stock is None or stock is type(model) else empty_model(stock, config, model.dtype)
+        else:
+            others = {place: values for place, values in settings.items() if place != position}
+            twin = _stock_model(model, others, {position: config})
         if twin is not None and tensor_shapes(twin) == tensor_shapes(model):
             share_tensors(twin, model)
             if type(twin) is type(model):  # a twin of another class saves tensors under names of its own
@@ -98,17 +105,6 @@ def _mistral_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> Mi
         return None
     select_attention(made, like=config)
     return made
-
-
-def _mistral_model(
-    model: PreTrainedModel, config: MistralConfig, position: int, settings: Settings
-) -> PreTrainedModel | None:
-    """Return a model without weights, with a Mistral's config at a position of `configs_in`; None if there is none."""
-    if position == 0:
-        stock = getattr(transformers, type(model).__name__.replace("Llama", "Mistral", 1), None)
-        return None if stock is None or stock is type(model) else empty_model(stock, config, model.dtype)
-    others = {place: values for place, values in settings.items() if place != position}
-    return _stock_model(model, others, {position: config})
 
 
 def per_layer_config(

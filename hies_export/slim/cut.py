@@ -98,8 +98,5 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
 
 def _tied_to(model: PreTrainedModel, layer: nn.Module, own: Collection[str]) -> list[str]:
     """Return the names of layers outside `own` that share a layer's weight, such as those of an auxiliary loss."""
-    return [
-        name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if getattr(module, "weight", None) is layer.weight and name not in own
-    ]
+    places = model.named_modules(remove_duplicate=False)
+    return [name for name, m in places if getattr(m, "weight", None) is layer.weight and name not in own]

@@ -338,10 +338,10 @@ def test_a_block_can_be_read_again(case: str, target: Any) -> None:
     gradients = Gradients(model, batches, modules, target)
     first: dict[str, list[list[Reading]]] = {}
     again: dict[str, list[list[Reading]]] = {}
-    gradients.collect(by_block(first, len(batches)), keep=True)
+    gradients.collect(by_block(first, len(batches)), keep=gradients.blocks)
     with unharmed(model):
-        for inside in gradients.blocks.values():  # the other way round
-            gradients.of(inside, by_block(again, len(batches)))
+        for block in gradients.blocks:  # the other way round
+            gradients.of(block, by_block(again, len(batches)))
     assert first.keys() == again.keys()
     for name, of_batches in first.items():
         for ones, others in zip(of_batches, again[name], strict=True):
@@ -376,9 +376,9 @@ def test_calls_keep_what_they_were_made_with_and_no_graph() -> None:
     def work(inside: Any, read: Read) -> None:
         seen.extend(vars(one) for one in read(0))
 
-    gradients.collect(work, keep=True)
-    for inside in gradients.blocks.values():
-        gradients.of(inside, work)
+    gradients.collect(work, keep=gradients.blocks)
+    for block in gradients.blocks:
+        gradients.of(block, work)
     tensors = [value for one in seen for value in one.values() if isinstance(value, Tensor)]
     assert len(tensors) == 3 * 12
     assert not any(value.requires_grad or value.grad_fn for value in tensors)
