@@ -21,10 +21,9 @@ class Entropies:
     """The attention function of calibration, which records entropies; its outputs equal those of the model's own.
 
     A model with attention code of its own keeps that; entropies are then those of the maps that it returns, if any.
-    They are computed inside of `recorded` alone, as a block that is computed again must not count twice.
-
-    `sums` are added up over batches, (units,) float64 by module: the "entropy" of samples, in [0, 1], the samples with
-    "rows" that count, and the batches with "maps".
+    They are computed inside of `recorded` alone, as a block that is computed again must not count twice. `sums` add up
+    over batches, (units,) float64 by module, the "entropy" of samples, in [0, 1], the samples with "rows" that count,
+    and the batches with "maps".
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):

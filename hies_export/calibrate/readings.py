@@ -115,16 +115,11 @@ class Gradients:
     """Readings with gradients, of one block at a time, after all batches went forward and backward once.
 
     The inputs of every block and the gradients of its output may be kept, which takes two hidden states of all batches
-    for each block. From these, `of` computes a block anew at any time.
+    for each block. From these, `of` computes a block anew at any time. The model is restored after each use.
 
-    Args:
-        model: The model; it is restored after each use.
-        batches: Its inputs, with labels if `target` is "loss".
-        modules: Those whose consumers are read.
-        target: What is differentiated: the sum of all terms of the "loss" of a batch (`Task.loss`), or of each sample's
-            "effect" (`Task.effect`).
-        numbers: The number of each batch in messages, where batches are parts of others.
-        within: Makes a context that is open during each walk.
+    What is differentiated is the sum of all terms of the "loss" of a batch with labels (`Task.loss`), or of each
+    sample's "effect" (`Task.effect`). `numbers` are those of the batches in messages, where these are parts of others.
+    `within` makes a context that is open during each walk.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..equal import SAME_CODE, Difference
 from ..errors import RequestError
+from ..model.modes import intercept
 from ..model.tokens import short_samples
 from ..units.units import PrunableModule
 from .readings import run_forward, walking
@@ -73,10 +74,9 @@ def streams(model: nn.Module, places: Mapping[str, str | None]) -> Iterator[dict
     """Record residual streams in a walk: yield batch number -> the tensor at the last place that the batch reached."""
     found: dict[int, Tensor] = {}
 
-    def keep(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        found[running()] = args[0]
+    def keep(_: str, x: Tensor) -> Tensor:
+        found[running()] = x
+        return x
 
-    with ExitStack() as stack:
-        for place in dict.fromkeys(filter(None, places.values())):
-            stack.enter_context(model.get_submodule(place).register_forward_pre_hook(keep))
+    with intercept(model, {place: place for place in places.values() if place is not None}, keep):
         yield found

@@ -93,8 +93,11 @@ class Walk:
                     for call in calls:
                         call.output = tree.tree_map_only(is_float, lambda t: t.detach().requires_grad_(), call.output)
                 for call in calls:
-                    output = tree.tree_map(_writable, call.output) if gradients else call.output
-                    if not gradients:  # whoever still has the call holds no hidden states by it
+                    output = call.output
+                    if gradients:
+                        with torch.enable_grad():  # also for a caller inside of `torch.no_grad`
+                            output = tree.tree_map_only(is_float, _Identity.apply, output)
+                    else:  # whoever still has the call holds no hidden states by it
                         call.args, call.kwargs, call.output = (), {}, None
                     waiting[call.batch] = self._switch(call.batch, output)
                 del calls
@@ -251,11 +254,11 @@ def blocks_of(
     around = [max((e for e in elements if _inside(module.consumer, e)), key=len, default=WHOLE) for module in modules]
     if WHOLE in around:
         return {WHOLE: modules}
-    outermost = [e for e in dict.fromkeys(around) if not any(_inside(e, other) for other in around)]
-    for element in elements:
-        if not any(_inside(element, other) or _inside(other, element) or element == other for other in outermost):
-            outermost.append(element)
-    blocks = sorted(outermost, key=places.__getitem__)
+    blocks: list[str] = []
+    for element in [*sorted(around, key=len), *elements]:  # the outermost ones around modules first
+        if not any(_inside(element, other) or _inside(other, element) or element == other for other in blocks):
+            blocks.append(element)
+    blocks.sort(key=places.__getitem__)
     called = _calls_of(model, blocks, in_rows(short_samples(batch), 2)[0])
     if set(called) == set(blocks):
         blocks = [*dict.fromkeys(called)]
@@ -305,8 +308,3 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-def _writable(value: Any) -> Any:
-    with torch.enable_grad():  # also for a caller inside of `torch.no_grad`
-        return _Identity.apply(value) if isinstance(value, Tensor) and value.requires_grad else value

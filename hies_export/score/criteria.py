@@ -97,8 +97,6 @@ CRITERIA: Registry[Criterion] = KNOWN
 # Scores the kinds of modules that a criterion cannot score.
 FALLBACK = "fisher"
 
-NORMALIZE = ("model", "layer")
-
 
 class DegenerateRangeWarning(UserWarning):
     """All units have the same value, so min-max normalisation cannot tell them apart and scores them all 0."""
@@ -272,7 +270,7 @@ def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str,
         problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
     if not 0 <= alpha < 1:
         problems.append(f"alpha must be in [0, 1), got {alpha}; for importance alone use criterion: his")
-    if normalize not in NORMALIZE:
+    if normalize not in ("model", "layer"):
         problems.append(f"normalize must be model or layer, got {normalize!r}")
     effect = (CRITERIA[criterion].effect,) if compared and criterion in CRITERIA else ()
     missing = [need for need in dict.fromkeys(needs_of(criterion) + effect) if need not in statistics.values]

@@ -41,10 +41,9 @@ SCALES = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequence[Batch]) -> tuple[float, list[str]]:
     """Scale the logits of `slim` in place, so that its next tokens are about as certain as those of `dense`.
 
-    Returns:
-        The scale, and the names of the parameters that were multiplied by it: those of the norm before the head, which
-        `slim` then no longer shares with `dense`. The scale is 1, and there are none, if the model predicts no next
-        tokens, or if that norm does not scale its logits.
+    Return the scale, and the names of the parameters that were multiplied by it: those of the norm before the head,
+    which `slim` then no longer shares with `dense`. The scale is 1, and there are none, if the model predicts no next
+    tokens, or if that norm does not scale its logits.
     """
     task = task_of(slim)
     names = _scaling_logits(slim, batches[0]) if task.generative else []

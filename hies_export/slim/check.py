@@ -118,15 +118,15 @@ def compare_cut(
         masked, cut = (stack.enter_context(closing(walk.forward())) for walk in walks)
         for (block, there), (_, here) in zip(masked, cut, strict=True):
             for one, other in zip(there, here, strict=True):
-                found, expected = _compared(walks, one, other)
+                found, allowed, expected = _compared(walks, one, other)
                 one.output = tree.tree_map_only(is_float, lambda t: t.to(dense.dtype), expected)
-                largest = max(largest, _checked(*found, block or "the model", dense))
+                largest = max(largest, _checked(found, allowed, block or "the model", dense))
                 other.output = one.output
     # After the blocks, both models run the same code on the same numbers.
     return max(largest, _checked(Difference.of(ends[1], ends[0]), SURE_IN_FLOAT32, "the model", dense))
 
 
-def _compared(walks: Sequence[Walk], there: Call, here: Call) -> tuple[tuple[Difference, float], Any]:
+def _compared(walks: Sequence[Walk], there: Call, here: Call) -> tuple[Difference, float, Any]:
     """Return how far the cut block is from the masked one, the share that is allowed, and the masked one's output."""
 
     def computed(dtype: torch.dtype) -> tuple[Difference, Any]:
@@ -135,13 +135,12 @@ def _compared(walks: Sequence[Walk], there: Call, here: Call) -> tuple[tuple[Dif
         return Difference.of(found, expected), outputs[0]
 
     found, output = computed(torch.float32)
-    if found.within(SURE_IN_FLOAT32):
-        return (found, SAME_CODE), output
-    try:
-        return (computed(torch.float64)[0], IN_FLOAT64), output
-    except RuntimeError as error:  # whatever a kernel or a model's own code raises on a dtype it does not expect
-        logger.debug("no comparison in float64: %s", memory_failure(error) or error)
-        return (found, SAME_CODE), output
+    if not found.within(SURE_IN_FLOAT32):
+        try:
+            return computed(torch.float64)[0], IN_FLOAT64, output
+        except RuntimeError as error:  # whatever a kernel or a model's own code raises on a dtype it does not expect
+            logger.debug("no comparison in float64: %s", memory_failure(error) or error)
+    return found, SAME_CODE, output
 
 
 def _checked(found: Difference, allowed: float, where: str, dense: PreTrainedModel) -> float:

@@ -125,12 +125,10 @@ def per_layer_config(
         own = getattr(model.get_submodule(module.name), "config", model.config)
         if len(layer) != 1 or own is not model.config or (layer[0], module.kind) in seen:
             return None
-        fields = _layer_fields(model.config, layer[0], module, selection)
-        if fields is None:
+        if (fields := _layer_fields(model.config, layer[0], module, selection)) is None:
             return None
         seen.add((layer[0], module.kind))
-        changed = {name: value for name, value in fields.items() if getattr(model.config, name) != value}
-        if changed:
+        if changed := {name: value for name, value in fields.items() if getattr(model.config, name) != value}:
             found.setdefault(layer[0], {}).update(changed)
     return found
 
@@ -272,8 +270,7 @@ def plain_model(
     settings = (_head_settings if modules[0].kind == ATTENTION else _unit_settings)(model, selection, modules)
     if settings is None:
         return None
-    stock = _stock_model(model, settings)
-    if stock is None:
+    if (stock := _stock_model(model, settings)) is None:
         return as_mistral(model, settings)
     if tensor_shapes(stock) != tensor_shapes(model):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -54,8 +54,7 @@ def prune_units(
         check_weights(plan.model, fingerprint(model, modules))
     slim = model if inplace else copy.deepcopy(model)
     if isinstance(slim, TextEncoder):
-        prefix = slim.base_model_prefix
-        below = [module.below(prefix) for module in modules]
+        below = [module.below(slim.base_model_prefix) for module in modules]
         kept = {under.name: selection[module.name] for under, module in zip(below, modules, strict=True)}
         slim.hold(prune_units(slim.auto_model, kept, below, inplace=True))
         return slim
@@ -80,7 +79,10 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
         for name, axis, index in feature_cuts(module, kept):
             whole = slim.get_submodule(name)
             layer = select_features(whole, index, axis)
-            for place in (name, *_tied_to(slim, whole, own)):
+            # Layers outside of `own` may share its weight, such as those of an auxiliary loss.
+            places = slim.named_modules(remove_duplicate=False)
+            tied = [n for n, m in places if getattr(m, "weight", None) is whole.weight and n not in own]
+            for place in (name, *tied):
                 owner, _, attribute = place.rpartition(".")
                 setattr(slim.get_submodule(owner), attribute, layer)
             shapes.linear[name] = list(features_of(layer))
@@ -94,9 +96,3 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
             shapes.attributes[module.name] = changed
         if len(kept.units) < module.units and (narrowed := narrow_arguments(holder, module, kept)):
             shapes.narrowed[module.name] = narrowed
-
-
-def _tied_to(model: PreTrainedModel, layer: nn.Module, own: Collection[str]) -> list[str]:
-    """Return the names of layers outside `own` that share a layer's weight, such as those of an auxiliary loss."""
-    places = model.named_modules(remove_duplicate=False)
-    return [name for name, m in places if getattr(m, "weight", None) is layer.weight and name not in own]
