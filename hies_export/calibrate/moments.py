@@ -277,12 +277,6 @@ class MomentStore:
         free = on_main(lambda: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_on_cpu())
         self.keeps = keep and needed < SHARE_OF_FREE * free
 
-    def all_kept(self, progress: Progress = SILENT) -> Mapping[str, LayerMoments]:
-        """Return the moments of all modules, collected now if needed; empty if they are not kept."""
-        if self.keeps and not self.kept:
-            self.each(lambda modules, sums: None, progress=progress)
-        return self.kept
-
     def each(
         self,
         work: Callable[[Sequence[PrunableModule], Mapping[str, LayerMoments]], None],

@@ -115,7 +115,9 @@ def score_compensated(
 
     found = Gradients(model, batches, modules, "effect", numbers=numbers)
     if moments is None or moments.keeps:
-        kept = {} if moments is None else moments.all_kept(progress)
+        kept: dict[str, LayerMoments] = {}
+        if moments is not None:
+            moments.each(lambda _, sums: kept.update(sums), progress=progress)
         found.collect(lambda block, read: rank(block, read, kept), name="modules ranked", progress=progress)
     else:
         new = [block for block, inside in found.blocks.items() if any(module.name not in chains for module in inside)]
@@ -133,7 +135,7 @@ def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain],
     scores = {module.name: torch.zeros(module.units, dtype=torch.float64) for module in modules}
     for kind in dict.fromkeys(module.kind for module in modules):
         of_kind = [chain for module, chain in zip(modules, chains, strict=True) if module.kind == kind]
-        order = [*merged([chain[:-1] for chain in of_kind])]
+        order = merged([chain[:-1] for chain in of_kind])
         order += sorted((chain[-1] for chain in of_kind), key=lambda removal: removal.effect)
         total = sum(len(removal.units) for removal in order)
         rank = 0

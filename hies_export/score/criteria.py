@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -309,8 +309,7 @@ def in_order_of_slopes(curves: Iterable[tuple[Sequence[float], Sequence[float]]]
     return [(-number, place) for _, number, place in sorted(found)]
 
 
-def merged(chains: Sequence[Chain]) -> Iterator[Removal]:
-    """Yield the removals of all chains by least effect per unit; among equals, those of later chains come first."""
+def merged(chains: Sequence[Chain]) -> list[Removal]:
+    """Return the removals of all chains by least effect per unit; among equals, those of later chains come first."""
     curves = (([*accumulate(len(r.units) for r in chain)], [r.effect for r in chain]) for chain in chains)
-    for number, place in in_order_of_slopes(curves):
-        yield chains[number][place]
+    return [chains[number][place] for number, place in in_order_of_slopes(curves)]

@@ -200,7 +200,7 @@ def test_a_store_gives_every_use_the_same_moments(keep: bool) -> None:
             assert names is None or sorted(seen) == sorted(names)
     each = len(batches) + 1  # and a few tokens show the order of the blocks
     assert walks == (each if keep else 2 * each)
-    assert set(store.all_kept()) == ({module.name for module in modules} if keep else set())
+    assert set(store.kept) == ({module.name for module in modules} if keep else set())
 
 
 def test_an_error_is_a_mean_over_tokens_and_never_below_zero() -> None:

@@ -66,16 +66,16 @@ def names(order: Sequence[Removal]) -> str:
 
 
 def test_merged_takes_the_least_slope_first() -> None:
-    assert names([*merged([chain("a", 1, 4, 9), chain("b", 2, 4, 10)])]) == "abbaab"
+    assert names(merged([chain("a", 1, 4, 9), chain("b", 2, 4, 10)])) == "abbaab"
     # The second removal of a is nearly free, so both go together, before the single one of b that looks cheaper.
-    assert names([*merged([chain("a", 3, 3.1), chain("b", 2, 8)])]) == "aabb"
+    assert names(merged([chain("a", 3, 3.1), chain("b", 2, 8)])) == "aabb"
     # A removal of several units costs that much less a unit.
-    assert names([*merged([chain("a", 1, 3), chain("b", 1.5, 6, width=3)])]) == "baba"
+    assert names(merged([chain("a", 1, 3), chain("b", 1.5, 6, width=3)])) == "baba"
 
 
 def test_of_equal_slopes_the_later_chain_goes_first() -> None:
-    assert names([*merged([chain("a", 1, 2), chain("b", 1, 2), chain("c", 0.5, 3)])]) == "cbbaac"
-    assert names([*merged([chain(name, 0, 0) for name in "abc"])]) == "ccbbaa"
+    assert names(merged([chain("a", 1, 2), chain("b", 1, 2), chain("c", 0.5, 3)])) == "cbbaac"
+    assert names(merged([chain(name, 0, 0) for name in "abc"])) == "ccbbaa"
 
 
 def points_of_hull(effects: Sequence[float]) -> set[int]:
@@ -91,7 +91,7 @@ def test_merged_orders_are_nested_and_optimal_where_edges_end(seed: int) -> None
     for name in "abc":
         effects = itertools.accumulate(generator.uniform(0, 1) ** 3 for _ in range(5))
         chains.append(chain(name, *effects))
-    order = [*merged(chains)]
+    order = merged(chains)
     assert len(order) == 15
     for one in chains:
         assert tuple(removal for removal in order if removal.module == one[0].module) == one
