@@ -239,21 +239,14 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
     stock = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))  # it may be slim already
     model.config.hies_export = block
     _set_layers(model.config, block.get("per_layer_config"))
-    model.config.auto_map = _auto_map(stock, model)
-    model.__class__ = slim_class(stock)
-
-
-def _auto_map(stock: type, model: PreTrainedModel) -> dict[str, str]:
-    """Return Auto class -> "file.class", for every Auto class that may load the checkpoint.
-
-    They are those of the stock class, `AutoModel` for its base model, and those of other heads, for fine-tuning.
-    """
-    module = modeling_hies.__name__.rpartition(".")[2]
+    # What may load the checkpoint: the stock class, its base by `AutoModel`, and other heads on it, for fine-tuning.
     names = dict.fromkeys(auto_classes(stock.__name__, model.config.model_type), stock.__name__)
     if has_auto_base(model):
         names["AutoModel"] = type(model.base_model).__name__
         names = heads_on(stock, model.config.model_type) | names
-    return {auto_class: f"{module}.{name}" for auto_class, name in names.items()}
+    file = modeling_hies.__name__.rpartition(".")[2]
+    model.config.auto_map = {auto_class: f"{file}.{name}" for auto_class, name in names.items()}
+    model.__class__ = slim_class(stock)
 
 
 def plain_model(
