@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,10 @@ from ..data.batches import size_of
 from ..errors import DataError, NonFiniteError, RequestError
 from ..model.internals import bfloat16_products, exact_products
 from ..model.linear import features_of, weight_of
-from ..processes import added_up, mapped, on_main
+from ..processes import added_up, on_main
 from ..progress import SILENT, Progress
 from ..units.units import PrunableModule
-from .readings import Gradients, Read, Reading, read_forward
+from .readings import Gradients, Read, Reading, own, read_forward
 from .walk import device_of_blocks
 
 # Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
@@ -298,12 +297,9 @@ class MomentStore:
         def block(inside: list[PrunableModule], read: Read) -> None:
             layers = {module.name: self._dense.get_submodule(module.consumer) for module in inside}
             sums = {name: LayerMoments.zeros(layer, weighted=self.weighted) for name, layer in layers.items()}
-
-            def add(number: int, _: Any) -> None:
+            for number in own(self._batches):
                 for one in read(number):
                     add_reading(sums[one.name], one, first[number])
-
-            mapped(self._batches, add)
             for module_name, found in sums.items():
                 found.add_up(module_name)
             if self.keeps:

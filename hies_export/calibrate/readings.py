@@ -225,18 +225,21 @@ def _reading(
             seen.clear()
             if number not in by_batch:  # a batch may skip a block, as texts alone skip an image tower
                 return []
-            batch, found = batches[number], iter(compute(by_batch[number], seen))
-            readings = []
-            for name in (module.name for module in modules):
-                for x in seen.inputs[name]:
-                    gradient = next(found)
-                    gradient = None if gradient is None else by_sample(model, name, batch, gradient)
-                    x = by_sample(model, name, batch, x.detach())
-                    readings.append(Reading(name, x, gradient, real_tokens(model, name, batch, x)))
-            return readings
+            found = iter(compute(by_batch[number], seen))
+            inputs = [(module.name, x.detach()) for module in modules for x in seen.inputs[module.name]]
+            return [reading_of(model, name, batches[number], x, next(found)) for name, x in inputs]
 
         yield read
         seen.clear()  # the graph of the last reading holds the weights of the block
+
+
+def reading_of(
+    model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor, gradient: Tensor | None = None
+) -> Reading:
+    """Return a reading of a module's consumer from its input x and the gradient to that, as the model has them."""
+    x = by_sample(model, name, batch, x)
+    gradient = None if gradient is None else by_sample(model, name, batch, gradient)
+    return Reading(name, x, gradient, real_tokens(model, name, batch, x))
 
 
 def by_sample(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import LayerMoments, Moments, MomentStore, add_reading, check_mix, check_samples
-from ..calibrate.readings import Reading, by_sample, walk_forward, walking
+from ..calibrate.readings import by_sample, reading_of, walk_forward, walking
 from ..calibrate.residual import residual_places, streams
 from ..calibrate.walk import Call, Walk, blocks_of
 from ..data.batches import size_of
 from ..errors import RequestError
 from ..model.linear import weight_of
-from ..model.tokens import real_tokens
 from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..recipe.sections import CompensationSection
@@ -215,9 +214,11 @@ def _refit_in_order(
                         number, (y, stream) = call.batch, targets.pop(call.batch)
                         own = residual[1].pop(number, None)
                         if sums is not None:
-                            lacks = None if stream is None or own is None else stream - own
-                            found, target = _reading(dense, module.name, batches[number], call.args[0], y, lacks)
-                            add_reading(sums, found, first[number], target)
+                            of = dense, module.name, batches[number]
+                            target = by_sample(*of, y)
+                            if stream is not None and own is not None:
+                                target = target + by_sample(*of, stream - own).to(target)
+                            add_reading(sums, reading_of(*of, call.args[0]), first[number], target)
                     if sums is None:
                         parameters, fits[module.name] = known[module.name]
                         _set_parameters(slim, module, parameters)
@@ -230,16 +231,6 @@ def _refit_in_order(
                         call.output = here.compute(call)
                 next(of_slim, None)  # to the end of the block
     return fits
-
-
-def _reading(
-    dense: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor, y: Tensor, lacks: Tensor | None
-) -> tuple[Reading, Tensor]:
-    """Return a reading of a slim consumer's input x, and its target: the dense y plus what the slim stream `lacks`."""
-    x, y = (by_sample(dense, name, batch, t) for t in (x, y))
-    if lacks is not None:
-        y = y + by_sample(dense, name, batch, lacks).to(y)
-    return Reading(name, x, None, real_tokens(dense, name, batch, x)), y
 
 
 def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], consumers: Sequence[str]) -> Walk:
