@@ -134,8 +134,7 @@ class Gradients:
     ):
         if target == "effect":
             task_of(model).check_batches(batches)
-        self._model, self._target, self._within = model, target, within
-        self.batches = batches
+        self._model, self._target, self._within, self.batches = model, target, within, batches
         self._numbers = numbers or range(len(batches))
         self.blocks = blocks_of(model, modules, batches[0])
         self._walk = Walk(model, own(batches), [*self.blocks], self._run)

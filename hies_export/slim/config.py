@@ -182,11 +182,9 @@ def _layer_fields(config: Any, layer: str, module: PrunableModule, selection: Se
             return None
         numbers[name] = (module.units, len(kept.units))
     earlier = (getattr(config, "hies_export", None) or {}).get("per_layer_config", {}).get(layer, {})
-    for name, pair in numbers.items():
-        # A field with another value means something else, such as the neurons of an expert.
-        if earlier.get(name, config_field(config, name)) not in pair:
-            return None
-    return {name: after for name, (_, after) in numbers.items()}
+    # A field with another value means something else, such as the neurons of an expert.
+    known = all(earlier.get(name, config_field(config, name)) in pair for name, pair in numbers.items())
+    return {name: after for name, (_, after) in numbers.items()} if known else None
 
 
 def slim_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -110,8 +110,7 @@ def compensate(
         return refit(slim, selection, cut, moments, how, progress)
     if not cut:
         return []
-    fits = _refit_in_order(dense, slim, cut, batches, how, {} if known is None else known, progress)
-    return [fits[module.name] for module in cut]
+    return _refit_in_order(dense, slim, cut, batches, how, {} if known is None else known, progress)
 
 
 def check_biases(model: PreTrainedModel, modules: Sequence[PrunableModule], method: str) -> None:
@@ -183,7 +182,7 @@ def _refit_in_order(
     how: CompensationSection,
     known: Refits,
     progress: Progress,
-) -> dict[str, LayerFit]:
+) -> list[LayerFit]:
     """Refit modules in the order of their calls, each by what its consumer reads in the slim model by then."""
     places, by_name = residual_places(dense, modules, batches[0]), {module.name: module for module in modules}
     blocks, first = blocks_of(dense, modules, batches[0]), [0, *accumulate(map(size_of, batches))]
@@ -195,8 +194,7 @@ def _refit_in_order(
         for block in progress.track([*blocks], "blocks refitted"):
             calls = [next(of_model)[1] for of_model in steps]
             inside = [by_name[name] for name in places if by_name[name] in blocks[block]]
-            consumers = [module.consumer for module in inside]
-            there, here = (_walk_inside(*of, consumers) for of in zip(models, walks, calls, strict=True))
+            there, here = (_walk_inside(*of, inside) for of in zip(models, walks, calls, strict=True))
             with closing(there.forward()) as of_dense, closing(here.forward()) as of_slim:
                 waiting = next(of_dense, None)
                 for module in inside:
@@ -230,16 +228,16 @@ def _refit_in_order(
                     for call in calls_here:
                         call.output = here.compute(call)
                 next(of_slim, None)  # to the end of the block
-    return fits
+    return [fits[module.name] for module in modules]
 
 
-def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], consumers: Sequence[str]) -> Walk:
-    """Return a walk of the calls of a block that waits in front of its consumers."""
+def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], modules: Sequence[PrunableModule]) -> Walk:
+    """Return a walk of the calls of a block that waits in front of the consumers of its modules."""
 
     def run(_: int, call: Call) -> None:
         call.output = walk.compute(call)
 
-    return Walk(model, {call.batch: call for call in calls}, consumers, run)
+    return Walk(model, {call.batch: call for call in calls}, [m.consumer for m in modules], run)
 
 
 def _refit(
