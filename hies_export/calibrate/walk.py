@@ -90,13 +90,12 @@ class Walk:
                     yield layer, calls
                 if gradients:
                     self.trail[layer] = calls
-                    for call in calls:
-                        call.output = tree.tree_map_only(is_float, lambda t: t.detach().requires_grad_(), call.output)
                 for call in calls:
                     output = call.output
                     if gradients:
+                        call.output = tree.tree_map_only(is_float, lambda t: t.detach().requires_grad_(), output)
                         with torch.enable_grad():  # also for a caller inside of `torch.no_grad`
-                            output = tree.tree_map_only(is_float, _Identity.apply, output)
+                            output = tree.tree_map_only(is_float, _Identity.apply, call.output)
                     else:  # whoever still has the call holds no hidden states by it
                         call.args, call.kwargs, call.output = (), {}, None
                     waiting[call.batch] = self._switch(call.batch, output)
@@ -207,11 +206,9 @@ class Walk:
     def _switch(self, number: int, output: Any = None) -> Call | None:
         """Start a batch, or send it a layer's output; return its next call, or None at its end."""
         # Whether gradients are taken is a mode of the thread: each side gets its own back.
-        run, mode = self._runs[number], torch.is_grad_enabled()
-        try:
+        run = self._runs[number]
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
             found: Any = run.switch(output) if run else run.switch()
-        finally:
-            torch.set_grad_enabled(mode)
         return found if isinstance(found, Call) and not run.dead else None
 
     def _wait(self, name: str, *args: Any, **kwargs: Any) -> Any:
