@@ -18,7 +18,7 @@ def run(options: Options) -> None:
     from .terminal import plan_text, print_plan
 
     pruning, delivery = load_recipe(recipe, progress=options.progress)
-    slim = cut(pruning, choose(pruning, calibrate(pruning)))
+    slim = cut(pruning, choose(pruning, calibrate(pruning, reported=False)))
     saved = save(pruning, delivery, slim, recipe.output, overwrite=options.overwrite)
     print_plan(slim.plan, options.console)
     assert delivery.source is not None

@@ -1,7 +1,7 @@
 """Estimate the minutes and the memory that a run takes from shapes alone, and the time left from its own pace.
 
 Work is counted in multiplications at the pace of a block's forward pass; slower operations weigh more. The pace is
-measured on the first block of the first walk.
+measured on the first block of the first walk: for statistics, if a report shows them, else for moments or effects.
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ class Priced:
             self._worked += self._work.pop(self._now)
             self.pace = self._worked / self._spent
         self._now = next((of for start, of in STAGES.items() if name.startswith(start) and of in self._work), "")
+        if self._now == "rank":
+            self._work.pop("score", None)  # nothing was collected
         self._began, self._name = self._clock(), name
         left = sum(self._work.values()) / self.pace if self.pace and self._now else 0.0
         self._shown.stage(f"{name} (about {in_words(left)} left)" if left >= WORTH_SAYING else name)
@@ -191,13 +193,16 @@ class Priced:
         for number, item in enumerate(self._shown.track(items, name)):
             if number == 0:
                 began = self._clock()
-            elif number == 1 and self._size is not None and self._now == "score" and not self.pace:
-                self._show_estimate(self._size, self._clock() - began)
+            elif number == 1 and self._size is not None and self._now and not self.pace:
+                self._show_estimate(self._size, name, self._clock() - began)
             yield item
 
-    def _show_estimate(self, size: Size, seconds: float) -> None:
-        """Set the pace, in multiplications a second, by the first block's seconds; show what all takes."""
-        self.pace = size.scored * size.forward / len(size.blocks) / max(seconds, 1e-6)
+    def _show_estimate(self, size: Size, loop: str, seconds: float) -> None:
+        """Set the pace, in multiplications a second, by the seconds of a loop's first block; show what all takes."""
+        tokens, products = size.scored, 0.0
+        if loop == "moments":
+            tokens, products = size.refitted, sum(size.refitted * m.inputs**2 / 2 for m in size.blocks[0])
+        self.pace = (tokens * size.forward / len(size.blocks) + products) / max(seconds, 1e-6)
         takes, memory = sum(self._work.values()) / self.pace, sum(size.memory().values())
         if takes >= WORTH_SAYING:
             self._shown.stage(f"{self._name}; all takes about {in_words(takes)} and {memory / 1e9:.1f} GB of memory")

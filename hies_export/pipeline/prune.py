@@ -295,7 +295,7 @@ def prune(
         try_metrics(pruning)
         if plan is None:
             priced.expect(size_of_pruning(pruning))
-        choice = choose(pruning, calibrate(pruning)) if plan is None else Choice(plan)
+        choice = choose(pruning, calibrate(pruning, reported=False)) if plan is None else Choice(plan)
         slim = cut(pruning, choice)
         counted, batch = next(iter(pruning.shapes.items()))
         flops = count_both_flops(pruning.dense, slim.model, {counted: batch})[counted]

@@ -94,7 +94,7 @@ class Pruning:
     time_cuts: Callable[[Pruning], CostTable]  # times cuts where the budget says: what every bundle of units saves
     dtype: torch.dtype | None = None  # that the slim model is rounded to; None for that of the dense one
     trimming: Trimming | None = None  # of the vocabulary; `model` is then without the tokens that went
-    fast: bool = False  # whether the fastest form is searched for, without the statistics that only a report shows
+    fast: bool = False  # whether the fastest form is searched for
     seed: int = 0  # of the criterion `random`; plans record it
     progress: Progress = SILENT
     clock: Clock = field(default_factory=Clock)  # seconds by kind of work

@@ -82,7 +82,7 @@ def run(
                 if delivery.deploy is None:
                     decision = Decision(choose(pruning, calibrate(pruning)), delivery.compound)
                 else:
-                    decision = find_fastest(pruning, delivery, calibrate(pruning), forms)
+                    decision = find_fastest(pruning, delivery, calibrate(pruning, reported=False), forms)
             with pruning.clock("cut"):
                 slim = cut(pruning, decision.choice)
                 decision = replace(decision, choice=decision.choice.done(slim))

@@ -92,14 +92,14 @@ class Choice:
         return replace(self, plan=slim.plan, outcome=slim.outcome, statistics=statistics)
 
 
-def calibrate(pruning: Pruning) -> Statistics:
+def calibrate(pruning: Pruning, *, reported: bool = True) -> Statistics:
     """Collect the statistics that the criteria read, with the moments that refits need.
 
-    A deployment by `compensated` collects the moments alone: the statistics would only be shown in the report. Where no
-    unit goes, nothing is collected.
+    `compensated` needs the moments alone, so the statistics are collected for it only to be `reported`. Where no unit
+    goes, nothing is collected.
     """
     criterion = pruning.options.criterion
-    if pruning.budget.heads == 0 or (pruning.fast and criterion == COMPENSATED):
+    if pruning.budget.heads == 0 or (criterion == COMPENSATED and not reported):
         return Statistics({}, calibration_of(pruning.model, pruning.rows.score), moments_of(pruning))
     pruning.progress.stage("score units: calibration rows forward and backward")
     tried = AUTO_CRITERIA if criterion == AUTO else (criterion,)

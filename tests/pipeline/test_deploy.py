@@ -146,7 +146,7 @@ def searched(recipe: PruningRecipe, *, keep: float) -> Decision:
     """Return what a search answers, without the run that follows."""
     pruning, delivery = load_recipe(recipe.to_deploy(keep=keep))
     forms = Forms({"dense": pruning.model}, delivery.exporter, recipe.output)
-    return find_fastest(pruning, delivery, calibrate(pruning), forms)
+    return find_fastest(pruning, delivery, calibrate(pruning, reported=False), forms)
 
 
 def test_a_runtime_that_fails_in_the_search_leaves_the_others(

@@ -43,14 +43,14 @@ def test_work_by_hand() -> None:
     assert work["rank"] == pytest.approx(walks + products + 2 * (heads + neurons))
     sums = 2 * 4000 * (5 * (2.5 + 10) + 20 * (10 + 10))
     fits = 2 * 5 * sum(f**3 / 3 + 2 * f**2 * 10 for f in (5, 20))
-    scaled = 1.5 * 4000 * forward  # fewer tokens than the logits' scale is fitted on otherwise
+    scaled = 1.5 * 1024 * forward  # as many predictions as the logits' scale is fitted on
     assert work["refit"] == pytest.approx(1.5 * 4000 * forward + sums + fits + scaled)
 
 
 def test_what_was_found_before_is_not_paid_again() -> None:
     work, rest = SIZE.work(), replace(SIZE, ranked=1.0, done=1.0).work()
     assert rest["rank"] == (SIZE.refitted + 3 * SIZE.scored) * SIZE.forward
-    assert rest["refit"] == 2 * 1.5 * SIZE.refitted * SIZE.forward
+    assert rest["refit"] == 1.5 * (SIZE.refitted + 1024) * SIZE.forward
     assert rest["score"] == work["score"]
 
 
@@ -82,6 +82,22 @@ def test_it_is_said_once_and_corrected() -> None:
     assert said.stages[-1] == f"rank units by greedy removal (about {left} left)"
     priced.stage("cut, and compare with the masked model")
     assert said.stages[-1] == "cut, and compare with the masked model"
+
+
+def test_without_statistics_it_is_said_by_the_first_block_that_is_ranked() -> None:
+    work = SIZE.work()
+    del work["score"]
+    of_effects = SIZE.scored * SIZE.forward / 2
+    of_moments = SIZE.refitted * (SIZE.forward / 2 + sum(m.inputs**2 for m in SIZE.blocks[0]) / 2)
+    for loop, first in (("effects", of_effects), ("moments", of_moments)):
+        now, said = 0.0, Said()
+        priced = Priced(said, lambda: now)  # noqa: B023
+        priced.expect(SIZE)
+        priced.stage("rank units by greedy removal")
+        for number, _ in enumerate(priced.track(range(4), loop)):
+            now += 1000 if number == 0 else 0
+        takes = in_words(1000 * sum(work.values()) / first)
+        assert said.stages[-1].startswith(f"rank units by greedy removal; all takes about {takes} and ")
 
 
 def test_minutes_and_hours() -> None:
