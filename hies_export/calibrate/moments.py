@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -27,7 +27,6 @@ HELD_OUT_EVERY = 5
 WIDE = 512  # from this number of inputs on, sums and fits use a faster algorithm, which rounds differently
 BLOCK = 256  # rows of the products of a wide layer that are computed at once
 SHARE_OF_FREE = 0.5  # most of the free memory that moments of all modules may take
-FREE_IF_UNKNOWN = 8 << 30  # bytes
 
 
 @dataclass
@@ -230,7 +229,8 @@ class LayerMoments:
         all tokens weigh one. With `columns`, (columns,) int64, the moments are of these inputs only. `spread`, without
         the sums over targets, takes less time.
         """
-        check_mix(mix, weighted=self.weighted is not None)
+        if mix < 1 and self.weighted is None:
+            raise RequestError(f"token weights of {mix:g} need weighted moments; collect them with weighted=True")
 
         def of(part: Moments) -> Moments:
             return part if self.layer is None else part.of_outputs(self.layer, columns)
@@ -241,12 +241,6 @@ class LayerMoments:
             return of(fitting), of(held_out)
         share = (1 - mix) / mean
         return of(fitting) * mix + of(self.weighted[0]) * share, of(held_out) * mix + of(self.weighted[1]) * share
-
-
-def check_mix(mix: float, *, weighted: bool) -> None:
-    """Refuse a mix of token weights below 1 without weighted moments."""
-    if mix < 1 and not weighted:
-        raise RequestError(f"token weights of {mix:g} need moments of weighted tokens; collect them with weighted=True")
 
 
 class MomentStore:
@@ -273,7 +267,8 @@ class MomentStore:
         widths = [features_of(dense.get_submodule(module.consumer))[1] for module in modules]
         needed, device = 16 * (1 + weighted) * sum(width**2 for width in widths), device_of_blocks(dense)
         # One process decides for all of them.
-        free = on_main(lambda: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_on_cpu())
+        on_gpu = device.type == "cuda"
+        free = on_main(lambda: torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available)
         self.keeps = keep and needed < SHARE_OF_FREE * free
 
     def each(
@@ -313,15 +308,6 @@ class MomentStore:
         else:
             read_forward(self._dense, self._batches, modules, block, name=name, progress=progress)
         self.kept = collected
-
-
-def free_on_cpu() -> int:
-    """Return how many bytes of main memory are available; a guess outside of Linux."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return FREE_IF_UNKNOWN
 
 
 def add_reading(sums: LayerMoments, read: Reading, first: int, targets: Tensor | None = None) -> None:

@@ -67,10 +67,7 @@ class Statistics:
     """Statistics of every unit over the calibration samples.
 
     Attributes:
-        values: Statistic -> module -> (units,) float64 on CPU. "his" is the mean over samples of the absolute gradient
-            of the loss with respect to a mask of one on the unit's output, and "fisher" that of its square. "entropy"
-            (attention only) is the mean entropy of the head's attention rows, normalised by their length to [0, 1].
-            "weight_l2" is the L2 norm of the unit's weights. `collect_statistics` describes all of them.
+        values: Statistic -> module -> (units,) float64 on CPU; `collect_statistics` says what each is.
         calibration: The run that produced them.
         moments: Moments of the consumers over the rows to refit on, collected when first used; None without such rows.
     """

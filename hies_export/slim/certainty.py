@@ -56,8 +56,7 @@ def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequ
             parts.append((part, places))
             left -= len(places)
 
-    def sums(_: int, one: tuple[Batch, Tensor]) -> Tensor:
-        """Return the left side less the right one at all `SCALES`, summed over the predictions of a batch."""
+    def sums(_: int, one: tuple[Batch, Tensor]) -> Tensor:  # the left side less the right one, at all `SCALES`
         part, places = one
         there, here = (task.output(model, part) for model in (dense, slim))
         found = torch.zeros(len(SCALES), dtype=torch.float64)
@@ -108,7 +107,6 @@ def _multiplied(model: nn.Module, names: Sequence[str], factor: float) -> list[t
     """Return products of parameters, which another model may share, with a factor, each with its owner and its name."""
     found = []
     for owner, _, attribute in (name.rpartition(".") for name in names):
-        layer = model.get_submodule(owner)
-        old = layer.get_parameter(attribute)
+        old = (layer := model.get_submodule(owner)).get_parameter(attribute)
         found.append((layer, attribute, nn.Parameter(factor * old.detach(), requires_grad=old.requires_grad)))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -77,10 +78,9 @@ def as_mistral(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | 
 
 def config_field(config: PreTrainedConfig, name: str) -> Any:
     """Return a field of a config; None if it lacks the field, or if layers differ in it."""
-    try:
+    with suppress(RuntimeError):  # AmbiguousGlobalPerLayerAttributeError, from a family whose layers already differ
         return getattr(config, name, None)
-    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, from a family whose layers already differ
-        return None
+    return None
 
 
 def tensor_shapes(model: nn.Module) -> dict[str, Any]:
@@ -212,8 +212,7 @@ class Shapes:
     narrowed: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # module -> argument -> heads that it takes
 
     def __bool__(self) -> bool:
-        """Return whether a cut changed anything."""
-        return bool(self.linear or self.parameters or self.attributes or self.narrowed)
+        return any(vars(self).values())
 
 
 def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None) -> None:
@@ -294,13 +293,12 @@ def _unit_settings(model: PreTrainedModel, selection: Selection, modules: Sequen
 
     A field belongs to the innermost config around a module. Whether it says what its name does, the shapes will show.
     """
-    configs = configs_in(model.config)
-    positions = {id(config): position for position, config in reversed(list(enumerate(configs)))}
-    settings: Settings = {}
+    configs, settings = configs_in(model.config), Settings()
     for module in (m for m in modules if selection[m.name].removed):
         parts = module.name.split(".")
         around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
-        key = next((positions[id(c)] for layer in around if id(c := getattr(layer, "config", None)) in positions), 0)
+        own = (getattr(layer, "config", None) for layer in around)
+        key = next((key for config in own for key, other in enumerate(configs) if other is config), 0)
         found = _unit_field(configs[key], module, len(selection[module.name].units))
         if found is None or settings.setdefault(key, {}).setdefault(*found) != found[1]:
             return None

@@ -83,8 +83,7 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
             places = slim.named_modules(remove_duplicate=False)
             tied = [n for n, m in places if getattr(m, "weight", None) is whole.weight and n not in own]
             for place in (name, *tied):
-                owner, _, attribute = place.rpartition(".")
-                setattr(slim.get_submodule(owner), attribute, layer)
+                slim.set_submodule(place, layer)
             shapes.linear[name] = list(features_of(layer))
         for name, axis, index in parameter_cuts(module, kept):
             old = slim.get_parameter(name)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibrate.moments import LayerMoments, Moments, MomentStore, add_reading, check_mix, check_samples
+from ..calibrate.moments import LayerMoments, Moments, MomentStore, add_reading, check_samples
 from ..calibrate.readings import by_sample, reading_of, walk_forward, walking
 from ..calibrate.residual import residual_places, streams
 from ..calibrate.walk import Call, Walk, blocks_of
@@ -134,7 +134,6 @@ def refit(
     """Refit the consumers of `slim` in place from the dense model's moments of all inputs, which fit any plan."""
     selection = selection_of(plan)
     columns = {m.name: m.columns(selection[m.name].units) for m in modules if selection[m.name].removed}
-    check_mix(how.token_weights or 1, weighted=moments.weighted)
     fits: dict[str, LayerFit] = {}
 
     def work(inside: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:

@@ -50,7 +50,7 @@ class Record(Mapping[str, Any]):
         return iter(vars(self))
 
     def __len__(self) -> int:
-        return len([*self])
+        return sum(1 for _ in self)  # `[*self]` would ask for the length
 
 
 @dataclass(frozen=True, eq=False)

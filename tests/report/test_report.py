@@ -23,6 +23,7 @@ def test_a_report_is_what_its_file_says(tmp_path: Path) -> None:
 def test_fields_answer_to_the_keys_of_the_file() -> None:
     report = make_report()
     assert report.parameters == {"dense": 1000, "slim": 800}
+    assert list(report.parameters) == ["dense", "slim"]
     assert report.quality["slim"] == report.quality.slim == 0.89
     assert {**report.flops} == {"dense": 10**9, "slim": 8 * 10**8, "shape": (8, 128)}
     assert [row["runtime"] for row in report.latency] == [row.runtime for row in report.latency]
