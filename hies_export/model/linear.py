@@ -47,7 +47,7 @@ def select_features(layer: Any, index: Tensor, axis: int) -> nn.Module:
     return new.train(layer.training)
 
 
-def set_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
-    """Replace the parameter or buffer of a dotted name."""
+def set_by_name(model: nn.Module, name: str, value: Tensor | nn.Module) -> None:
+    """Replace the layer, parameter or buffer of a dotted name."""
     owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, parameter)
+    setattr(model.get_submodule(owner), attribute, value)

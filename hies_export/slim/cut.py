@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..kinds import KINDS
-from ..model.linear import features_of, select_features, set_parameter
+from ..model.linear import features_of, select_features, set_by_name
 from ..model.text_encoder import TextEncoder
 from ..select.fingerprint import check_weights, fingerprint
 from ..select.plan import PruningPlan, selection_of
@@ -83,12 +83,12 @@ def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Se
             places = slim.named_modules(remove_duplicate=False)
             tied = [n for n, m in places if getattr(m, "weight", None) is whole.weight and n not in own]
             for place in (name, *tied):
-                slim.set_submodule(place, layer)
+                set_by_name(slim, place, layer)
             shapes.linear[name] = list(features_of(layer))
         for name, axis, index in parameter_cuts(module, kept):
             old = slim.get_parameter(name)
             part = old.detach().index_select(axis, index.to(old.device))
-            set_parameter(slim, name, nn.Parameter(part, requires_grad=old.requires_grad))
+            set_by_name(slim, name, nn.Parameter(part, requires_grad=old.requires_grad))
             shapes.parameters[name] = list(part.shape)
         holder = slim.get_submodule(module.name)
         if changed := set_attributes(holder, module, kept):

@@ -15,7 +15,7 @@ from ..equal import SAME_CODE, Difference
 from ..errors import CutMismatchError, UnsupportedModelError
 from ..model.copies import share_weights
 from ..model.internals import configs_of, empty_model
-from ..model.linear import set_parameter
+from ..model.linear import set_by_name
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import numbers_by_padding
 from ..slim.check import first_output
@@ -145,7 +145,7 @@ def _cut_tensors(model: nn.Module, before: nn.Module, after: nn.Module, kept: Ke
             part = tensor.detach().index_select(axes[0], rows.to(tensor.device))
             is_parameter = isinstance(tensor, nn.Parameter)
             done[id(tensor)] = nn.Parameter(part, requires_grad=tensor.requires_grad) if is_parameter else part
-        set_parameter(model, name, done[id(tensor)])
+        set_by_name(model, name, done[id(tensor)])
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

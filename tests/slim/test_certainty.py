@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hies_export.model.copies import share_weights
-from hies_export.model.linear import set_parameter
+from hies_export.model.linear import set_by_name
 from hies_export.slim import certainty
 from hies_export.slim.certainty import fit_logit_scale
 
@@ -29,7 +29,7 @@ def noisy(model: PreTrainedModel, much: float = 0.5) -> PreTrainedModel:
     head = other.get_output_embeddings().weight
     name, last = [(n, p) for n, p in other.named_parameters() if p.dim() == 2 and p is not head][-1]
     noise = torch.randn(last.shape, generator=torch.Generator().manual_seed(0))
-    set_parameter(other, name, torch.nn.Parameter(last.detach() + much * last.std() * noise))
+    set_by_name(other, name, torch.nn.Parameter(last.detach() + much * last.std() * noise))
     return other
 
 
