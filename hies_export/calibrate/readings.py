@@ -272,10 +272,7 @@ def _check_finite(values: Sequence[Tensor], what: str) -> None:
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """Inputs of one consumer at the real tokens of all samples, and the gradients there.
-
-    They take 8 bytes for each token and input: 25 MB for 8,000 tokens and a width of 384.
-    """
+    """Inputs of one consumer at the real tokens of all samples, and the gradients there; 8 bytes a token and input."""
 
     inputs: Tensor  # (tokens, inputs) float32
     gradients: Tensor  # (tokens, inputs) float32, of the sample's prediction to these inputs, `bounded`

@@ -256,7 +256,13 @@ def blocks_of(
         if not any(_inside(element, other) or _inside(other, element) or element == other for other in blocks):
             blocks.append(element)
     blocks.sort(key=places.__getitem__)
-    called = _calls_of(model, blocks, in_rows(short_samples(batch), 2)[0])
+    called: list[str] = []  # a block once for each call
+    with ExitStack() as hooks, evaluating(model), output_alone(model), wide_products(model), torch.no_grad():
+        for block in blocks:
+            layer = model.get_submodule(block)
+            hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
+        first = inputs_of(in_rows(short_samples(batch), 2)[0])
+        model(**{key: value.to(next(model.parameters()).device) for key, value in first.items()})
     if set(called) == set(blocks):
         blocks = [*dict.fromkeys(called)]
     if called != [block for block in blocks if block in called]:
@@ -266,17 +272,6 @@ def blocks_of(
 
 def _inside(name: str, block: str) -> bool:
     return name.startswith(f"{block}.")
-
-
-def _calls_of(model: PreTrainedModel, blocks: Sequence[str], batch: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the blocks in the order in which a batch calls them, once for each call."""
-    called: list[str] = []
-    with ExitStack() as hooks, evaluating(model), output_alone(model), wide_products(model), torch.no_grad():
-        for block in blocks:
-            layer = model.get_submodule(block)
-            hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
-        model(**{key: value.to(next(model.parameters()).device) for key, value in inputs_of(batch).items()})
-    return called
 
 
 def _to(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

@@ -231,10 +231,11 @@ def _names_held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
 def _built(
     loader: Any, folder: str | Path, original: nn.Module, under: str, held: set[str] | None, options: Any
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Build a model from a saved config with the tensors of the saved model; return it, and what loading would report.
+    """Build a model from a saved config, as loading would; return it, and what loading would report.
 
-    `held` are the names in the files, and `under` is their prefix. None if `held` is None, or if the class has other
-    names or tensors that are neither parameters nor buffers: such a model must be loaded.
+    It shares the tensors of the saved model, `original`, unless some are missing or of another shape. `loader` is a
+    class or an Auto class, `held` the names in the files, and `under` their prefix. None if the model must be loaded:
+    if `held` is None, if its names are not the original's, or if it has tensors that are no parameters or buffers.
     """
     if held is None:
         return None
@@ -244,17 +245,18 @@ def _built(
         config = AutoConfig.from_pretrained(folder, **options)
         with torch.device("meta"):
             built = loader.from_config(config, **options)
-    wanted, of_class, names = original.state_dict(), built.state_dict(keep_vars=True), defaultdict[int, set[str]](set)
+    wanted, of_class = original.state_dict(), built.state_dict(keep_vars=True)
     kept_aside = any(isinstance(value, Tensor) for module in built.modules() for value in vars(module).values())
     if kept_aside or of_class.keys() != wanted.keys():
         return None
+    names_of = defaultdict[int, set[str]](set)
     for name, tensor in of_class.items():
-        names[id(tensor)].add(under + name)  # tied ones share a tensor, which the files hold once
-    missing = [name for name, tensor in of_class.items() if not names[id(tensor)] & held]
-    other = [name for name, tensor in of_class.items() if tensor.shape != wanted[name].shape]
-    if not (missing or other):
+        names_of[id(tensor)].add(under + name)  # tied ones share a tensor, which the files hold once
+    missing = [name for name, tensor in of_class.items() if not names_of[id(tensor)] & held]
+    mismatched = [name for name, tensor in of_class.items() if tensor.shape != wanted[name].shape]
+    if not (missing or mismatched):
         share_tensors(built, original)
-    return built, {"missing_keys": missing, "mismatched_keys": other}
+    return built, {"missing_keys": missing, "mismatched_keys": mismatched}
 
 
 def _base_model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -290,8 +290,10 @@ def _of_reranker(given: Any, where: str) -> Unwrapped:
         raise RequestError(f"a CrossEncoder must classify pairs that its tokenizer cuts, but {where} asks for {asked}")
 
     def wrap(slim: nn.Module, tokenizer: Any) -> Any:
-        memo: dict[int, Any] = {id(inner): slim}
-        return copy.deepcopy(given, memo if tokenizer is None else memo | {id(first.tokenizer): tokenizer})
+        memo: dict[int, Any] = {id(inner): slim}  # deepcopy takes what its memo already holds for the finished copy
+        if tokenizer is not None:
+            memo[id(first.tokenizer)] = tokenizer
+        return copy.deepcopy(given, memo)
 
     limit = shortest_limit(length, longest_sequence(inner.config))
     return Unwrapped(inner, copy.deepcopy(given.tokenizer), wrap, limit)

@@ -92,8 +92,11 @@ def bench(
 def _random_batches(
     skeletons: Sequence[PreTrainedModel], shapes: Sequence[Sequence[int]], image: Sequence[int] | None
 ) -> dict[Shape, dict[str, torch.Tensor]]:
-    """Return a batch for each shape that both models can run; without shapes, for the usual ones."""
-    # By default, shapes follow from the number of positions of a model; the smaller ones suit both.
+    """Return a random batch for each shape, all of which both models must run; without shapes, for the usual ones.
+
+    `image` is (channels, height, width).
+    """
+    # Without shapes, those of the models differ at most in the sequence, and the shorter ones suit both.
     wanted = min(model_shapes(model, shapes, image=image) for model in skeletons)
     # The tokens of the smaller vocabulary are tokens of both.
     smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))

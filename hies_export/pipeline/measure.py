@@ -127,17 +127,18 @@ class Measuring:
         return asked.join(slim, dense, self.folder / asked.folder, batches=rows, answers=answers)
 
     def _forms(self, joined: Export | None, *, same: bool) -> list[Form]:
-        """Return all forms of a run, the dense float32 graph first; none of a model that is exported as several graphs.
+        """Return all forms of a run, the dense float32 graph first, and that of the compound last, if one was `joined`.
 
-        If both models are the `same`, these are those of the dense one alone.
+        If both models are the `same`, the others are those of the dense one alone. There are none of a model that is
+        exported as several graphs.
         """
         if self.pruning.task.in_parts:
             return []
         compound = self.decision.compound
         if self.deploy is None:
-            ways = self.delivery.measure.ways_to_judge(self.forms.exporter.options, compound)
+            pairs = self.delivery.measure.ways_to_judge(self.forms.exporter.options, compound)
         else:
-            ways = [(way.runtime, way.bits) for way in self.ways]
+            pairs = [(way.runtime, way.bits) for way in self.ways]
         # A form with a calibration of its own is made of the slim model only if the dense one keeps the promise in it.
         broken = {
             (way.runtime, way.bits)
@@ -145,9 +146,9 @@ class Measuring:
             if way.bits in RUNTIMES[way.runtime].calibrated and self._breaks(way)
         }
         found = []
-        for way in ways:
-            names = ("dense",) if same or way in broken else ("dense", "slim")
-            found += [self.forms.form(name, *way) for name in names]
+        for pair in pairs:
+            names = ("dense",) if same or pair in broken else ("dense", "slim")
+            found += [self.forms.form(name, *pair) for name in names]
         if compound is not None and joined is not None:
             found.append(compound.form(joined))
         return found

@@ -38,7 +38,9 @@ def build_report(
     """Return the report of a run from what all its stages returned."""
     plan, metric, sizes, exported = choice.plan, pruning.metrics[0], measured.sizes, measured.exported
     counts: dict[str, Any] = plan_counts(plan)
-    differences: dict[str, Any] = {"onnx": None, exported.format: exported.max_abs}
+    difference: dict[str, Any] = {"onnx_max_abs": None}
+    if exported.format in ("onnx", "gguf"):
+        difference[f"{exported.format}_max_abs"] = exported.max_abs
     model, marks = model_of(delivery.inputs), head_map(plan)
     low, high = evaluation.kept_ends or (None, None)
     assert delivery.source is not None
@@ -92,7 +94,7 @@ def build_report(
         stability=evaluation.stability,
         cut_max_abs=slim.cut_max_abs,
         reload_max_abs=measured.saved.reload_max_abs,
-        **{f"{name}_max_abs": value for name, value in differences.items() if name in ("onnx", "gguf")},
+        **difference,
         seconds=pruning.clock.seconds,
         latency=sizes.latency,
         environment={**machine_facts(), "processes": processes},

@@ -47,8 +47,7 @@ from .criteria import COMPENSATED, Chain, Removal, Scores, merged
 RIDGE = 0.1
 # Removed columns are dropped when less than this share of the columns is left, because dropping copies the others.
 STILL_LEFT = 0.8
-TOKENS_AT_ONCE = {"cpu": 256}  # whose numbers for all neurons fit a processor's cache together
-TOKENS_AT_ONCE_ELSEWHERE = 1 << 16
+TOKENS_AT_ONCE = {"cpu": 256}  # whose numbers for all neurons fit the cache of a core together
 
 
 def score_compensated(
@@ -137,11 +136,11 @@ def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain],
         of_kind = [chain for module, chain in zip(modules, chains, strict=True) if module.kind == kind]
         order = merged([chain[:-1] for chain in of_kind])
         order += sorted((chain[-1] for chain in of_kind), key=lambda removal: removal.effect)
-        total = sum(len(removal.units) for removal in order)
-        rank = 0
+        total, rank = sum(len(removal.units) for removal in order), 0
         for removal in order:
-            # Units of a bundle share a rank.
-            ranks = rank + torch.arange(len(removal.units), dtype=torch.float64) * (KINDS[kind].step > 0)
+            ranks = torch.full((len(removal.units),), rank, dtype=torch.float64)
+            if KINDS[kind].step:  # neurons of a step are in order; the heads of a bundle go together
+                ranks += torch.arange(len(removal.units))
             scores[removal.module][list(removal.units)] = ranks / total
             rank += len(removal.units)
     return Scores(COMPENSATED, {"ridge": RIDGE, "per_sample": per_sample}, scores, chains=tuple(chains))
@@ -271,7 +270,7 @@ class _Greedy:
         width = self._read.shape[1]
         squares, cross = self._inverse.new_zeros(width), self._inverse.new_zeros(width)
         of_sample = self._read.new_zeros(self._samples, width) if self._per_sample else None
-        at_once = TOKENS_AT_ONCE.get(self._read.device.type, TOKENS_AT_ONCE_ELSEWHERE)
+        at_once = TOKENS_AT_ONCE.get(self._read.device.type, 1 << 16)
         for start in range(0, len(self._read), at_once):
             tokens = slice(start, start + at_once)
             if taken:

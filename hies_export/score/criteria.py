@@ -171,24 +171,34 @@ def hies(statistics: Statistics, *, alpha: float, normalize: str) -> Mapping[str
     return {name: alpha * importance[name] + (1 - alpha) * (1 - entropy[name]) for name in importance}
 
 
-def _scaled(name: str, statistic: str, what: str, **how: Any) -> None:
-    """Register a criterion that is a statistic alone, scaled to [0, 1]; `what` is the name that `min_max` warns by."""
-
-    @criterion(name=name, needs=(statistic,), **how)
-    def scaled(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
-        return min_max(statistics[statistic], normalize=normalize, what=what)
+@criterion(needs=("his",), kinds=KINDS, effect="his", ranks=False)
+def his(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """HIS^_h alone (Michel et al. 2019): units to which the loss is least sensitive go first."""
+    return min_max(statistics["his"], normalize=normalize, what="HIS")
 
 
-# HIS^_h alone (Michel et al. 2019): units to which the loss is least sensitive go first.
-_scaled("his", "his", "HIS", kinds=KINDS, effect="his", ranks=False)
-# Mean squared gradient of each sample's loss to a mask on the unit (Kwon et al. 2022, Eq. 6).
-_scaled("fisher", "fisher", "Fisher information", kinds=KINDS, ranks=False)
-# AE^_h alone (attention diversity): heads with the lowest entropy go first, as in the paper's AD baseline.
-_scaled("ad", "entropy", "entropy")
-# L2 norm of the unit's weights in producers and consumer: units with small weights go first.
-_scaled("l2", "weight_l2", "weight norm", kinds=KINDS)
-# Mean norm of the unit's output: units with a small output go first.
-_scaled("activation", "activation_l2", "activation norm", kinds=KINDS)
+@criterion(needs=("fisher",), kinds=KINDS, ranks=False)
+def fisher(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """Mean squared gradient of each sample's loss to a mask on the unit (Kwon et al. 2022, Eq. 6)."""
+    return min_max(statistics["fisher"], normalize=normalize, what="Fisher information")
+
+
+@criterion(needs=("entropy",))
+def ad(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """AE^_h alone (attention diversity): heads with the lowest entropy go first, as in the paper's AD baseline."""
+    return min_max(statistics["entropy"], normalize=normalize, what="entropy")
+
+
+@criterion(needs=("weight_l2",), kinds=KINDS)
+def l2(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """L2 norm of the unit's weights in producers and consumer: units with small weights go first."""
+    return min_max(statistics["weight_l2"], normalize=normalize, what="weight norm")
+
+
+@criterion(needs=("activation_l2",), kinds=KINDS)
+def activation(statistics: Statistics, *, normalize: str) -> Mapping[str, Tensor]:
+    """Mean norm of the unit's output: units with a small output go first."""
+    return min_max(statistics["activation_l2"], normalize=normalize, what="activation norm")
 
 
 @criterion(needs=("his",), kinds=KINDS)

@@ -45,9 +45,9 @@ def flops_table(
 ) -> CostTable:
     """Return the table of FLOPs saved by removing bundles from every module, attention products included.
 
-    All modules of a kind lose a bundle in one cut, and the saved operations are attributed to the modules that did
-    them. An uneven cut of both kinds is counted too. If the attribution does not predict it exactly, every module is
-    cut by itself.
+    All bundles of a module save as much as its first one. All modules of a kind lose one in one cut, and the saved
+    operations are attributed to the modules that did them. As a check, an uneven cut of all modules is counted too: if
+    the attribution does not predict it exactly, every module is cut by itself.
 
     Args:
         model: The dense model.
@@ -56,7 +56,7 @@ def flops_table(
         unit: As in `Constraints`.
 
     Returns:
-        Module -> share of the dense model's FLOPs that it saves by losing 0, 1, 2, ... bundles.
+        A table: module -> share of the dense model's FLOPs that it saves by losing 0, 1, 2, ... bundles.
 
     Examples:
         >>> table = flops_table(model, modules, batch=batches[0])
@@ -66,7 +66,7 @@ def flops_table(
     """
     try:
         dense, one = _saved_per_bundle(share_weights(model, device="meta"), modules, batch, unit)
-    except (RuntimeError, NotImplementedError):  # the forward depends on the values of its inputs
+    except RuntimeError:  # the forward depends on the values of its inputs
         dense, one = _saved_per_bundle(model, modules, batch, unit)
     saved = {m.name: tuple(one[m.name] / dense * k for k in range(bundle_count(m, unit) + 1)) for m in modules}
     return CostTable("FLOPs", saved)
@@ -75,6 +75,8 @@ def flops_table(
 def _saved_per_bundle(
     model: PreTrainedModel, modules: Sequence[PrunableModule], batch: Mapping[str, Any], unit: str
 ) -> tuple[int, dict[str, int]]:
+    """Return the FLOPs of the dense model, and what a bundle of each module saves of them."""
+
     def count(removed: Mapping[str, int]) -> dict[str, int]:
         return flops_by_module(cut_bundles(model, modules, removed, unit=unit), batch)
 

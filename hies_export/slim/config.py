@@ -57,8 +57,7 @@ def as_mistral(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | 
     changed. None if the model has no LLaMA, or if no Mistral has its fields and the shapes of its tensors.
     """
     for position, fields in settings.items():
-        config = _mistral_config(configs_in(model.config)[position], fields)
-        if config is None:
+        if (config := _mistral_config(configs_in(model.config)[position], fields)) is None:
             continue
         if position == 0:
             stock = getattr(transformers, type(model).__name__.replace("Llama", "Mistral", 1), None)
@@ -296,8 +295,7 @@ def _unit_settings(model: PreTrainedModel, selection: Selection, modules: Sequen
     configs, settings = configs_in(model.config), Settings()
     for module in (m for m in modules if selection[m.name].removed):
         parts = module.name.split(".")
-        around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
-        own = (getattr(layer, "config", None) for layer in around)
+        own = (getattr(model.get_submodule(".".join(parts[:n])), "config", None) for n in range(len(parts), 0, -1))
         key = next((key for config in own for key, other in enumerate(configs) if other is config), 0)
         found = _unit_field(configs[key], module, len(selection[module.name].units))
         if found is None or settings.setdefault(key, {}).setdefault(*found) != found[1]:

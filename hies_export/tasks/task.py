@@ -240,9 +240,10 @@ class Task(ABC):
 
     @abstractmethod
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of at most `size` samples, with tensors by the names that the model takes, and `labels`.
+        """Yield batches of at most `size` samples, or of the parts in which they are read, in their order.
 
-        Tensors that say how rows belong together have fixed names, see `data/batches.py`.
+        They have tensors by the names that the model takes, and `labels` if the data has any. Tensors that say how rows
+        belong together have fixed names, see `data/batches.py`.
         """
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:

@@ -380,11 +380,10 @@ class TextGeneration(Task):
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return what metrics of "tokens" or "choices" take: two arrays, by samples or by questions.
 
-        Of tokens, these are a sample's sums of `nll` and of `right` tokens, with the `characters` of its labels, 0 if
-        unknown; and how many label tokens it has. (With sums, a bootstrap costs the same for any number of tokens.)
-
-        Of choices, these are the `likeliest` one and the likeliest `per_character`, which does not favour short
-        choices; and the right one.
+        Of tokens, the first array has a sample's sums of `nll` and of `right` tokens, and the `characters` of its
+        labels, 0 if unknown; the second has its number of label tokens. With sums, a bootstrap costs the same for any
+        number of tokens. Of choices, the first array has the `likeliest` one and the likeliest `per_character`, which
+        does not favour short choices; the second has the right one.
         """
         if predictions.kind == "choices":
             assert predictions.characters is not None
@@ -398,7 +397,8 @@ class TextGeneration(Task):
         rows["right"] = predictions.per_sample(predictions.values == references)
         if predictions.characters is not None:
             rows["characters"] = predictions.characters
-        return rows, predictions.per_sample(torch.ones_like(predictions.nll)).long().numpy()
+        label_tokens = predictions.per_sample(torch.ones_like(predictions.nll)).long()
+        return rows, label_tokens.numpy()
 
     def usual_metrics(
         self, *, rows: str | None = None, answers: bool = False, choices: bool = False

@@ -19,6 +19,7 @@ from .trace import BATCH, SEQUENCE, TOKEN_AXES, export_program, fixed_size, name
 
 PAST = "past_sequence_length"
 TOTAL = f"{PAST} + {SEQUENCE}"
+FRONT = 3  # positions in front of a prompt, which pad one row
 _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?(?:cache|past_key_values)\.layers\.(\d+)\.(key|value)s")
 
 
@@ -40,12 +41,15 @@ def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = N
 
 
 def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
-    """Return two rows of a batch with three positions in front: text tokens in the first, padding in the second."""
+    """Return two rows of a batch without padding, with `FRONT` more positions on the left.
+
+    They are text tokens in the first row and padding in the second, so that a trace and a comparison see both.
+    """
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
-    front = text_tokens(rows["input_ids"], 3, image_token_id=image_token_id)
+    front = text_tokens(rows["input_ids"], FRONT, image_token_id=image_token_id)
     rows["input_ids"] = torch.cat([front, rows["input_ids"]], dim=1)
     rows["attention_mask"] = torch.ones_like(rows["input_ids"])
-    rows["attention_mask"][1, :3] = 0
+    rows["attention_mask"][1, :FRONT] = 0
     return rows
 
 

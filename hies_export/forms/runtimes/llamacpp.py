@@ -102,11 +102,13 @@ class LlamaCppRuntime(Runtime):
         """Check that Node and node-llama-cpp are installed."""
         if is_installed():
             return
-        what = f"there is no node_modules/node-llama-cpp in {os.environ.get(FOLDER_VARIABLE) or 'this folder'}"
         if shutil.which("node") is None:
-            what = "Node (20 or newer) is not installed"
+            what, remedy = "Node (20 or newer) is not installed", "install it, and then run"
+        else:
+            folder = os.environ.get(FOLDER_VARIABLE) or "this folder"
+            what, remedy = f"there is no node_modules/node-llama-cpp in {folder}", "install it with"
         raise MissingRuntimeError(
-            f"runtime {cls.name!r} runs llama.cpp by node-llama-cpp, and {what}; install it with: npm i "
+            f"runtime {cls.name!r} runs llama.cpp by node-llama-cpp, and {what}; {remedy}: npm i "
             f"--omit=optional --ignore-scripts node-llama-cpp@{VERSION} @node-llama-cpp/PLATFORM@{VERSION}, with a "
             f"PLATFORM such as linux-x64 or mac-arm64-metal, and start in that folder or name it in {FOLDER_VARIABLE}"
         )

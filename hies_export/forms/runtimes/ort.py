@@ -41,7 +41,7 @@ class BoundFeed:
 
     binding: Any
     values: tuple[Any, ...]
-    options: Any = None  # as `_graph_number` makes them, for CUDA graphs
+    options: Any = None  # as `_graph_options` makes them, for CUDA graphs
 
 
 class GraphRuntime(Runtime):

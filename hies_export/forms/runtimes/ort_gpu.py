@@ -122,11 +122,11 @@ class CudaOnnxRuntime(OnnxRuntime):
     def _with_bound_outputs(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind inputs and outputs to fixed memory, and assign the number of the CUDA graph to capture and replay."""
         bound = super().prepare(batch)
-        self.run(replace(bound, options=_graph_number(-1)))
+        self.run(replace(bound, options=_graph_options(-1)))
         for name, value in self.values(bound.binding).items():
             bound.binding.bind_ortvalue_output(name, value)
         self._captured += 1
-        return replace(bound, options=_graph_number(self._captured))
+        return replace(bound, options=_graph_options(self._captured))
 
     def drop_outputs(self, feed: BoundFeed) -> None:
         """Keep the outputs, whose addresses a captured CUDA graph writes to."""
@@ -135,7 +135,7 @@ class CudaOnnxRuntime(OnnxRuntime):
         """Run the graph on a batch that is not run again, without a CUDA graph, and return what `run` returns."""
         before = _free_bytes()
         # A run without a number would capture a graph, or replay that of another shape.
-        result = self.run(replace(super().prepare(batch), options=_graph_number(-1)))
+        result = self.run(replace(super().prepare(batch), options=_graph_options(-1)))
         self._memory_bytes += before - _free_bytes()
         return result
 
@@ -182,7 +182,7 @@ def _missing_library(provider: str) -> str | None:
     return None
 
 
-def _graph_number(number: int) -> Any:
+def _graph_options(number: int) -> Any:
     """Return run options that capture (first run) or replay the CUDA graph of this number; -1 runs without one."""
     import onnxruntime as ort
 
