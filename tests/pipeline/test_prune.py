@@ -460,3 +460,11 @@ def test_what_delivers_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = {"ratio": 0.9, "runtime": "torch", "batch": 1, "sequence": 8}
     prune(bert(num_hidden_layers=2), [text_batch() for _ in range(4)], budget={"latency": timed}, criterion="l2")
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(("criterion", "collected"), [("compensated", set()), ("fisher", {"his", "fisher"})])
+def test_statistics_are_collected_only_for_criteria_that_read_them(criterion: str, collected: set[str]) -> None:
+    result = prune(bert(), texts(), budget={"flops": 0.8}, criterion=criterion, compensation=None)
+    assert result.choice.statistics is not None
+    assert collected <= set(result.choice.statistics.values)
+    assert bool(result.choice.statistics.values) == bool(collected)
