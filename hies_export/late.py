@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import sklearn.metrics as sklearn_metrics
     import torch
     from pyarrow import parquet
-    from scipy import stats
+    from scipy import interpolate, stats
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -40,7 +40,7 @@ else:
     data, np, torch = map(_Late, ("hies_export.data", "numpy", "torch"))
     datasets, evaluate, pandas = map(_Late, ("datasets", "evaluate", "pandas"))
     pa, parquet = map(_Late, ("pyarrow", "pyarrow.parquet"))
-    sklearn_metrics, stats = map(_Late, ("sklearn.metrics", "scipy.stats"))
+    interpolate, sklearn_metrics, stats = map(_Late, ("scipy.interpolate", "sklearn.metrics", "scipy.stats"))
     Batch = PreTrainedModel = Tensor = Any
 
 

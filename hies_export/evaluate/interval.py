@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from scipy import stats
+
+from ..late import stats
 
 # Confidence of an interval, and of a whole search. Intervals are two-sided, so a value lies below the lower end of one
 # with a probability of 2.5 %.

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.interpolate import PchipInterpolator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..calibrate.readings import walking
 from ..data.batches import Batch
 from ..equal import SAME_CODE, Difference
+from ..late import interpolate
 from ..model.internals import attributes_set
 from ..model.modes import watch
 from ..model.tokens import short_samples
@@ -69,7 +69,7 @@ def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequ
 
     with walking(dense), walking(slim), torch.no_grad():
         slopes = torch.stack(mapped(parts, sums)).sum(0).numpy()
-    scale = float(PchipInterpolator(slopes, SCALES)(np.clip(0, slopes[0], slopes[-1])))
+    scale = float(interpolate.PchipInterpolator(slopes, SCALES)(np.clip(0, slopes[0], slopes[-1])))
     for owner, name, parameter in _multiplied(slim, names, scale):
         setattr(owner, name, parameter)
     return scale, names
