@@ -226,9 +226,9 @@ class LayerMoments:
         """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
 
         Here q is the squared norm of the gradient; if q is zero everywhere, because no output depends on the consumer,
-        all tokens weigh one. With `columns`, (columns,) int64, the moments are of these inputs only. `spread`, without
-        the sums over targets, takes less time.
+        all tokens weigh one. With `columns`, (columns,) int64, the moments are of these inputs only.
         """
+
         if mix < 1 and self.weighted is None:
             raise RequestError(f"token weights of {mix:g} need weighted moments; collect them with weighted=True")
 

@@ -70,7 +70,7 @@ def read_forward(
         return repeat(None)
 
     with walking(model), closing(walk.forward()) as steps:
-        for block in progress.track([*blocks], name):
+        for block in progress.track([*blocks], name) if name else blocks:
             _, calls = next(steps)
             with _reading(model, blocks[block], batches, calls, compute) as read:
                 _work_on(work, blocks[block], read, calls)
@@ -147,7 +147,7 @@ class Gradients:
             if self._target == "loss":
                 total, self.counts[number] = task.loss(self._model, batch, named)
             else:
-                predicted = task.effect(self._model, batch, task.output(self._model, batch), named)
+                predicted = task.effect(self._model, batch, task.output(self._model, batch), number)
                 _check_finite([predicted], f"predictions of batch {named}")
                 total = predicted.sum()
             if total.requires_grad:  # else it depends on nothing that is read
@@ -169,7 +169,7 @@ class Gradients:
         kept for the blocks to `keep`. `around` makes a context from a batch's number that is open while the batch goes
         forward through a block. The loop over the blocks, forward and backward, is shown as `name`.
         """
-        steps = iter(progress.track([*self.blocks] * 2, name))
+        steps = iter(progress.track([*self.blocks] * 2, name) if name else ())
         with walking(self._model, gradients=True), self._within():
             with closing(self._walk.forward(gradients=True)) as forward:
                 for _, calls in forward:

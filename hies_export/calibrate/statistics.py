@@ -115,7 +115,7 @@ def collect_statistics(
         batches: Keyword arguments of the model. Without `labels`, the predicted classes, labels or tokens replace them.
         modules: From `find_attention`. Modules of an image tower must see one image per sample. A unit whose output is
             not used (as in the last layer of LLaVA's tower) has an HIS of 0.
-        needs: Statistics to collect beside "his", "fisher", "entropy" and "weight_l2", which are always collected:
+        needs: Statistics to collect beside "his", "fisher", "entropy" and "weight_l2", the L2 norm of a unit's weights:
             "activation_l2", the mean norm of a unit's output over real tokens, and those that criteria bring.
         progress: Shows the loop over the blocks, forward and backward.
 

@@ -67,8 +67,7 @@ class Walk:
         self._batches, self._run = batches, run
         self._layers = {name: model.get_submodule(name) for name in layers}
         self._forwards: dict[str, Callable[..., Any]] = {}  # layer -> its own forward
-        self._device = device_of_blocks(model)
-        self._runs: dict[int, greenlet] = {}
+        self._device, self._runs = device_of_blocks(model), dict[int, greenlet]()
         self.trail: dict[str, list[Call]] = {}  # block -> its calls, once a forward with gradients has passed it
 
     def forward(self, *, gradients: bool = False) -> Generator[tuple[str, list[Call]], None, None]:

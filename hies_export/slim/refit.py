@@ -134,6 +134,8 @@ def refit(
     """Refit the consumers of `slim` in place from the dense model's moments of all inputs, which fit any plan."""
     selection = selection_of(plan)
     columns = {m.name: m.columns(selection[m.name].units) for m in modules if selection[m.name].removed}
+    if (mix := how.token_weights or 1) < 1 and not moments.weighted:
+        raise RequestError(f"token weights of {mix:g} need moments of weighted tokens; collect them with weighted=True")
     fits: dict[str, LayerFit] = {}
 
     def work(inside: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
@@ -212,10 +214,10 @@ def _refit_in_order(
                         own = residual[1].pop(number, None)
                         if sums is not None:
                             of = dense, module.name, batches[number]
-                            target = by_sample(*of, y)
+                            found, target = reading_of(*of, call.args[0]), by_sample(*of, y)
                             if stream is not None and own is not None:
                                 target = target + by_sample(*of, stream - own).to(target)
-                            add_reading(sums, reading_of(*of, call.args[0]), first[number], target)
+                            add_reading(sums, found, first[number], target)
                     if sums is None:
                         parameters, fits[module.name] = known[module.name]
                         _set_parameters(slim, module, parameters)
@@ -243,7 +245,7 @@ def _refit(
     layer: nn.Module, module: PrunableModule, fitting: Moments, held_out: Moments, how: CompensationSection
 ) -> LayerFit:
     """Refit one consumer in place, unless no fit is better on held-out tokens."""
-    # The moments are on the device where the dense block computes; the slim layer may be on another.
+    # The moments are on the device where the block that was read computes; the slim layer may be on another.
     weight = weight_of(layer).detach().to(fitting.x)
     bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else None
     everything = fitting + held_out
