@@ -245,11 +245,12 @@ def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
         )
     repository, configuration = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
     remedy = "check its name and configuration and the network, or use data.files"
+    load = datasets.load_dataset  # imported while the Hub is not switched off
     with (
         refusing(f"the dataset {name!r} could not be loaded from the Hub", remedy, DataError),
         hub_or_cache(repository, "data set", error=DataError),
     ):
-        splits: Mapping[str, datasets.Dataset] = datasets.load_dataset(repository, configuration)
+        splits: Mapping[str, datasets.Dataset] = load(repository, configuration)
     return splits
 
 

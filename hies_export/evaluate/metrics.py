@@ -233,8 +233,9 @@ def _load_from_evaluate(name: str) -> Metric:
     """
     near = did_you_mean(name, METRICS, cutoff=0.4)
     must = f"a metric must be one of {', '.join(METRICS)}, or one that evaluate.load finds, got {name!r}{near}"
+    load = evaluate.load  # imported while it may still talk
     with refusing(must, kind=RecipeError), quiet():
-        module = evaluate.load(name, module_type="metric", keep_in_memory=True)
+        module = load(name, module_type="metric", keep_in_memory=True)
     of = _kind_of_features(module.features)
     if of is None:
         raise RecipeError(
