@@ -24,24 +24,23 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from . import data
-    from .data import Batch
-else:
 
-    class _Late:
-        """A module that is imported when it is first asked for one of its names."""
+class Late:
+    """A module that is imported when it is first asked for one of its names."""
 
-        def __init__(self, module: str) -> None:
-            self._module = module
+    def __init__(self, module: str) -> None:
+        self._module = module
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module(self._module), name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
 
-    data, np, torch = map(_Late, ("hies_export.data", "numpy", "torch"))
-    datasets, evaluate, pandas = map(_Late, ("datasets", "evaluate", "pandas"))
-    pa, parquet = map(_Late, ("pyarrow", "pyarrow.parquet"))
-    interpolate, sklearn_metrics, stats = map(_Late, ("scipy.interpolate", "sklearn.metrics", "scipy.stats"))
-    Batch = PreTrainedModel = Tensor = Any
+
+if not TYPE_CHECKING:
+    np, torch = map(Late, ("numpy", "torch"))
+    datasets, evaluate, pandas = map(Late, ("datasets", "evaluate", "pandas"))
+    pa, parquet = map(Late, ("pyarrow", "pyarrow.parquet"))
+    interpolate, sklearn_metrics, stats = map(Late, ("scipy.interpolate", "sklearn.metrics", "scipy.stats"))
+    PreTrainedModel = Tensor = Any
 
 
 def is_data_set(given: object) -> TypeGuard[datasets.Dataset]:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 from ..equal import SAME_CODE
 from ..errors import DataError, RequestError, quoted, refusing
-from ..late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
+from ..late import PreTrainedModel, Tensor, datasets, np, torch
 from .labels import ClassNames, read_label_sets, read_labels
+from .late import Batch, data
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
 

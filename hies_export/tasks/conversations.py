@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import DataError, listed
-from ..late import data, datasets
+from ..late import datasets
+from .late import data
 from .prompts import tokenize_spans
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import DataError, quoted, refusing
-from ..late import Batch, PreTrainedModel, Tensor, data, datasets, torch
+from ..late import PreTrainedModel, Tensor, datasets, torch
 from .labels import numbers_column
+from .late import Batch, data
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
 

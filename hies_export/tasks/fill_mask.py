@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import DataError, quoted
-from ..late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
+from ..late import PreTrainedModel, Tensor, datasets, np, torch
+from .late import Batch, data
 from .registry import register_task
 from .task import Use, batched
 from .text_generation import TextGeneration

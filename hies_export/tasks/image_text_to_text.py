@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, refusing
-from ..late import Batch, Tensor, data, datasets, torch
+from ..late import Tensor, datasets, torch
+from .late import Batch, data
 from .registry import register_task
 from .task import AT_ONCE, Task, Use, batched
 from .text_generation import TextGeneration

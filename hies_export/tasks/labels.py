@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import DataError, RequestError, listed, quoted
-from ..late import Tensor, data, datasets, torch
+from ..late import Tensor, datasets, torch
+from .late import data
 
 logger = logging.getLogger(__name__)
 

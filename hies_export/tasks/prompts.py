@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import DataError, quoted
-from ..late import Tensor, data, datasets, torch
+from ..late import Tensor, datasets, torch
+from .late import data
 
 # A doubled brace, a column's name between braces, or a brace that stands alone.
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")

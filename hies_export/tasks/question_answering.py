@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import DataError, quoted
-from ..late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
+from ..late import PreTrainedModel, Tensor, datasets, np, torch
+from .late import Batch, data
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, random_projection
 

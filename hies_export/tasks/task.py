@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ..errors import DataError, NonFiniteError, did_you_mean, listed, quoted
-from ..late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
+from ..late import PreTrainedModel, Tensor, datasets, np, torch
+from .late import Batch, data
 from .prompts import template_fields
 
 if TYPE_CHECKING:

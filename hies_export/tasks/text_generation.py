@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from ..errors import DataError, refusing
-from ..late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
+from ..late import PreTrainedModel, Tensor, datasets, np, torch
 from . import prompts
 from .conversations import check_conversations, columns_of_chats, tokenize_conversation
+from .late import Batch, data
 from .prompts import Choices, template_fields
 from .registry import register_task
 from .task import AnyTask, Predictions, Task, Use, batched

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import DataError, quoted
-from ..late import Batch, PreTrainedModel, Tensor, data, datasets, np, torch
+from ..late import PreTrainedModel, Tensor, datasets, np, torch
 from .labels import ClassNames, class_numbers, places_in_entities
+from .late import Batch, data
 from .registry import register_task
 from .task import Predictions, Task, Use, batched, check_same_samples, random_projection
 
