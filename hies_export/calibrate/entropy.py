@@ -21,9 +21,8 @@ class Entropies:
     """The attention function of calibration, which records entropies; its outputs equal those of the model's own.
 
     A model with attention code of its own keeps that; entropies are then those of the maps that it returns, if any.
-    They are computed inside of `recorded` alone, as a block that is computed again must not count twice. `sums` add up
-    over batches, (units,) float64 by module, the "entropy" of samples, in [0, 1], the samples with "rows" that count,
-    and the batches with "maps".
+    They are computed inside of `recorded` alone, as a block that is computed again must not count twice. `sums`, by
+    module (units,) float64, hold the "entropy" of samples, in [0, 1], samples with "rows", and batches with "maps".
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
@@ -31,12 +30,12 @@ class Entropies:
         self._modules = {model.get_submodule(module.name): module for module in modules}
         self.sums = zeros_by_unit(modules, "entropy", "rows", "maps")
         self._visible = VisibleKeys()
-        self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}  # module -> entropies and rows of each call
         self._batch: Mapping[str, Tensor] | None = None
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Let the model compute attention by this object, or return its maps, inside the block, if it has modules."""
+        """Let the model compute attention by this object inside the block, or, with code of its own, return maps."""
         if not self._modules:
             yield
         elif on_interface(self._model):
@@ -44,8 +43,8 @@ class Entropies:
                 yield
         else:
             # Not by hooks: a walk computes a block by its forward alone, and a block may be such a module.
-            reading = {layer: partial(self._with_map, m, layer.forward) for layer, m in self._modules.items()}
-            with attention_maps(self._model), forwards_set(reading):
+            forwards = {layer: partial(self._with_map, m, layer.forward) for layer, m in self._modules.items()}
+            with attention_maps(self._model), forwards_set(forwards):
                 yield
 
     @contextmanager
@@ -61,7 +60,7 @@ class Entropies:
         self._calls = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """Compute one attention call: return the heads' outputs, (batch, heads, queries, value width)."""
+        """Return the outputs of one attention call, (batch, heads, queries, value width), and record its entropies."""
         module = self._modules.get(call.module)
         if module is None or self._batch is None:
             return attend(call, self._visible)
@@ -72,12 +71,12 @@ class Entropies:
     def _with_map(self, module: PrunableModule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand in for a module's forward: record the entropy of the only attention map in its outputs, if any."""
         outputs = forward(*args, **kwargs)
-        found = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
-        shaped = [o for o in found if o.dim() == 4 and o.shape[1] == module.units]  # (batch, heads, query, keys)
-        maps = [o for o in shaped if (o >= 0).all() and (o.sum(-1) - 1).abs().amax() < 1e-2]
+        tensors = [o for o in outputs if isinstance(o, Tensor)] if isinstance(outputs, (tuple, list)) else []
+        shaped = [t for t in tensors if t.dim() == 4 and t.shape[1] == module.units]  # (batch, heads, query, keys)
+        maps = [t for t in shaped if (t >= 0).all() and (t.sum(-1) - 1).abs().amax() < 1e-2]  # rows add up to 1
         if self._batch is not None and len(maps) == 1:
-            entropy = entropy_of_map(maps[0].detach(), self._batch.get("attention_mask"))
-            self._calls.setdefault(module.name, []).append(entropy)
+            entropy_and_rows = entropy_of_map(maps[0].detach(), self._batch.get("attention_mask"))
+            self._calls.setdefault(module.name, []).append(entropy_and_rows)
         return outputs
 
 
@@ -89,17 +88,18 @@ def zeros_by_unit(modules: Sequence[PrunableModule], *names: str) -> dict[str, d
 def entropy_of_map(attention: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the length-normalised entropy of an attention map, (batch, heads) float32, and the rows counted, (batch,).
 
-    Both are as `attend_with_entropy` returns them. A row of the map, (batch, heads, query, keys), sees the keys that
-    have a weight in any head. `mask` says which tokens are real, (batch, tokens); None if all are. It is used for maps
-    from these tokens to themselves, as the rows of padding tokens are arbitrary.
+    A row of the map, (batch, heads, query, keys), sees the keys that have a weight in any head; one that sees fewer
+    than two has no entropy, and is not counted. `mask` says which tokens are real, (batch, tokens); None if all are. It
+    is used for maps from these tokens to themselves, as the rows of padding tokens are arbitrary.
     """
     seen = (attention > 0).any(1)
     keys = seen.sum(-1)  # (batch, query)
     if seen.shape[1] == seen.shape[2]:
         keys = keys * seen.any(1)  # a token that no row sees is padding
-        keys = keys * mask.bool().to(keys.device) if mask is not None and mask.shape == keys.shape else keys
+        if mask is not None and mask.shape == keys.shape:
+            keys = keys * mask.bool().to(keys.device)
     counted = (keys > 1)[:, None]
-    most = keys.clamp(min=2).float().log()[:, None]
-    rows = torch.where(counted, torch.special.entr(attention.float()).sum(-1) / most, 0.0)
-    number = counted.sum(-1).float()  # (batch, 1)
-    return rows.sum(-1) / number.clamp(min=1), number[:, 0]
+    greatest = keys.clamp(min=2).float().log()[:, None]  # entropy of a row that weighs all its keys alike
+    rows = torch.where(counted, torch.special.entr(attention.float()).sum(-1) / greatest, 0.0)
+    row_count = counted.sum(-1).float()  # (batch, 1)
+    return rows.sum(-1) / row_count.clamp(min=1), row_count[:, 0]

@@ -19,11 +19,10 @@ from ..model.linear import features_of, weight_of
 from ..processes import added_up, on_main
 from ..progress import SILENT, Progress
 from ..units.units import PrunableModule
-from .readings import Gradients, Read, Reading, own, read_forward
+from .readings import Gradients, Read, Reading, own_batches, read_forward
 from .walk import device_of_blocks
 
-# Every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it.
-HELD_OUT_EVERY = 5
+HELD_OUT_EVERY = 5  # every fifth sample is held out: enough to judge a fit, and most tokens are left to fit it
 WIDE = 512  # from this number of inputs on, sums and fits use a faster algorithm, which rounds differently
 BLOCK = 256  # rows of the products of a wide layer that are computed at once
 SHARE_OF_FREE = 0.5  # most of the free memory that moments of all modules may take
@@ -62,7 +61,7 @@ class Moments:
 
     @exact_products()
     def add(self, x: Tensor, y: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """Add tokens x (tokens, inputs), with targets y (tokens, outputs), or each times its weight, (tokens,)."""
+        """Add tokens x (tokens, inputs): with targets y (tokens, outputs), or each times its weight, (tokens,)."""
         in_bfloat16 = x.dtype == torch.bfloat16 and weights is None
         x = x.to(torch.float64 if len(self.xx) < WIDE else torch.float32)
         self.tokens += len(x) if weights is None else weights.sum(dtype=torch.float64).item()
@@ -72,7 +71,7 @@ class Moments:
             self.y += y.sum(0)
             self.yx += y.T @ x
             self.yy += y.pow(2).sum(dtype=torch.float64)
-        root_x = x
+        root_x = x  # x times the root of its weight, which a product then has once
         if weights is not None:
             weights = weights.to(x)[:, None]
             x, root_x = x * weights, x * weights.sqrt()
@@ -95,16 +94,16 @@ class Moments:
     def of_outputs(self, layer: nn.Module, columns: Tensor | None = None) -> Moments:
         """Return the moments of the inputs `columns`, (columns,) int64, with the outputs W x + b of a layer as targets.
 
-        Sums over targets follow from those over x.
+        Sums over targets follow from those over x; those that take all inputs are kept for later calls.
         """
         weight = weight_of(layer).detach().to(self.x)
         bias = layer.bias.detach().to(weight) if isinstance(layer.bias, Tensor) else weight.new_zeros(len(weight))
-        if not len(self.y):  # once, because it takes outputs x inputs^2 multiplications
+        if not len(self.y):  # not computed yet: it takes outputs x inputs^2 multiplications
             self.y = weight @ self.x + self.tokens * bias
             self.yy = ((weight @ self.xx) * weight).sum() + bias @ (2 * self.y - self.tokens * bias)
         chosen = slice(None) if columns is None else columns.to(self.x.device)
-        rows, x = self.xx[:, chosen], self.x[chosen]
-        return Moments(self.tokens, x, rows[chosen], self.y, weight @ rows + torch.outer(bias, x), self.yy)
+        x, of_all = self.x[chosen], self.xx[:, chosen]  # (columns,), and (inputs, columns) for targets from all inputs
+        return Moments(self.tokens, x, of_all[chosen], self.y, weight @ of_all + torch.outer(bias, x), self.yy)
 
     def ridge_fits(
         self, weight: Tensor, ridges: Iterable[float], *, centred: bool, quick: bool = False
@@ -122,14 +121,14 @@ class Moments:
         scale, dtype = xx.diagonal().mean(), torch.float32 if quick and len(xx) >= WIDE else xx.dtype
         unexplained = (yx - weight @ xx).T.to(dtype)  # (inputs, outputs)
 
-        def solved(ridge: float) -> Tensor | None:
+        def solve(ridge: float) -> Tensor | None:  # in a function, which frees the matrix and its factor
             damped = xx.to(dtype, copy=True)
             damped.diagonal().add_(ridge * scale)
             factor, failed = torch.linalg.cholesky_ex(damped)
             return None if failed else weight + torch.cholesky_solve(unexplained, factor).T
 
         for ridge in ridges:
-            if (fitted := solved(ridge)) is not None:
+            if (fitted := solve(ridge)) is not None:
                 yield ridge, fitted, self.fit_bias(fitted) if centred else None
 
     def fit_bias(self, weight: Tensor) -> Tensor:
@@ -169,7 +168,7 @@ class LayerMoments:
     of `layer`; without one, they were added with the inputs.
     """
 
-    uniform: tuple[Moments, Moments]
+    uniform: tuple[Moments, Moments]  # of the samples to fit on, and of those held out
     weighted: tuple[Moments, Moments] | None = None
     layer: nn.Module | None = None
 
@@ -177,23 +176,23 @@ class LayerMoments:
     def zeros(cls, layer: nn.Module, *, weighted: bool = False, targets: bool = False) -> LayerMoments:
         """Return sums over no tokens for a consumer; with `targets`, these are added instead of its own outputs."""
         (outputs, inputs), device = features_of(layer), weight_of(layer).device
-        parts = [Moments.zeros(inputs, device, outputs if targets else 0) for _ in range(4 if weighted else 2)]
-        return cls((parts[0], parts[1]), (parts[2], parts[3]) if weighted else None, None if targets else layer)
+        zeros = [Moments.zeros(inputs, device, outputs if targets else 0) for _ in range(4 if weighted else 2)]
+        return cls((zeros[0], zeros[1]), (zeros[2], zeros[3]) if weighted else None, None if targets else layer)
 
     def parts(self) -> tuple[Moments, ...]:
-        """Return all moments."""
+        """Return the uniform moments, then the weighted ones if there are any."""
         return *self.uniform, *(self.weighted or ())
 
     def add_up(self, name: str) -> None:
         """Add up over all processes, after the last token.
 
         A DataError says that the module `name` read no tokens, a NonFiniteError that it read or gave NaN or infinity,
-        from which any chain, fit or error would be NaN.
+        from which any chain of removals, fit or error would be NaN.
         """
-        sums = [tensor for part in self.parts() for tensor in part.tensors()]
+        sums = [tensor for moments in self.parts() for tensor in moments.tensors()]
         added_up(sums)
-        for part in self.parts():
-            part.complete()
+        for moments in self.parts():
+            moments.complete()
         if not self.counted:
             raise DataError(
                 "every module that may lose units must read tokens of the rows to refit on, but "
@@ -210,7 +209,7 @@ class LayerMoments:
     @property
     def counted(self) -> int:
         """Number of tokens."""
-        return round(sum(part.tokens.item() for part in self.uniform))
+        return round(sum(moments.tokens.item() for moments in self.uniform))
 
     def spread(self, *, centred: bool, last: bool = False) -> Spread:
         """Return the mean and the second moments of the inputs over all tokens, each weighing one.
@@ -219,28 +218,28 @@ class LayerMoments:
         """
         fitting, held_out = self.uniform
         mean = (fitting.x + held_out.x) / self.counted
-        found = (fitting.xx.add_(held_out.xx) if last else fitting.xx + held_out.xx).div_(self.counted)
-        return Spread(mean, found.sub_(torch.outer(mean, mean)) if centred else found)
+        second = (fitting.xx.add_(held_out.xx) if last else fitting.xx + held_out.xx).div_(self.counted)
+        return Spread(mean, second.sub_(torch.outer(mean, mean)) if centred else second)
 
     def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> tuple[Moments, Moments]:
-        """Return the moments in which a token weighs mix + (1 - mix) q / mean(q), which is one on average.
+        """Return the moments to fit on and those held out; a token weighs mix + (1 - mix) q / mean(q), on average one.
 
         Here q is the squared norm of the gradient; if q is zero everywhere, because no output depends on the consumer,
         all tokens weigh one. With `columns`, (columns,) int64, the moments are of these inputs only.
         """
-
         if mix < 1 and self.weighted is None:
             raise RequestError(f"token weights of {mix:g} need weighted moments; collect them with weighted=True")
 
-        def of(part: Moments) -> Moments:
-            return part if self.layer is None else part.of_outputs(self.layer, columns)
+        def with_targets(moments: Moments) -> Moments:
+            return moments if self.layer is None else moments.of_outputs(self.layer, columns)
 
         fitting, held_out = self.uniform
-        mean = 0.0 if self.weighted is None else sum(part.tokens.item() for part in self.weighted) / self.counted
-        if self.weighted is None or mix == 1 or mean == 0:
-            return of(fitting), of(held_out)
-        share = (1 - mix) / mean
-        return of(fitting) * mix + of(self.weighted[0]) * share, of(held_out) * mix + of(self.weighted[1]) * share
+        mean_q = 0.0 if self.weighted is None else sum(part.tokens.item() for part in self.weighted) / self.counted
+        if self.weighted is None or mix == 1 or mean_q == 0:
+            return with_targets(fitting), with_targets(held_out)
+        share, (fitting_q, held_out_q) = (1 - mix) / mean_q, self.weighted
+        mixed_fitting = with_targets(fitting) * mix + with_targets(fitting_q) * share
+        return mixed_fitting, with_targets(held_out) * mix + with_targets(held_out_q) * share
 
 
 class MomentStore:
@@ -248,8 +247,7 @@ class MomentStore:
 
     Those of all modules are kept for later uses if `keep` is set and they fit into half of the free memory; else each
     use collects them again. A module takes 16 bytes for each pair of inputs, twice that if `weighted`: tokens are then
-    also added up weighted by the gradient of the prediction, which takes a walk backward, and uses a language model's
-    labels if the batches have them.
+    also weighted by the gradient of the prediction, which takes a walk backward, and a language model's labels if any.
     """
 
     def __init__(
@@ -262,12 +260,11 @@ class MomentStore:
         keep: bool = True,
     ):
         check_samples(batches)
-        self.weighted, self.kept = weighted, dict[str, LayerMoments]()
+        self.weighted, self.kept = weighted, dict[str, LayerMoments]()  # `kept` once collected, if `keeps`
         self._dense, self._modules, self._batches = dense, modules, batches
         widths = [features_of(dense.get_submodule(module.consumer))[1] for module in modules]
-        needed, device = 16 * (1 + weighted) * sum(width**2 for width in widths), device_of_blocks(dense)
-        # One process decides for all of them.
-        on_gpu = device.type == "cuda"
+        needed, device = 16 * (2 if weighted else 1) * sum(width**2 for width in widths), device_of_blocks(dense)
+        on_gpu = device.type == "cuda"  # the free memory is that of one process, which decides for all of them
         free = on_main(lambda: torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available)
         self.keeps = keep and needed < SHARE_OF_FREE * free
 
@@ -287,26 +284,26 @@ class MomentStore:
         if self.kept:
             work(wanted, self.kept)
             return
-        first, collected = [0, *accumulate(map(size_of, self._batches))], dict[str, LayerMoments]()
+        first_samples, collected = [0, *accumulate(map(size_of, self._batches))], dict[str, LayerMoments]()
 
-        def block(inside: list[PrunableModule], read: Read) -> None:
-            layers = {module.name: self._dense.get_submodule(module.consumer) for module in inside}
+        def add_block(block_modules: list[PrunableModule], read: Read) -> None:
+            layers = {module.name: self._dense.get_submodule(module.consumer) for module in block_modules}
             sums = {name: LayerMoments.zeros(layer, weighted=self.weighted) for name, layer in layers.items()}
-            for number in own(self._batches):
-                for one in read(number):
-                    add_reading(sums[one.name], one, first[number])
-            for module_name, found in sums.items():
-                found.add_up(module_name)
+            for number in own_batches(self._batches):
+                for reading in read(number):
+                    add_reading(sums[reading.name], reading, first_samples[number])
+            for module_name, moments in sums.items():
+                moments.add_up(module_name)
             if self.keeps:
                 collected.update(sums)
-            if chosen := [module for module in inside if module in wanted]:
+            if chosen := [module for module in block_modules if module in wanted]:
                 work(chosen, sums)
 
         modules = self._modules if self.keeps else wanted
         if self.weighted:
-            Gradients(self._dense, self._batches, modules, "effect").collect(block, name=name, progress=progress)
+            Gradients(self._dense, self._batches, modules, "effect").collect(add_block, name=name, progress=progress)
         else:
-            read_forward(self._dense, self._batches, modules, block, name=name, progress=progress)
+            read_forward(self._dense, self._batches, modules, add_block, name=name, progress=progress)
         self.kept = collected
 
 
@@ -318,7 +315,7 @@ def add_reading(sums: LayerMoments, read: Reading, first: int, targets: Tensor |
     x = read.inputs
     held = torch.arange(first, first + len(x), device=x.device) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     for part, samples in enumerate((~held, held)):
-        rows = (read.real & samples[:, None]).flatten().nonzero()[:, 0]
+        rows = (read.real & samples[:, None]).flatten().nonzero()[:, 0]  # tokens of these samples, of all tokens
         chosen = x.flatten(0, 1).index_select(0, rows)
         sums.uniform[part].add(chosen, None if targets is None else targets.flatten(0, 1).index_select(0, rows))
         if sums.weighted is not None:

@@ -67,12 +67,12 @@ def read_forward(
 
     def compute(call: Call, _: Watched) -> Iterator[None]:
         call.output = walk.compute(call)
-        return repeat(None)
+        return repeat(None)  # no gradient, however many inputs were read
 
     with walking(model), closing(walk.forward()) as steps:
         for block in progress.track([*blocks], name) if name else blocks:
             _, calls = next(steps)
-            with _reading(model, blocks[block], batches, calls, compute) as read:
+            with _reader(model, blocks[block], batches, calls, compute) as read:
                 _work_on(work, blocks[block], read, calls)
 
 
@@ -87,26 +87,26 @@ def _work_on(work: Work | None, modules: list[PrunableModule], read: Read, calls
 
 def walk_forward(model: PreTrainedModel, batches: Batches, blocks: Sequence[str]) -> Walk:
     """Return a walk that takes this process's share of the batches forward through the blocks, without labels."""
-    return Walk(model, own(batches), blocks, lambda _, batch: run_forward(model, batch))
+    return Walk(model, own_batches(batches), blocks, lambda _, batch: run_forward(model, batch))
 
 
 def run_forward(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     """Run a batch without its labels, and if possible the head of a language model for the last token only."""
     with torch.no_grad():
         # That head costs as much as many layers.
-        least: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-        task_of(model).output(model, {**batch, **least})
+        last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+        task_of(model).output(model, {**batch, **last})
 
 
 @contextmanager
 def walking(model: PreTrainedModel, *, gradients: bool = False) -> Iterator[None]:
-    """Prepare a model for a walk inside the block, and restore it afterwards."""
+    """Keep a model in evaluation mode, with `gradients` also frozen, uncompiled and lean in memory inside the block."""
     mode = frozen(model) if gradients else evaluating(model)
     with mode, output_alone(model), uncompiled(model), wide_products(model), lean_memory():
         yield
 
 
-def own(batches: Sequence[Any]) -> dict[int, Any]:
+def own_batches(batches: Sequence[Any]) -> dict[int, Any]:
     """Return the batches that `mapped` gives this process, by number."""
     return {number: batch for number, batch in enumerate(batches) if is_own(number)}
 
@@ -115,7 +115,7 @@ class Gradients:
     """Readings with gradients, of one block at a time, after all batches went forward and backward once.
 
     The inputs of every block and the gradients of its output may be kept, which takes two hidden states of all batches
-    for each block. From these, `of` computes a block anew at any time. The model is restored after each use.
+    for each block. From these, `collect_again` computes a block anew, once. The model is restored after each use.
 
     What is differentiated is the sum of all terms of the "loss" of a batch with labels (`Task.loss`), or of each
     sample's "effect" (`Task.effect`). `numbers` are those of the batches in messages, where these are parts of others.
@@ -137,18 +137,18 @@ class Gradients:
         self._model, self._target, self._within, self.batches = model, target, within, batches
         self._numbers = numbers or range(len(batches))
         self.blocks = blocks_of(model, modules, batches[0])
-        self._walk = Walk(model, own(batches), [*self.blocks], self._run)
+        self._walk = Walk(model, own_batches(batches), [*self.blocks], self._run)
         self.counts: dict[int, Tensor] = {}  # batch -> number of terms of the loss that belong to each sample, (batch,)
 
     def _run(self, number: int, batch: dict[str, Tensor]) -> None:
         """Run the model on a batch, and run backward from the loss or the effect to the last block's output."""
         with torch.enable_grad():
-            task, named = task_of(self._model), self._numbers[number]
+            task, number_in_messages = task_of(self._model), self._numbers[number]
             if self._target == "loss":
-                total, self.counts[number] = task.loss(self._model, batch, named)
+                total, self.counts[number] = task.loss(self._model, batch, number_in_messages)
             else:
                 predicted = task.effect(self._model, batch, task.output(self._model, batch), number)
-                _check_finite([predicted], f"predictions of batch {named}")
+                _check_finite([predicted], f"predictions of batch {number_in_messages}")
                 total = predicted.sum()
             if total.requires_grad:  # else it depends on nothing that is read
                 # What a model computes before a block may go around it too, and is needed again for that block.
@@ -165,9 +165,9 @@ class Gradients:
     ) -> None:
         """Take all batches forward and backward, and call `work` with the modules of each block, the last block first.
 
-        `work` is as for `read_forward`, with gradients in the readings; None if nothing is done yet. What `of` needs is
-        kept for the blocks to `keep`. `around` makes a context from a batch's number that is open while the batch goes
-        forward through a block. The loop over the blocks, forward and backward, is shown as `name`.
+        `work` is as for `read_forward`, with gradients in the readings; None if nothing is done yet. What
+        `collect_again` needs is kept for the blocks to `keep`. `around` makes a context from a batch's number that is
+        open while the batch goes forward through a block. The loop over the blocks, both ways, is shown as `name`.
         """
         steps = iter(progress.track([*self.blocks] * 2, name) if name else ())
         with walking(self._model, gradients=True), self._within():
@@ -179,32 +179,33 @@ class Gradients:
                             call.output = self._walk.compute(call)
             for block, calls in self._walk.backward():
                 next(steps, None)
-                with self._reading(block, calls, hand_on=True) as read:
+                with self._reader(block, calls, hand_on=True) as read:
                     _work_on(work, self.blocks[block], read, calls)
         next(steps, None)
         self._walk.trail = {block: calls for block, calls in self._walk.trail.items() if block in keep}
 
-    def of(self, block: str, work: Work) -> None:
-        """Call `work` again with the modules of a block, and drop what was kept for it."""
-        read, at_hand = self._reading(block, self._walk.trail.pop(block), hand_on=False), self._walk.at_hand(block)
-        with walking(self._model, gradients=True), self._within(), at_hand, read as reads:
-            work(self.blocks[block], reads)
+    def collect_again(self, block: str, work: Work) -> None:
+        """Call `work` with the modules of a block that `collect` kept, and drop what was kept for it."""
+        reader, at_hand = self._reader(block, self._walk.trail.pop(block), hand_on=False), self._walk.at_hand(block)
+        with walking(self._model, gradients=True), self._within(), at_hand, reader as read:
+            work(self.blocks[block], read)
 
-    def _reading(self, block: str, calls: Sequence[Call], *, hand_on: bool) -> AbstractContextManager[Read]:
+    def _reader(self, block: str, calls: Sequence[Call], *, hand_on: bool) -> AbstractContextManager[Read]:
+        """Return a context with the function that reads a block with gradients; `hand_on` as in `gradients_in`."""
         modules = self.blocks[block]
 
         def compute(call: Call, seen: Watched) -> list[Tensor]:
-            found = self._walk.gradients_in(
+            gradients = self._walk.gradients_in(
                 call, lambda: [x for module in modules for x in seen.inputs[module.name]], hand_on=hand_on
             )
-            _check_finite(found, f"gradients of batch {self._numbers[call.batch]} in {block}")
-            return found
+            _check_finite(gradients, f"gradients of batch {self._numbers[call.batch]} in {block}")
+            return gradients
 
-        return _reading(self._model, modules, self.batches, calls, compute, gradients=True)
+        return _reader(self._model, modules, self.batches, calls, compute, gradients=True)
 
 
 @contextmanager
-def _reading(
+def _reader(
     model: PreTrainedModel,
     modules: Sequence[PrunableModule],
     batches: Batches,
@@ -213,7 +214,7 @@ def _reading(
     *,
     gradients: bool = False,
 ) -> Iterator[Read]:
-    """Yield a function that reads the consumers of a block.
+    """Yield the function that reads the consumers of a block for one batch, by its number.
 
     `compute` runs a call and returns the gradients of what each module's consumer read, in the order of the modules.
     """
@@ -224,9 +225,9 @@ def _reading(
             seen.clear()
             if number not in by_batch:  # a batch may skip a block, as texts alone skip an image tower
                 return []
-            found = iter(compute(by_batch[number], seen))
+            gradients_in_order = iter(compute(by_batch[number], seen))  # this runs the call, which fills `seen`
             inputs = [(module.name, x.detach()) for module in modules for x in seen.inputs[module.name]]
-            return [reading_of(model, name, batches[number], x, next(found)) for name, x in inputs]
+            return [reading_of(model, name, batches[number], x, next(gradients_in_order)) for name, x in inputs]
 
         yield read
         seen.clear()  # the graph of the last reading holds the weights of the block
@@ -235,7 +236,7 @@ def _reading(
 def reading_of(
     model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor, gradient: Tensor | None = None
 ) -> Reading:
-    """Return a reading of a module's consumer from its input x and the gradient to that, as the model has them."""
+    """Return a reading of the consumer of module `name` from its input x and the gradient to that, of any shape."""
     x = by_sample(model, name, batch, x)
     gradient = None if gradient is None else by_sample(model, name, batch, gradient)
     return Reading(name, x, gradient, real_tokens(model, name, batch, x))
@@ -252,8 +253,8 @@ def by_sample(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x:
     if x.dim() == 3 and len(x) == samples:
         return x
     # More axes hold several images or tiles per sample, of which some may be padding that the model leaves out.
-    even = all(len(value) == samples and value.dim() <= 4 for value in batch.values() if value.dim())
-    if len(x) % samples or not (even or x.dim() == 2):
+    one_image = all(len(value) == samples and value.dim() <= 4 for value in batch.values() if value.dim())
+    if len(x) % samples or not (one_image or x.dim() == 2):
         raise UnsupportedModelError(
             f"every sample must be as many rows of a layer's input as any other, but an input of {name} has the shape "
             f"{tuple(x.shape)} for {samples} samples; give every sample one image of one tile, or leave the layer alone"
@@ -263,7 +264,7 @@ def by_sample(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x:
 
 def _check_finite(values: Sequence[Tensor], what: str) -> None:
     """Refuse predictions or gradients that are NaN or infinite."""
-    if not all(torch.isfinite(one).all() for one in values):
+    if not all(torch.isfinite(value).all() for value in values):
         raise NonFiniteError(
             f"every prediction and gradient must be finite, but the {what} have NaN or infinity; check the rows of "
             "that batch and the model's dtype"
@@ -280,23 +281,25 @@ class LayerEffects:
     centred: bool  # the consumer has a bias, which can absorb the mean of the removed inputs
 
 
-def effects_of(model: PreTrainedModel, batches: Batches, modules: Sequence[PrunableModule], read: Read) -> Any:
+def effects_of(
+    model: PreTrainedModel, batches: Batches, modules: Sequence[PrunableModule], read: Read
+) -> dict[str, LayerEffects]:
     """Return module -> `LayerEffects`, for the modules of one block, from readings with gradients."""
     first = [0, *accumulate(map(size_of, batches))]
 
     def effects(number: int, _: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
-        calls: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {module.name: [] for module in modules}
-        for one in read(number):
-            assert one.gradients is not None
-            inputs, gradients = (t[one.real].float() for t in (one.inputs, one.gradients))
-            calls[one.name].append((inputs, gradients, first[number] + one.real.nonzero()[:, 0].cpu()))
+        calls: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {m.name: [] for m in modules}  # as in `LayerEffects`
+        for reading in read(number):
+            assert reading.gradients is not None
+            inputs, gradients = (t[reading.real].float() for t in (reading.inputs, reading.gradients))
+            calls[reading.name].append((inputs, gradients, first[number] + reading.real.nonzero()[:, 0].cpu()))
         return calls
 
-    found = mapped(batches, effects)
+    batch_effects = mapped(batches, effects)
     layers = {}
     for module in modules:
-        parts = [call for of_batch in found for call in of_batch.pop(module.name)]
-        inputs, gradients, sample = (torch.cat(part) for part in zip(*parts, strict=True))
+        calls = [call for of_batch in batch_effects for call in of_batch.pop(module.name)]
+        inputs, gradients, sample = (torch.cat(tensors) for tensors in zip(*calls, strict=True))
         centred = model.get_submodule(module.consumer).bias is not None
         layers[module.name] = LayerEffects(inputs, bounded(inputs, gradients), sample, centred)
     return layers
@@ -309,9 +312,9 @@ def bounded(inputs: Tensor, gradients: Tensor) -> Tensor:
     only while the change is small, so that without a bound few tokens decide: in the first layers of SmolLM2-135M, 8 of
     8,192 tokens had 40 % of the squared effects. Tokens that do not reach the prediction are not counted.
     """
-    size = (inputs * gradients).norm(dim=1)
-    reaching = size[size > 0]
+    sizes = (inputs * gradients).norm(dim=1)
+    reaching = sizes[sizes > 0]
     if not len(reaching):
         return gradients
     border = reaching.kthvalue(len(reaching) - int(BOUNDED * len(reaching))).values
-    return gradients * (border / size).clamp(max=1)[:, None]
+    return gradients * (border / sizes).clamp(max=1)[:, None]

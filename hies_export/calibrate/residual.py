@@ -15,7 +15,7 @@ from ..model.modes import intercept
 from ..model.tokens import short_samples
 from ..units.units import PrunableModule
 from .readings import run_forward, walking
-from .walk import running
+from .walk import current_batch
 
 
 def residual_places(
@@ -30,35 +30,36 @@ def residual_places(
     consumers = {module.consumer: module.name for module in modules}
     names = {layer: name for name, layer in model.named_modules() if name}
     earlier: list[tuple[str, Tensor]] = []  # layers since the last consumer, and their inputs
-    last: tuple[str, Tensor, list[tuple[str, Tensor]]] | None = None  # its module, its output, and what was before it
+    last: tuple[str, Tensor, list[tuple[str, Tensor]]] | None = None  # last consumer: module, output, earlier layers
     calls: list[str] = []
-    found: dict[str, str | None] = {}
+    places: dict[str, str | None] = {}
 
-    def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def before_layer(layer: nn.Module, args: tuple[Any, ...]) -> None:
         nonlocal last
-        if not args or not isinstance(x := args[0], Tensor):
+        x = args[0] if args else None
+        if not isinstance(x, Tensor):
             return
         # Some blocks flatten the tokens of all samples.
         if last is not None and x is not last[1] and x.numel() == last[1].numel():
-            name, y, before_it = last
-            without = x.reshape(y.shape).to(y.device) - y
-            alike = ((at, t.reshape(y.shape).to(y.device)) for at, t in before_it if t.numel() == y.numel())
-            found[name] = next((at for at, t in alike if Difference.of(without, t).within(SAME_CODE)), None)
-            last = None if found[name] else last
+            module, y, candidates = last
+            stream = x.reshape(y.shape).to(y.device) - y
+            alike = ((place, t.reshape(y.shape).to(y.device)) for place, t in candidates if t.numel() == y.numel())
+            places[module] = next((p for p, t in alike if Difference.of(stream, t).within(SAME_CODE)), None)
+            last = None if places[module] else last
         earlier.append((names[layer], x))
 
-    def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after_consumer(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         nonlocal last, earlier
-        name = consumers[names[layer]]
-        calls.append(name)
-        found.setdefault(name, None)
-        last, earlier = (name, output, earlier), []
+        module = consumers[names[layer]]
+        calls.append(module)
+        places.setdefault(module, None)
+        last, earlier = (module, output, earlier), []
 
     with walking(model), ExitStack() as hooks:
         for layer, name in names.items():
-            hooks.enter_context(layer.register_forward_pre_hook(before))
+            hooks.enter_context(layer.register_forward_pre_hook(before_layer))
             if name in consumers:
-                hooks.enter_context(layer.register_forward_hook(after))
+                hooks.enter_context(layer.register_forward_hook(after_consumer))
         run_forward(model, short_samples(batch))
     for module in modules:
         if calls.count(module.name) != 1:
@@ -66,17 +67,17 @@ def residual_places(
                 f"a refit layer by layer needs every layer to run once, but {module.name} runs "
                 f"{calls.count(module.name)} times; set compensation.sequential: false"
             )
-    return found
+    return places
 
 
 @contextmanager
 def streams(model: nn.Module, places: Mapping[str, str | None]) -> Iterator[dict[int, Tensor]]:
     """Record residual streams in a walk: yield batch number -> the tensor at the last place that the batch reached."""
-    found: dict[int, Tensor] = {}
+    latest: dict[int, Tensor] = {}
 
     def keep(_: str, x: Tensor) -> Tensor:
-        found[running()] = x
+        latest[current_batch()] = x
         return x
 
     with intercept(model, {place: place for place in places.values() if place is not None}, keep):
-        yield found
+        yield latest

@@ -20,16 +20,14 @@ from ..tasks import task_of
 from ..units.units import PrunableModule, Slice
 from .entropy import Entropies, zeros_by_unit
 from .moments import MomentStore
-from .readings import Gradients, Read, Reading, own, walking
+from .readings import Gradients, Read, Reading, own_batches, walking
 
-# Statistics that every run collects.
-DEFAULT_NEEDS = ("his", "entropy", "weight_l2")
+DEFAULT_NEEDS = ("his", "entropy", "weight_l2")  # statistics that every run collects
 
 Collect: TypeAlias = Callable[[PreTrainedModel, Sequence[Batch], Sequence[PrunableModule]], Mapping[str, Tensor]]
 """Takes the model, calibration batches and modules, and returns module -> (units,) float64 on CPU."""
 
-# Statistics that criteria bring, by name, see `score.criteria.criterion`.
-OWN: dict[str, Collect] = {}
+OWN: dict[str, Collect] = {}  # statistics that criteria bring, by name, see `score.criteria.criterion`
 
 
 def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Tensor:
@@ -43,8 +41,9 @@ def sum_by_unit(module: PrunableModule, elements: Callable[[str], Tensor]) -> Te
     for name in module.producers:
         rows = elements(name).sum(1).cpu()
         for part in slices_of(module, name):
-            owned = part.owner >= 0
-            (of_groups if part.per_group else of_units).index_add_(0, part.owner[owned], rows[owned])
+            owned = part.owner >= 0  # rows of no unit have -1
+            sums = of_groups if part.per_group else of_units
+            sums.index_add_(0, part.owner[owned], rows[owned])
     return of_units + of_groups.repeat_interleave(module.group_size)
 
 
@@ -68,7 +67,6 @@ class Statistics:
 
     Attributes:
         values: Statistic -> module -> (units,) float64 on CPU; `collect_statistics` says what each is.
-        calibration: The run that produced them.
         moments: Moments of the consumers over the rows to refit on, collected when first used; None without such rows.
     """
 
@@ -80,7 +78,7 @@ class Statistics:
         return self.values[statistic]
 
     def of(self, modules: Collection[str]) -> Statistics:
-        """Return the statistics of some modules, by their names."""
+        """Return the statistics of some modules, by their names, without the moments."""
         values = {name: {m: v for m, v in by_module.items() if m in modules} for name, by_module in self.values.items()}
         return Statistics(values, self.calibration)
 
@@ -99,19 +97,16 @@ def collect_statistics(
     Better than One?", https://arxiv.org/abs/1905.10650, Eq. 3). "fisher" is E_x (dL(x)/dm_u)^2, the diagonal of the
     empirical Fisher information of the masks (Kwon et al. 2022, https://arxiv.org/abs/2204.09656, Eq. 6). The gradient
     of a mask is the sum, over a sample's tokens and the unit's elements, of the consumer's input times the gradient of
-    the loss there. The entropy, of heads alone, is the mean over a sample's real query tokens of H(attention row) /
-    log(keys the row sees).
+    the loss there. The entropy, of heads, is the mean over a sample's real queries of H(attention row)/log(keys seen).
 
     If labels are tokens, sample i's loss is the mean over its own n_i label tokens. The model's loss is the mean over
     all N label tokens of the batch, so the gradient of N times that loss is divided by n_i.
 
     An embedding has no loss: several random projections of it stand in, see `tasks/feature_extraction.py`. For a
-    regression without labels, the predicted number does. Several processes share the batches. No key/value cache is
-    kept.
+    regression without labels, the predicted number does. Processes share the batches. No key/value cache is kept.
 
     Args:
-        model: The model; its weights, mode and gradients are restored. It may be in half precision: all sums are
-            float64.
+        model: The model, in half precision too, as sums are float64; its weights, mode and gradients are restored.
         batches: Keyword arguments of the model. Without `labels`, the predicted classes, labels or tokens replace them.
         modules: From `find_attention`. Modules of an image tower must see one image per sample. A unit whose output is
             not used (as in the last layer of LLaVA's tower) has an HIS of 0.
@@ -141,35 +136,35 @@ def collect_statistics(
     parts, numbers = _parts(model, batches)
     gradients = Gradients(model, parts, modules, "loss", numbers=numbers, within=entropies.attached)
 
-    def add(inside: list[PrunableModule], read: Read) -> None:
-        for number in own(parts):
+    def add(block_modules: list[PrunableModule], read: Read) -> None:
+        for number in own_batches(parts):
             readings = read(number)
-            for name, values in mask_gradients(readings, inside, gradients.counts[number]).items():
+            for name, values in mask_gradients(readings, block_modules, gradients.counts[number]).items():
                 sums["his"][name] += values.abs().sum(0)
                 sums["fisher"][name] += values.square().sum(0)
-            for one in readings if with_norms else ():
-                tokens = one.inputs[one.real].double().unflatten(1, (len(sums["norms"][one.name]), -1))
-                sums["norms"][one.name] += tokens.norm(dim=-1).sum(0).cpu()
-                sums["tokens"][one.name] += len(tokens)
+            for reading in readings if with_norms else ():
+                tokens = reading.inputs[reading.real].double().unflatten(1, (len(sums["norms"][reading.name]), -1))
+                sums["norms"][reading.name] += tokens.norm(dim=-1).sum(0).cpu()
+                sums["tokens"][reading.name] += len(tokens)
 
     gradients.collect(add, around=lambda n: entropies.recorded(parts[n]), name="score", progress=progress)
     added_up(total for of_modules in sums.values() for total in of_modules.values())
     samples = task.repeats * calibration.samples
-    found = {what: {name: total / samples for name, total in sums[what].items()} for what in ("his", "fisher")}
-    if all(seen.all() for seen in sums["maps"].values()):
+    values = {key: {name: total / samples for name, total in sums[key].items()} for key in ("his", "fisher")}
+    if all(maps.all() for maps in sums["maps"].values()):  # every module has entropies
         rows = sums["rows"]
-        found["entropy"] = {name: total / rows[name].clamp(min=1) for name, total in sums["entropy"].items()}
-    found["weight_l2"] = {
+        values["entropy"] = {name: total / rows[name].clamp(min=1) for name, total in sums["entropy"].items()}
+    values["weight_l2"] = {
         m.name: sum_by_unit(m, lambda name: weight_of(model.get_submodule(name)).detach().double().pow(2)).sqrt()
         for m in modules
     }
     if with_norms:
-        found["activation_l2"] = {name: total / sums["tokens"][name] for name, total in sums["norms"].items()}
-    return Statistics(found | brought, calibration)
+        values["activation_l2"] = {name: total / sums["tokens"][name] for name, total in sums["norms"].items()}
+    return Statistics(values | brought, calibration)
 
 
 def calibration_of(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> Calibration:
-    """Describe the calibration batches; refuse none at all, and batches without labels that the loss needs."""
+    """Return the description of calibration batches; refuse none at all, and those without labels that a loss needs."""
     if not batches:
         raise DataError("calibration needs at least one sample, got none; raise calibration.samples")
     task_of(model).check_batches(batches)
@@ -196,10 +191,10 @@ def mask_gradients(readings: Sequence[Reading], modules: Sequence[PrunableModule
     The readings are of one batch, with gradients of the sum of all terms of its loss; `counts`, (batch,), says how many
     of these belong to each sample. Modules of the block without a reading get zeros.
     """
-    found = {module.name: torch.zeros(len(counts), module.units, dtype=torch.float64) for module in modules}
-    for one in readings:
-        assert one.gradients is not None
+    sums = {module.name: torch.zeros(len(counts), module.units, dtype=torch.float64) for module in modules}
+    for reading in readings:
+        assert reading.gradients is not None
         # A mask changes the loss by its input times the gradient there, over all calls, tokens and elements.
-        of_input = (one.inputs.float() * one.gradients.float()).sum(1)  # (batch, inputs)
-        found[one.name] += of_input.unflatten(1, (found[one.name].shape[1], -1)).sum(-1).double().cpu()
-    return {name: values / counts.clamp(min=1).cpu()[:, None] for name, values in found.items()}
+        of_input = (reading.inputs.float() * reading.gradients.float()).sum(1)  # (batch, inputs)
+        sums[reading.name] += of_input.unflatten(1, (sums[reading.name].shape[1], -1)).sum(-1).double().cpu()
+    return {name: values / counts.clamp(min=1).cpu()[:, None] for name, values in sums.items()}

@@ -67,7 +67,7 @@ class Walk:
         self._batches, self._run = batches, run
         self._layers = {name: model.get_submodule(name) for name in layers}
         self._forwards: dict[str, Callable[..., Any]] = {}  # layer -> its own forward
-        self._device, self._runs = device_of_blocks(model), dict[int, greenlet]()
+        self._device, self._coroutines = device_of_blocks(model), dict[int, greenlet]()  # by number of the batch
         self.trail: dict[str, list[Call]] = {}  # block -> its calls, once a forward with gradients has passed it
 
     def forward(self, *, gradients: bool = False) -> Generator[tuple[str, list[Call]], None, None]:
@@ -80,9 +80,9 @@ class Walk:
         self.trail = {}
         with self._waiting():
             for number, batch in self._batches.items():
-                run = self._runs[number] = greenlet(partial(self._run, number, batch))
-                run.gr_context, run.number = copy_context(), number
-            waiting = {number: self._switch(number) for number in self._runs}
+                coroutine = self._coroutines[number] = greenlet(partial(self._run, number, batch))
+                coroutine.gr_context, coroutine.number = copy_context(), number
+            waiting = {number: self._switch(number) for number in self._coroutines}  # None for a batch at its end
             for layer in self._layers:
                 calls = [call for call in waiting.values() if call is not None and call.layer == layer]
                 with self.at_hand(layer):
@@ -100,16 +100,17 @@ class Walk:
                     waiting[call.batch] = self._switch(call.batch, output)
                 del calls
                 give_back_memory()
-            if late := next(filter(None, waiting.values()), None):
+            late = [call for call in waiting.values() if call is not None]
+            if late:
                 raise UnsupportedModelError(
-                    f"layers must be called once and in their order, but {late.layer} is called after {layer}; please "
-                    "report this architecture"
+                    f"layers must be called once and in their order, but {late[0].layer} is called after {layer}; "
+                    "please report this architecture"
                 )
 
     def compute(self, call: Call, dtype: torch.dtype | None = None) -> Any:
         """Return a layer's output for a call, without gradients; with `dtype`, it is computed and returned in that."""
         with self.at_hand(call.layer, dtype), torch.no_grad():
-            return self._computed(call, dtype=dtype)
+            return self._run_layer(call, dtype=dtype)
 
     def backward(self) -> Iterator[tuple[str, list[Call]]]:
         """Yield every block with its calls, the last first, after a `forward` with gradients.
@@ -119,7 +120,7 @@ class Walk:
         """
         for block, calls in reversed(self.trail.items()):
             for call in calls:
-                call.gradients = [t.grad for t in _floats(call.output)]
+                call.gradients = [t.grad for t in _float_tensors(call.output)]
                 call.output = None
             with self.at_hand(block):
                 yield block, calls
@@ -132,42 +133,41 @@ class Walk:
         the block has been computed anew. With `hand_on`, at most once for each call, the gradients of the call's
         arguments are added to those of earlier outputs.
         """
-        # By id, as a block may be called with one tensor several times.
-        outer = {id(t): t for t in _floats((call.args, call.kwargs)) if t.requires_grad}
-        inner = {place: t.detach().requires_grad_() for place, t in outer.items()}
+        # The block runs on leaves in place of its arguments. By id, as it may be called with one tensor several times.
+        arguments = {id(t): t for t in _float_tensors((call.args, call.kwargs)) if t.requires_grad}
+        leaves = {key: t.detach().requires_grad_() for key, t in arguments.items()}
         with torch.enable_grad():
-            output = self._computed(call, lambda t: inner.get(id(t), t))
+            output = self._run_layer(call, lambda t: leaves.get(id(t), t))
             inside = read()
-            wanted = [*inside, *inner.values()]
-            pairs = zip(_floats(output), call.gradients, strict=True)
+            wanted = [*inside, *leaves.values()]
+            pairs = zip(_float_tensors(output), call.gradients, strict=True)
             used = [(value, g) for value, g in pairs if g is not None and value.requires_grad]
-            found: Sequence[Tensor | None] = [None] * len(wanted)
+            grads: Sequence[Tensor | None] = [None] * len(wanted)
             if used:
-                found = torch.autograd.grad([v for v, _ in used], wanted, [g for _, g in used], allow_unused=True)
+                grads = torch.autograd.grad([v for v, _ in used], wanted, [g for _, g in used], allow_unused=True)
         if hand_on:
-            given = [(t, g) for t, g in zip(outer.values(), found[len(inside) :], strict=True) if g is not None]
+            given = [(t, g) for t, g in zip(arguments.values(), grads[len(inside) :], strict=True) if g is not None]
             if given:
                 # Several blocks may read one tensor, through what the model computes between them.
                 torch.autograd.backward([t for t, _ in given], [g for _, g in given], retain_graph=True)
-            # Without their graph.
-            call.args, call.kwargs = tree.tree_map(lambda t: inner.get(id(t), t), (call.args, call.kwargs))
-        return [torch.zeros_like(t) if g is None else g for t, g in zip(inside, found, strict=False)]
+            # The leaves hold no graph of what ran before.
+            call.args, call.kwargs = tree.tree_map(lambda t: leaves.get(id(t), t), (call.args, call.kwargs))
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(inside, grads, strict=False)]
 
-    def _computed(
+    def _run_layer(
         self, call: Call, replaced: Callable[[Any], Any] = lambda value: value, dtype: torch.dtype | None = None
     ) -> Any:
         """Return the output of a layer, on the device of the call's tensors, after `replaced` has mapped each of them.
 
         It is computed and returned in `dtype`; None for the dtypes that the class describes.
         """
-        own = next(iter(_floats((call.args, call.kwargs))), torch.empty(0, device=self._device))
-        computes_in = dtype or (torch.float32 if self._widens(own) else None)
-        args, kwargs = tree.tree_map(lambda t: _to(replaced(t), self._device, computes_in), (call.args, call.kwargs))
+        # Says where the output goes, and in which dtype if the layer is widened.
+        like = next(iter(_float_tensors((call.args, call.kwargs))), torch.empty(0, device=self._device))
+        widened = dtype is None and self._device.type == "cpu" and widens(like)
+        compute_dtype = torch.float32 if widened else dtype
+        args, kwargs = tree.tree_map(lambda t: _to(replaced(t), self._device, compute_dtype), (call.args, call.kwargs))
         output = self._forwards[call.layer](*args, **kwargs)
-        return tree.tree_map(lambda t: _to(t, own.device, dtype or (computes_in and own.dtype)), output)
-
-    def _widens(self, tensor: Tensor) -> bool:
-        return self._device.type == "cpu" and widens(tensor)
+        return tree.tree_map(lambda t: _to(t, like.device, like.dtype if widened else dtype), output)
 
     @contextmanager
     def at_hand(self, name: str, dtype: torch.dtype | None = None) -> Iterator[None]:
@@ -176,9 +176,10 @@ class Walk:
         Afterwards they are the tensors from before, with the changes that were made inside.
         """
         layer = self._layers[name]
-        moved: list[tuple[Tensor, Tensor]] = []
+        moved: list[tuple[Tensor, Tensor]] = []  # parameter or buffer, and its data from before
         for tensor in (*layer.parameters(), *layer.buffers()):
-            here = _to(tensor.data, self._device, dtype or (torch.float32 if self._widens(tensor) else None))
+            widened = dtype is None and self._device.type == "cpu" and widens(tensor)
+            here = _to(tensor.data, self._device, torch.float32 if widened else dtype)
             if (here.device, here.dtype) != (tensor.device, tensor.dtype):
                 moved.append((tensor, tensor.data))
                 tensor.data = here
@@ -186,8 +187,9 @@ class Walk:
             yield
         finally:
             for tensor, data in moved:
-                if not torch.equal(changed := tensor.data.to(data), data):
-                    data.copy_(changed)
+                after = tensor.data.to(data)
+                if not torch.equal(after, data):
+                    data.copy_(after)
                 tensor.data = data
 
     @contextmanager
@@ -198,26 +200,26 @@ class Walk:
             try:
                 yield
             finally:
-                for run in self._runs.values():
-                    if run:  # started, and not at its end
-                        run.throw()
+                for coroutine in self._coroutines.values():
+                    if coroutine:  # started, and not at its end
+                        coroutine.throw()
 
     def _switch(self, number: int, output: Any = None) -> Call | None:
         """Start a batch, or send it a layer's output; return its next call, or None at its end."""
+        coroutine = self._coroutines[number]
         # Whether gradients are taken is a mode of the thread: each side gets its own back.
-        run = self._runs[number]
         with torch.set_grad_enabled(torch.is_grad_enabled()):
-            found: Any = run.switch(output) if run else run.switch()
-        return found if isinstance(found, Call) and not run.dead else None
+            sent: Any = coroutine.switch(output) if coroutine else coroutine.switch()  # true once it has started
+        return sent if isinstance(sent, Call) and not coroutine.dead else None
 
     def _wait(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a layer's forward: wait until the caller sends the output, and return it."""
-        if getcurrent() not in self._runs.values():  # the model is run outside of the walk meanwhile
+        if getcurrent() not in self._coroutines.values():  # the model is run outside of the walk meanwhile
             return self._forwards[name](*args, **kwargs)
         mode = torch.is_grad_enabled()
         # A cache that the model makes unasked would keep what a block adds each time it is computed.
         args, kwargs = tree.tree_map(lambda v: None if isinstance(v, Cache) else v, (args, kwargs))
-        output = getcurrent().parent.switch(Call(name, running(), args, kwargs))
+        output = getcurrent().parent.switch(Call(name, current_batch(), args, kwargs))
         torch.set_grad_enabled(mode)
         return output
 
@@ -228,7 +230,7 @@ def device_of_blocks(model: nn.Module) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if own.type == "cpu" and torch.cuda.is_available() else own
 
 
-def running() -> int:
+def current_batch() -> int:
     """Return the number of the batch whose coroutine calls this."""
     return int(getcurrent().number)
 
@@ -240,13 +242,12 @@ def blocks_of(
 
     A block is the innermost element of an `nn.ModuleList` around a module, or the one around that if the list is in
     another block. Elements of other lists are blocks without modules, because the graph between blocks is held for all
-    batches. The whole model is one block if a module is in no list, or if a block is called several times (as in
-    ALBERT).
+    batches. The whole model is one block if a module is in no list, or if a block is called twice (as in ALBERT).
     """
-    parts = dict(model.named_modules(remove_duplicate=False))
-    places = {name: place for place, name in enumerate(parts)}
-    elements = [name for name in parts if isinstance(parts[name.rpartition(".")[0]], nn.ModuleList)]
-    modules = sorted(modules, key=lambda module: places[module.consumer])
+    layers = dict(model.named_modules(remove_duplicate=False))
+    positions = {name: position for position, name in enumerate(layers)}
+    elements = [name for name in layers if isinstance(layers[name.rpartition(".")[0]], nn.ModuleList)]
+    modules = sorted(modules, key=lambda module: positions[module.consumer])
     around = [max((e for e in elements if _inside(module.consumer, e)), key=len, default=WHOLE) for module in modules]
     if WHOLE in around:
         return {WHOLE: modules}
@@ -254,17 +255,20 @@ def blocks_of(
     for element in [*sorted(around, key=len), *elements]:  # the outermost ones around modules first
         if not any(_inside(element, other) or _inside(other, element) or element == other for other in blocks):
             blocks.append(element)
-    blocks.sort(key=places.__getitem__)
+    blocks.sort(key=positions.__getitem__)
     called: list[str] = []  # a block once for each call
+
+    def record(block: str, *_: Any) -> None:
+        called.append(block)
+
     with ExitStack() as hooks, evaluating(model), output_alone(model), wide_products(model), torch.no_grad():
         for block in blocks:
-            layer = model.get_submodule(block)
-            hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=block: called.append(name)))
+            hooks.enter_context(model.get_submodule(block).register_forward_pre_hook(partial(record, block)))
         first = inputs_of(in_rows(short_samples(batch), 2)[0])
         model(**{key: value.to(next(model.parameters()).device) for key, value in first.items()})
     if set(called) == set(blocks):
         blocks = [*dict.fromkeys(called)]
-    if called != [block for block in blocks if block in called]:
+    if called != [block for block in blocks if block in called]:  # a block is called again, or out of order
         return {WHOLE: modules}
     return {block: [module for module in modules if _inside(module.consumer, block)] for block in blocks}
 
@@ -285,7 +289,7 @@ def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _floats(value: Any) -> list[Tensor]:
+def _float_tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree.tree_leaves(value) if is_float(leaf)]
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import LayerMoments, MomentStore, Spread
-from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own
+from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own_batches
 from ..calibrate.walk import device_of_blocks
 from ..data.batches import size_of
 from ..kinds import KINDS
@@ -74,8 +74,7 @@ def score_compensated(
         progress: Shows the loops over the blocks.
 
     Returns:
-        The chains of removals. The score of a unit is its rank among the units of its kind, in [0, 1): (units,) float64
-        per module.
+        The chains of removals, and scores, (units,) float64 per module: ranks among the units of a kind, in [0, 1).
 
     Raises:
         DataError: There is no batch, or a language model's sample has no label token.
@@ -93,36 +92,36 @@ def score_compensated(
 
     def rank(modules: Sequence[PrunableModule], read: Read, sums: Mapping[str, LayerMoments]) -> None:
         if all(module.name in chains for module in modules):  # the walk goes through this block all the same
-            for number in own(batches):
+            for number in own_batches(batches):
                 read(number)
             return
         effects = effects_of(model, batches, modules, read)
         give_back_memory()  # of the readings that the effects were put together from
 
-        def order(_: int, module: PrunableModule) -> Chain:
-            layer, found = effects.pop(module.name), sums.get(module.name)
-            last = moments is not None and not moments.keeps
-            spread = None if found is None else found.spread(centred=layer.centred, last=last)
+        def chain_of(_: int, module: PrunableModule) -> Chain:
+            layer, layer_moments = effects.pop(module.name), sums.get(module.name)
+            last = moments is not None and not moments.keeps  # nothing uses these moments after
+            spread = None if layer_moments is None else layer_moments.spread(centred=layer.centred, last=last)
             return removal_chain(layer, module, samples, spread=spread, per_sample=per_sample, unit=unit, device=device)
 
-        chains.update(zip((module.name for module in modules), mapped(modules, order), strict=True))
+        chains.update(zip((module.name for module in modules), mapped(modules, chain_of), strict=True))
 
-    def rank_again(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
-        for block, inside in found.blocks.items():
+    def rank_kept(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
+        for block, inside in gradients.blocks.items():
             if inside and inside[0] in modules:
-                found.of(block, lambda inside, read: rank(inside, read, sums))
+                gradients.collect_again(block, lambda inside, read: rank(inside, read, sums))
 
-    found = Gradients(model, batches, modules, "effect", numbers=numbers)
-    if moments is None or moments.keeps:
-        kept: dict[str, LayerMoments] = {}
+    gradients = Gradients(model, batches, modules, "effect", numbers=numbers)
+    if moments is None or moments.keeps:  # the moments of all modules fit into memory, or there are none
+        all_sums: dict[str, LayerMoments] = {}
         if moments is not None:
-            moments.each(lambda _, sums: kept.update(sums), progress=progress)
-        found.collect(lambda block, read: rank(block, read, kept), name="modules ranked", progress=progress)
+            moments.each(lambda _, sums: all_sums.update(sums), progress=progress)
+        gradients.collect(lambda block, read: rank(block, read, all_sums), name="modules ranked", progress=progress)
     else:
-        new = [block for block, inside in found.blocks.items() if any(module.name not in chains for module in inside)]
-        found.collect(keep=new, name="effects", progress=progress)
-        if names := {module.name for block in new for module in found.blocks[block]}:
-            moments.each(rank_again, names, name="modules ranked", progress=progress)
+        new = [block for block, inside in gradients.blocks.items() if any(m.name not in chains for m in inside)]
+        gradients.collect(keep=new, name="effects", progress=progress)
+        if names := {module.name for block in new for module in gradients.blocks[block]}:
+            moments.each(rank_kept, names, name="modules ranked", progress=progress)
     return scores_of_chains(modules, [chains[module.name] for module in modules], per_sample=per_sample)
 
 
@@ -164,14 +163,15 @@ def removal_chain(
     a sample has a single prediction, so that the effects of its tokens also add up. Tensors are copied to `device`.
     """
     size, total = module.group_size, module.groups
+    # Each step is one turn, or one for every group: how many groups to remove, and among which.
     if unit == "query" and size > 1:
-        module = replace(module, groups=module.units)
+        module = replace(module, groups=module.units)  # each query head is then a group
         steps = [[(1, range(start, start + size)) for start in range(0, module.units, size)]] * size
     else:
         step = max(1, round(KINDS[module.kind].step * total))
         steps = [[(min(step, total - start), range(total))] for start in range(0, total, step)]
     state = _Greedy(layer, module, samples, spread, per_sample=per_sample, device=device)
-    # Results are read at the end, because a GPU would wait at each read.
+    # Results, of each turn the groups and the effect, are read at the end, because a GPU would wait at each read.
     removed = [[state.remove(count, among) for count, among in turns] for turns in steps]
     effects = torch.stack([turns[-1][1] for turns in removed]).tolist()
     chain = []
@@ -212,10 +212,10 @@ class _Greedy:
         # If all inputs are zero, any damping above zero will do.
         damped.diagonal().add_(RIDGE * (damped.diagonal().double().mean().item() or 1.0))
         self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-        read = layer.inputs.to(device, dtype)
-        self._read = (read - mean.to(dtype) if layer.centred else read) @ self._inverse  # (tokens, kept columns)
-        self._gradient = layer.gradients.to(device, dtype, copy=True)  # likewise; both change in place
-        self._of_token = self._read.new_zeros(len(read))  # change of the prediction at each token, d_t
+        inputs = layer.inputs.to(device, dtype)
+        self._inputs = (inputs - mean.to(dtype) if layer.centred else inputs) @ self._inverse  # G x, (tokens, columns)
+        self._gradient = layer.gradients.to(device, dtype, copy=True)  # h, likewise; both change in place
+        self._of_token = self._inputs.new_zeros(len(inputs))  # change of the prediction at each token, d_t
         # The groups of the columns, and which of them are left. Removed columns are dropped now and then.
         self._groups = torch.arange(module.groups, device=device)
         self._left = torch.ones(module.groups, dtype=torch.bool, device=device)
@@ -228,8 +228,8 @@ class _Greedy:
         Those that raise it least come first, among equals the later group. Both tensors stay on the device.
         """
         left = self._left & (self._groups >= among.start) & (self._groups < among.stop)
-        sizes = torch.where(left, self._candidates, torch.inf)
-        places = len(sizes) - 1 - sizes.flip(0).argsort(stable=True)[:count]
+        candidates = torch.where(left, self._candidates, torch.inf)
+        places = len(candidates) - 1 - candidates.flip(0).argsort(stable=True)[:count]
         groups, columns = self._groups[places], self._columns(places)
         # (G_SS)^-1, without the checks of `inv`, for which a GPU would wait. G is positive definite by its damping.
         solved = torch.linalg.inv_ex(self._inverse[columns][:, columns].double()).inverse.to(self._inverse)
@@ -237,69 +237,69 @@ class _Greedy:
         self._inverse.addmm_(self._inverse[:, columns], taken_over, alpha=-1)
         self._left[places] = False
         self._left_count -= count
-        read, gradient = self._read[:, columns], self._gradient[:, columns]
-        self._of_token += (gradient * (read @ solved)).sum(1)
+        inputs, gradient = self._inputs[:, columns], self._gradient[:, columns]
+        self._of_token += (gradient * (inputs @ solved)).sum(1)
         if self._width == 1:
-            self._candidates = self._neurons(read, gradient, taken_over)
+            self._candidates = self._neurons(inputs, gradient, taken_over)
         else:
-            self._take_over(slice(None), read, gradient, taken_over)
+            self._take_over(slice(None), inputs, gradient, taken_over)
             self._candidates = self._heads()
         if self._left_count < STILL_LEFT * len(self._left):
             stay = self._columns(self._left.nonzero().flatten())
             self._inverse = self._inverse[stay][:, stay]
-            self._read, self._gradient = self._read.index_select(1, stay), self._gradient.index_select(1, stay)
+            self._inputs, self._gradient = self._inputs.index_select(1, stay), self._gradient.index_select(1, stay)
             self._groups, self._candidates = self._groups[self._left], self._candidates[self._left]
             self._left = self._left[self._left]
-        return groups, self._size(self._of_token[:, None])[0]
+        return groups, self._effects(self._of_token[:, None])[0]
 
-    def _take_over(self, tokens: slice, read: Tensor, gradient: Tensor, taken_over: Tensor) -> None:
+    def _take_over(self, tokens: slice, inputs: Tensor, gradient: Tensor, taken_over: Tensor) -> None:
         """Let the other columns take over from removed ones, (all tokens, removed) each, at some tokens, in place."""
-        self._read[tokens].addmm_(read[tokens], taken_over, alpha=-1)
+        self._inputs[tokens].addmm_(inputs[tokens], taken_over, alpha=-1)
         self._gradient[tokens].addmm_(gradient[tokens], taken_over, alpha=-1)
 
     def _columns(self, places: Tensor) -> Tensor:
-        """Return the columns of groups by their places, (places * width,)."""
+        """Return the columns of the groups at some places of `_groups`, (places * width,)."""
         return (places[:, None] * self._width + torch.arange(self._width, device=places.device)).flatten()
 
     def _neurons(self, *taken: Tensor) -> Tensor:
-        """Return what `_heads` does, for neurons; first `_take_over` by the arguments `taken`, if any.
+        """Return what `_heads` returns, for neurons; with arguments, first `_take_over` by them at all tokens.
 
         One pass over the tokens does both, so that their numbers are still in the processor's cache.
         """
         # With p = h r, D the diagonal of the inverse and d the effects so far: sum_t (p_t / D + d_t)^2, term by term.
-        width = self._read.shape[1]
+        width = self._inputs.shape[1]
         squares, cross = self._inverse.new_zeros(width), self._inverse.new_zeros(width)
-        of_sample = self._read.new_zeros(self._samples, width) if self._per_sample else None
-        at_once = TOKENS_AT_ONCE.get(self._read.device.type, 1 << 16)
-        for start in range(0, len(self._read), at_once):
+        of_sample = self._inputs.new_zeros(self._samples, width) if self._per_sample else None
+        at_once = TOKENS_AT_ONCE.get(self._inputs.device.type, 1 << 16)
+        for start in range(0, len(self._inputs), at_once):
             tokens = slice(start, start + at_once)
             if taken:
                 self._take_over(tokens, *taken)
-            moved = self._gradient[tokens] * self._read[tokens]
+            products = self._gradient[tokens] * self._inputs[tokens]  # p
             if of_sample is not None:
-                of_sample.index_add_(0, self._sample[tokens], moved)
-            cross += moved.T @ self._of_token[tokens]
-            squares += moved.square_().sum(0)
+                of_sample.index_add_(0, self._sample[tokens], products)
+            cross += products.T @ self._of_token[tokens]
+            squares += products.square_().sum(0)
         diagonal = self._inverse.diagonal().where(self._left, 1.0)
-        size = squares / diagonal**2 + 2 * cross / diagonal + self._of_token.double().square().sum()
+        effects = squares / diagonal**2 + 2 * cross / diagonal + self._of_token.double().square().sum()
         if of_sample is not None:
             before = self._of_token.new_zeros(self._samples).index_add_(0, self._sample, self._of_token)
-            size += (of_sample / diagonal + before[:, None]).square().sum(0)
-        return size / self._samples
+            effects += (of_sample / diagonal + before[:, None]).square().sum(0)
+        return effects / self._samples
 
     def _heads(self) -> Tensor:
         """Return the effect after the removal of each group alone, (groups,) float64; meaningless for removed ones."""
-        effects = self._of_token.new_zeros(len(self._of_token), len(self._groups))
+        of_token = self._of_token.new_zeros(len(self._of_token), len(self._groups))
         for place in self._left.nonzero().flatten().tolist():
             block = slice(place * self._width, (place + 1) * self._width)
-            residual = torch.linalg.solve(self._inverse[block, block], self._read[:, block], left=False)
-            effects[:, place] = self._of_token + (self._gradient[:, block] * residual).sum(1)
-        return self._size(effects)
+            residual = torch.linalg.solve(self._inverse[block, block], self._inputs[:, block], left=False)
+            of_token[:, place] = self._of_token + (self._gradient[:, block] * residual).sum(1)
+        return self._effects(of_token)
 
-    def _size(self, of_token: Tensor) -> Tensor:
-        """Return e, (candidates,), from the change of the prediction at each token, (tokens, candidates)."""
-        size = of_token.square().sum(0).double()
+    def _effects(self, of_token: Tensor) -> Tensor:
+        """Return the effect e, (candidates,), from the change of the prediction at each token, (tokens, candidates)."""
+        effects = of_token.square().sum(0).double()
         if self._per_sample:
             of_sample = of_token.new_zeros(self._samples, of_token.shape[1])
-            size += of_sample.index_add_(0, self._sample, of_token).square().sum(0).double()
-        return size / self._samples
+            effects += of_sample.index_add_(0, self._sample, of_token).square().sum(0).double()
+        return effects / self._samples

@@ -54,8 +54,7 @@ class Scores:
         scores: Module -> (units,) float64.
         effects: Module -> (units,) float64, how much removing each unit alone changes the prediction or the loss. It is
             in the same unit for all modules, so that removals of heads and of neurons can be compared.
-        ranked: Kinds of modules whose units the scores order across modules. Units of other kinds are compared by their
-            effects.
+        ranked: Kinds of modules whose units the scores order across modules. Effects compare units of other kinds.
         chains: Orders of removal that take earlier removals into account. If given, they decide instead of scores and
             effects.
     """
@@ -254,27 +253,28 @@ def score_units(
         {'alpha': 0.5, 'normalize': 'model'}
     """
     _check(statistics, criterion, alpha, normalize, compared=modules is not None)
-    own = CRITERIA[criterion]
+    asked = CRITERIA[criterion]
 
-    def options_of(found: Criterion) -> dict[str, Any]:
+    def options_of(scorer: Criterion) -> dict[str, Any]:
         options = {"alpha": alpha, "normalize": normalize, "seed": seed}
-        return {name: value for name, value in options.items() if name in found.options}
+        return {name: value for name, value in options.items() if name in scorer.options}
 
     if modules is None:
-        return Scores(criterion, options_of(own), own.function(statistics, **options_of(own)))
+        return Scores(criterion, options_of(asked), asked.function(statistics, **options_of(asked)))
     scores: dict[str, Tensor] = {}
-    kinds = {kind: own if kind in own.kinds else CRITERIA[FALLBACK] for kind in dict.fromkeys(m.kind for m in modules)}
-    for kind, found in kinds.items():
+    kinds = dict.fromkeys(module.kind for module in modules)
+    scorers = {kind: asked if kind in asked.kinds else CRITERIA[FALLBACK] for kind in kinds}
+    for kind, scorer in scorers.items():
         of_kind = statistics.of([module.name for module in modules if module.kind == kind])
-        scores |= found.function(of_kind, **options_of(found))
-    parameters = options_of(own) if own in kinds.values() else {}
-    # Ranks cannot compare kinds; the criterion's own effect, or the Fisher information, can.
-    effects = {name: statistics[own.effect][name] for name in scores}
-    return Scores(criterion, parameters, scores, effects, tuple(kind for kind, found in kinds.items() if found.ranks))
+        scores |= scorer.function(of_kind, **options_of(scorer))
+    parameters = options_of(asked) if asked in scorers.values() else {}
+    # Ranks cannot compare kinds; the effect that the criterion names, or the Fisher information by default, can.
+    effects = {name: statistics[asked.effect][name] for name in scores}
+    return Scores(criterion, parameters, scores, effects, tuple(kind for kind, s in scorers.items() if s.ranks))
 
 
 def _check(statistics: Statistics, criterion: str, alpha: float, normalize: str, *, compared: bool) -> None:
-    """Refuse, in one `RecipeError`, all options of `score_units` that are wrong; `compared` kinds need an effect."""
+    """Refuse, in one `RecipeError`, all options of `score_units` that are wrong; `compared` scores need an effect."""
     problems = []
     if criterion not in CRITERIA:
         problems.append(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
@@ -306,17 +306,17 @@ def in_order_of_slopes(curves: Iterable[tuple[Sequence[float], Sequence[float]]]
     Removals that save nothing go with the next one that saves, and are left out at the end. Among equal slopes, those
     of later curves come first.
     """
-    found = []
+    removals = []  # slope, -(number of the curve), place
     for number, curve in enumerate(curves):
         saved, effects = (np.maximum.accumulate([0.0, *values]) for values in curve)
-        points = np.array([0, *(np.flatnonzero(np.diff(saved)) + 1)])
+        points = np.array([0, *(np.flatnonzero(np.diff(saved)) + 1)])  # removals after which more is saved
         if len(points) > 1:
             savings = np.diff(saved[points])
             # The slopes of the hull are the closest ascending ones, up to rounding.
             points = points[isotonic_regression(np.diff(effects[points]) / savings, weights=savings).blocks]
             slopes = np.maximum.accumulate(np.diff(effects[points]) / np.diff(saved[points]))
-            found += [(slope, -number, place) for place, slope in enumerate(slopes.repeat(np.diff(points)))]
-    return [(-number, place) for _, number, place in sorted(found)]
+            removals += [(slope, -number, place) for place, slope in enumerate(slopes.repeat(np.diff(points)))]
+    return [(-number, place) for _, number, place in sorted(removals)]
 
 
 def merged(chains: Sequence[Chain]) -> list[Removal]:

@@ -341,7 +341,7 @@ def test_a_block_can_be_read_again(case: str, target: Any) -> None:
     gradients.collect(by_block(first, len(batches)), keep=gradients.blocks)
     with unharmed(model):
         for block in gradients.blocks:  # the other way round
-            gradients.of(block, by_block(again, len(batches)))
+            gradients.collect_again(block, by_block(again, len(batches)))
     assert first.keys() == again.keys()
     for name, of_batches in first.items():
         for ones, others in zip(of_batches, again[name], strict=True):
@@ -378,7 +378,7 @@ def test_calls_keep_what_they_were_made_with_and_no_graph() -> None:
 
     gradients.collect(work, keep=gradients.blocks)
     for block in gradients.blocks:
-        gradients.of(block, work)
+        gradients.collect_again(block, work)
     tensors = [value for one in seen for value in one.values() if isinstance(value, Tensor)]
     assert len(tensors) == 3 * 12
     assert not any(value.requires_grad or value.grad_fn for value in tensors)
