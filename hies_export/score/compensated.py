@@ -107,9 +107,9 @@ def score_compensated(
         chains.update(zip((module.name for module in modules), mapped(modules, chain_of), strict=True))
 
     def rank_kept(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
-        for block, inside in gradients.blocks.items():
-            if inside and inside[0] in modules:
-                gradients.collect_again(block, lambda inside, read: rank(inside, read, sums))
+        for block, block_modules in gradients.blocks.items():
+            if block_modules and block_modules[0] in modules:
+                gradients.collect_again(block, lambda ranked, read: rank(ranked, read, sums))
 
     gradients = Gradients(model, batches, modules, "effect", numbers=numbers)
     if moments is None or moments.keeps:  # the moments of all modules fit into memory, or there are none

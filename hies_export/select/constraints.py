@@ -20,7 +20,7 @@ from ..units.units import Selection, Units
 
 
 def bundle_count(module: Units, unit: str) -> int:
-    """Return the number of bundles in a module."""
+    """Return the number of bundles in a module, whose units are removed by "group" or by "query"."""
     return module.groups if unit == "group" or module.group_size == 1 else module.group_size
 
 
@@ -35,14 +35,14 @@ def ranked_bundles(scores: Tensor, module: Units, unit: str) -> list[tuple[float
     size, values = module.group_size, scores.tolist()
     groups = [[(values[u], u) for u in range(start, start + size)] for start in range(0, module.units, size)]
 
-    def joined(members: Sequence[tuple[float, int]]) -> tuple[float, tuple[int, ...]]:
+    def bundle_of(members: Sequence[tuple[float, int]]) -> tuple[float, tuple[int, ...]]:
         return sum(score for score, _ in members) / len(members), tuple(u for _, u in members)
 
     if unit == "group" or size == 1:
-        return sorted(map(joined, groups), key=lambda bundle: (bundle[0], -bundle[1][0]))
+        return sorted(map(bundle_of, groups), key=lambda bundle: (bundle[0], -bundle[1][0]))
     ranked = [sorted(group, key=lambda member: (member[0], -member[1])) for group in groups]
     # The means ascend, because the scores of each group do.
-    return [joined(members) for members in zip(*ranked, strict=True)]
+    return [bundle_of(members) for members in zip(*ranked, strict=True)]
 
 
 def worst_first(scores: Mapping[str, Tensor], modules: Sequence[Units], unit: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -72,62 +72,63 @@ def check_budget(modules: Sequence[Units], *, heads: float, constraints: Constra
 
     Raises a RecipeError for options out of range, and a PlanError if the constraints allow no such cut.
     """
-    share = [] if 0 < heads < 1 else [f"sparsity (budget.heads) must be in (0, 1), got {heads}"]
-    check_constraints(modules, constraints, problems=share)
-    unit, whole, protected = constraints.unit, not constraints.uniform(modules), constraints.protected(modules)
+    problems = [] if 0 < heads < 1 else [f"sparsity (budget.heads) must be in (0, 1), got {heads}"]
+    check_constraints(modules, constraints, problems=problems)
+    unit, uniform, protected = constraints.unit, constraints.uniform(modules), constraints.protected(modules)
     bundles = [bundle_count(module, unit) for module in modules]
     counts = [0 if i in protected else round(heads * count) for i, count in enumerate(bundles)]
     most, options = most_removable(modules, constraints), removable_counts(modules, constraints)
-    if whole:
-        wanted, possible, of = round(heads * sum(bundles)), sum(most), sum(bundles)
-    else:  # the module that falls furthest short, or loses most
-        wanted, possible, of = max(zip(counts, most, bundles, strict=True), key=lambda item: (item[0] > item[1], item))
     # With `multiple_of`, every module loses at most its share.
     fewer = [max(k for k in option if k <= count) for option, count in zip(options, counts, strict=True)]
     fewest = min((k for option in options for k in option if k), default=0)
-    if wanted > possible or (not 0 < fewest <= wanted if whole else not any(fewer)):
+    if uniform:  # the message is on the module that falls furthest short, or loses most
+        wanted, possible, total = max(zip(counts, most, bundles, strict=True), key=lambda n: (n[0] > n[1], n))
+        some_go = any(fewer)
+    else:
+        wanted, possible, total = round(heads * sum(bundles)), sum(most), sum(bundles)
+        some_go = 0 < fewest <= wanted
+    if wanted > possible or not some_go:
         what = "heads"
         if any(module.group_size > 1 for module in modules):
             what = "key/value groups" if unit == "group" else "query heads per group"
         raise PlanError(
-            f"the budget asks to remove {wanted} of {of} {what}, but min_heads, keep_layers and multiple_of let "
+            f"the budget asks to remove {wanted} of {total} {what}, but min_heads, keep_layers and multiple_of let "
             f"{fewest} to {possible} go; change the share or the constraints"
         )
-    return wanted if whole else fewer
+    return fewer if uniform else wanted
 
 
 def check_constraints(modules: Sequence[Units], constraints: Constraints, *, problems: Sequence[str] = ()) -> None:
     """Refuse, by a RecipeError, constraints that are out of range, together with problems found before."""
     most = max(Counter(module.kind for module in modules).values())
     outside = [layer for layer in constraints.keep_layers if not -most <= layer < most]
-    # One message for each kind.
-    undivided = {
+    undivided = {  # one message for each kind
         module.kind: f"multiple_of must divide the units of every layer, but {module.name} has {module.units} "
-        f"{KINDS[module.kind].units}, and would keep a multiple of {multiple}"
+        f"{KINDS[module.kind].units}, and would keep a multiple of {constraints.multiple(module)}"
         for module in modules
-        if module.units % (multiple := constraints.multiple(module))
+        if module.units % constraints.multiple(module)
     }
     found = [*problems, *(f"keep_layers must name layers 0 to {most - 1}, got {layer}" for layer in outside)]
-    if found := found or list(undivided.values()):
-        raise RecipeError(found)
+    if found or undivided:
+        raise RecipeError(found or list(undivided.values()))
 
 
 def removable_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:
     """Return, for every module, the numbers of bundles that it may lose, ascending from 0."""
-    found = []
+    counts = []
     for module, most in zip(modules, most_removable(modules, constraints), strict=True):
-        count = bundle_count(module, constraints.unit)
-        size, multiple = module.units // count, constraints.multiple(module)
-        found.append([0, *(k for k in range(1, most + 1) if (count - k) * size % multiple == 0)])
-    return found
+        bundles = bundle_count(module, constraints.unit)
+        size, multiple = module.units // bundles, constraints.multiple(module)
+        counts.append([0, *(k for k in range(1, most + 1) if (bundles - k) * size % multiple == 0)])
+    return counts
 
 
 def most_removable(modules: Sequence[Units], constraints: Constraints) -> list[int]:
     """Return the most bundles that each module may lose, without regard to `multiple_of`."""
     protected = constraints.protected(modules)
-    found = []
-    for place, module in enumerate(modules):
+    counts = []
+    for position, module in enumerate(modules):
         bundles = bundle_count(module, constraints.unit)
         least = math.ceil(constraints.least(module) / (module.units // bundles))
-        found.append(0 if place in protected else max(0, bundles - least))
-    return found
+        counts.append(0 if position in protected else max(0, bundles - least))
+    return counts

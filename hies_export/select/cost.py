@@ -13,8 +13,7 @@ from ..recipe.sections import Constraints
 from ..units.units import Selection, Units
 from .constraints import NONE, bundle_count, bundles_lost, removable_counts
 
-# At most this many shares are tried one by one.
-MOST_SHARES = 1000
+MOST_SHARES = 1000  # at most this many shares are tried one by one
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def check_reachable(
 def lowest_ratio(modules: Sequence[Units], table: CostTable, constraints: Constraints) -> float:
     """Return the lowest cost that the constraints allow, as a share of the dense model's."""
     most = 0.0
-    for part in constraints.parts(modules):
+    for part in constraints.parts(modules):  # the modules that share an allocation
         if constraints.uniform(part):
             most += max((saved_by(table, part, counts) for counts in uniform_counts(part, constraints)), default=0.0)
             continue
@@ -72,8 +71,7 @@ def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[fl
     """Return the shares of heads that remove 1, 2, 3, ... bundles, up to all but one, ascending.
 
     The bundles are those of all modules under `global`, and those of the largest module under `uniform`. If they are
-    more than `MOST_SHARES`, the shares are the multiples of 1 / MOST_SHARES. The modules are one of
-    `Constraints.parts`.
+    more than `MOST_SHARES`, the shares are multiples of 1 / MOST_SHARES. The modules are one of `Constraints.parts`.
     """
     bundles = [bundle_count(module, constraints.unit) for module in modules]
     most = min(max(bundles) if constraints.uniform(modules) else sum(bundles), MOST_SHARES)
@@ -82,20 +80,21 @@ def shares_to_try(modules: Sequence[Units], constraints: Constraints) -> list[fl
 
 def uniform_counts(modules: Sequence[Units], constraints: Constraints) -> list[list[int]]:
     """Return, for every share that all modules can lose, the bundles that each loses; ascending, without doubles."""
-    options = removable_counts(modules, constraints)
-    found: list[list[int]] = []
+    options = removable_counts(modules, constraints)  # (module, count), ascending from 0
+    distinct: list[list[int]] = []
     for share in shares_to_try(modules, constraints):
         wanted = [
             round(share * bundle_count(module, constraints.unit)) if len(option) > 1 else 0
             for module, option in zip(modules, options, strict=True)
         ]
         # A module at its min_heads would lose a smaller share than the others.
-        if any(w > o[-1] for w, o in zip(wanted, options, strict=True)):
+        if any(count > option[-1] for count, option in zip(wanted, options, strict=True)):
             break
-        counts = [o[bisect_right(o, w) - 1] for o, w in zip(options, wanted, strict=True)]
-        if any(counts) and (not found or counts != found[-1]):
-            found.append(counts)
-    return found
+        # Of the counts that a module may lose, the largest up to the wanted one.
+        counts = [option[bisect_right(option, count) - 1] for count, option in zip(wanted, options, strict=True)]
+        if any(counts) and (not distinct or counts != distinct[-1]):
+            distinct.append(counts)
+    return distinct
 
 
 def saved_by(table: CostTable, modules: Sequence[Units], counts: Sequence[int]) -> float:

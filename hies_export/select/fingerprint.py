@@ -18,7 +18,7 @@ FINGERPRINT_TOLERANCE = 0.006
 
 # Signs repeat after this many elements.
 SIGN_PERIOD = 1 << 20
-# Odd 64-bit numbers, written as signed ones.
+# Odd 64-bit numbers, written as signed ones, which hash an index: one factor for each pattern of signs.
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1)
 _MIX = -0x40A7B892E31B1A47
 
@@ -37,8 +37,8 @@ def fingerprint_of(tensor: Tensor) -> tuple[float, ...]:
     large a share of the norm as the weights do (random projections, Johnson and Lindenstrauss 1984).
     """
     squares, sums = 0.0, torch.zeros(len(_FACTORS), dtype=torch.float64)
-    for part in tensor.flatten().split(SIGN_PERIOD):
-        numbers = part.double()
+    for elements in tensor.flatten().split(SIGN_PERIOD):
+        numbers = elements.double()
         squares += numbers.square().sum().item()
         sums += (_signs(numbers.device)[:, : len(numbers)] @ numbers).cpu()
     return (squares**0.5, *sums.tolist())
@@ -52,23 +52,24 @@ def _signs(device: torch.device) -> Tensor:
     return torch.where(hashed < 0, -1.0, 1.0).double()
 
 
-def check_weights(made_for: Mapping[str, Sequence[float]], found: Mapping[str, Sequence[float]]) -> None:
-    """Refuse, by a PlanError, a plan made for other weights: `made_for` and `found` are layer -> fingerprint."""
-    lacking = next((name for name in made_for if name not in found), None)
+def check_weights(made_for: Mapping[str, Sequence[float]], model: Mapping[str, Sequence[float]]) -> None:
+    """Refuse, by a PlanError, a plan made for weights other than the model's; both are layer -> fingerprint."""
+    lacking = next((name for name in made_for if name not in model), None)
     if lacking is not None:
         raise PlanError(f"a plan must be for the weights it is applied to, but this model has no {lacking}; {_ADVICE}")
-    apart = {name: _distance(made, found[name]) for name, made in made_for.items()}
-    others = [name for name in made_for if not apart[name] <= FINGERPRINT_TOLERANCE]  # NaN too
+    distances = {name: _distance(made, model[name]) for name, made in made_for.items()}
+    others = [name for name in made_for if not distances[name] <= FINGERPRINT_TOLERANCE]  # NaN too
     if others:
-        name = max(others, key=lambda name: apart[name])
+        name = max(others, key=distances.__getitem__)
         raise PlanError(
             f"a plan must be for the weights it is applied to, but those of {name} differ from the ones it was made "
-            f"for, by about {apart[name]:.2g} of their norm or more; {_ADVICE}"
+            f"for, by about {distances[name]:.2g} of their norm or more; {_ADVICE}"
         )
 
 
 def _distance(made: Sequence[float], here: Sequence[float]) -> float:
-    return max(abs(one - other) for one, other in zip(made, here, strict=True)) / max(made[0], 1e-30)
+    """Return the largest difference of two fingerprints, as a share of the first one's norm (which may be 0)."""
+    return max(abs(number - other) for number, other in zip(made, here, strict=True)) / max(made[0], 1e-30)
 
 
 _ADVICE = "make a plan for this model; to cut it all the same, give --force (in Python force=True, or plan.kept)"

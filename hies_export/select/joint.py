@@ -36,16 +36,16 @@ def least_loss(
     """
     best = np.full(limit + 1, np.inf)
     best[0] = 0.0
-    picks = []
+    picks = []  # of each module, the option taken at every total cost of the modules up to it
     for cost, loss in zip(costs, losses, strict=True):
         new, pick = np.full(limit + 1, np.inf), np.zeros(limit + 1, dtype=np.int32)
-        for option, (c, lost) in enumerate(zip(cost, loss, strict=True)):
-            if c > limit:
+        for option, (own_cost, own_loss) in enumerate(zip(cost, loss, strict=True)):
+            if own_cost > limit:
                 continue
-            candidate = best[: limit + 1 - c] + lost
-            better = candidate < new[c:]
-            new[c:][better] = candidate[better]
-            pick[c:][better] = option
+            candidate = best[: limit + 1 - own_cost] + own_loss
+            better = candidate < new[own_cost:]
+            new[own_cost:][better] = candidate[better]
+            pick[own_cost:][better] = option
         best = new
         picks.append(pick)
 
@@ -77,12 +77,10 @@ def least_loss_saving(curves: Sequence[_Curve], wanted: float) -> list[int]:
     return trace(int(best.argmin()))
 
 
-# Costs count in steps of 1 / GRID of the dense model's, rounded so that no budget is exceeded.
-GRID = 20_000
+GRID = 20_000  # costs count in steps of 1 / GRID of the dense model's, rounded so that no budget is exceeded
 # Up to this many points of all curves, as heads alone have, the steps are 1 / FINE_GRID.
 FEW_OPTIONS, FINE_GRID = 2_000, 100_000
-# Up to this many points of all curves, the choice is exact, which takes seconds.
-MOST_OPTIONS = 20_000
+MOST_OPTIONS = 20_000  # up to this many points of all curves, the choice is exact, which takes seconds
 
 # Sums of the same costs in different orders differ by less.
 ROUNDING = 1e-12
@@ -97,9 +95,9 @@ def removed_jointly(
     """Return module -> the units that go, at the least sum of the effects of all chains within a budget of cost."""
     sizes = {module.name: module.units // bundle_count(module, constraints.unit) for module in modules}
     options = dict(zip(sizes, map(set, removable_counts(modules, constraints)), strict=True))
-    uniform = [part for part in constraints.parts(modules) if constraints.uniform(part)]
-    alike = len(uniform) == 1 and len(uniform[0]) == len(modules)
-    chains = chains_of(scores, modules, unit=constraints.unit, compared=not alike)
+    uniform = [part for part in constraints.parts(modules) if constraints.uniform(part)]  # modules of one allocation
+    all_uniform = len(uniform) == 1 and len(uniform[0]) == len(modules)
+    chains = chains_of(scores, modules, unit=constraints.unit, compared=not all_uniform)
     # Bundle by bundle, whatever the constraints: `uniform_counts` applies them.
     bundles: dict[str, list[Removal]] = {module.name: [] for part in uniform for module in part}
     for chain in chains:
@@ -115,9 +113,9 @@ def removed_jointly(
     # A chain over several modules may not reach the least cost of each: timings need not fall with every unit.
     least = 1 - sum(max(saved) for saved, _ in curves)
     check_reachable(modules, table, ratio=ratio + ROUNDING, constraints=constraints, best=least)
-    take = least_loss_saving if sum(len(saved) for saved, _ in curves) <= MOST_OPTIONS else by_slopes
-    taken = take(curves, 1 - ratio)
-    # Taken are numbers of removals of the chains, then places of the shares.
+    choose = least_loss_saving if sum(len(saved) for saved, _ in curves) <= MOST_OPTIONS else by_slopes
+    taken = choose(curves, 1 - ratio)
+    # Taken are numbers of removals of the chains, then places of the shares. Not strict: the shares come after.
     gone = [removal for chain, count in zip(allowed, taken, strict=False) for removal in chain[:count]]
     for part, counts, share in zip(uniform, shares, taken[len(allowed) :], strict=True):
         for module, count in zip(part, counts[share], strict=True):
@@ -159,7 +157,8 @@ def chains_of(
     chains = []
     for kind in kinds:
         of_kind = [module for module in modules if module.kind == kind]
-        for together in [of_kind] if kind in scores.ranked else [[module] for module in of_kind]:
+        modules_of_chains = [of_kind] if kind in scores.ranked else [[module] for module in of_kind]
+        for together in modules_of_chains:
             effect, chain = 0.0, []
             effects = {module.name: known[module.name].tolist() for module in together}
             for name, units in worst_first(scores.scores, together, unit):
@@ -190,12 +189,12 @@ def curve_of(chain: Sequence[Removal], sizes: Mapping[str, int], table: CostTabl
 
     `sizes` has the number of units per bundle of each module.
     """
-    lost = dict.fromkeys(sizes, 0)
+    lost = dict.fromkeys(sizes, 0)  # module -> bundles lost so far
     saved = [0.0]
     for removal in chain:
-        row, before = table.saved[removal.module], lost[removal.module]
+        of_module, before = table.saved[removal.module], lost[removal.module]
         lost[removal.module] += len(removal.units) // sizes[removal.module]
-        saved.append(saved[-1] + (row[lost[removal.module]] - row[before]))
+        saved.append(saved[-1] + (of_module[lost[removal.module]] - of_module[before]))
     return saved, [0.0, *(removal.effect for removal in chain)]
 
 
@@ -212,7 +211,7 @@ def allowed_removals(
     waiting: dict[str, list[tuple[tuple[int, ...], float]]] = {name: [] for name in sizes}
     before = effect = 0.0
     for removal in chain:
-        name, rise, before = removal.module, removal.effect - before, removal.effect
+        name, rise, before = removal.module, removal.effect - before, removal.effect  # `before` of the next removal
         bundles = [removal.units[i : i + sizes[name]] for i in range(0, len(removal.units), sizes[name])]
         for units in bundles:
             waiting[name].append((units, rise / len(bundles)))

@@ -82,27 +82,27 @@ def _removed_by_share(
     counts = check_budget(modules, heads=heads, constraints=constraints)
     ranked = [ranked_bundles(scores.scores[module.name], module, constraints.unit) for module in modules]
     if isinstance(counts, int):
-        counts = _counts_in_all([[score for score, _ in bundles] for bundles in ranked], modules, counts, constraints)
+        counts = _global_counts([[score for score, _ in bundles] for bundles in ranked], modules, counts, constraints)
     return {
         module.name: {unit for _, units in bundles[:count] for unit in units}
         for module, bundles, count in zip(modules, ranked, counts, strict=True)
     }
 
 
-def _counts_in_all(
+def _global_counts(
     scores: Sequence[Sequence[float]], modules: Sequence[Units], size: int, constraints: Constraints
 ) -> list[int]:
     """Return how many bundles each module loses when `size` go in all; `scores` has those of its bundles, ascending."""
     if constraints.multiple_of.heads > 1:
         options = removable_counts(modules, constraints)
-        totals = [[*accumulate(of_module, initial=0.0)] for of_module in scores]
+        totals = [[*accumulate(of_module, initial=0.0)] for of_module in scores]  # of the first 0, 1, 2, ... bundles
         losses = [[total[k] for k in option] for total, option in zip(totals, options, strict=True)]
         best, trace = least_loss(options, losses, size)
-        chosen = trace(int(np.flatnonzero(np.isfinite(best))[-1]))
+        chosen = trace(int(np.flatnonzero(np.isfinite(best))[-1]))  # as many bundles as can go, up to `size`
         return [option[place] for option, place in zip(options, chosen, strict=True)]
     # Not a knapsack with a cost of one per bundle: of equal total scores, that would take other bundles.
     candidates = sorted(
-        (score, -number)
+        (score, -number)  # of equal scores, the later module's come first
         for number, most in enumerate(most_removable(modules, constraints))
         for score in scores[number][:most]
     )

@@ -1,7 +1,6 @@
 """Remove units from a model in memory, check the cut, and refit what is left.
 
-The input is a dense model and a `PruningPlan` or `Selection`; the output is a slim model, an ordinary
-`PreTrainedModel`.
+The input is a dense model and a `PruningPlan` or `Selection`; the output is a slim `PreTrainedModel`.
 
 cut.py     `prune_units`: the removal itself
 config.py  how a config describes what is left: a stock one, a Mistral's for a LLaMA, or one with a slim class

@@ -127,8 +127,7 @@ def _own(flops: Mapping[str, int]) -> dict[str, int]:
 def parameters_table(model: PreTrainedModel, modules: Sequence[PrunableModule], *, unit: str = "group") -> CostTable:
     """Return the table of parameters saved by removing bundles from every module.
 
-    All bundles of a module own as many rows and columns. Nothing is cut, and no weight is read, so the model may be on
-    the meta device.
+    All bundles of a module own as many rows and columns. No weight is cut or read, so the model may be on `meta`.
 
     Args:
         model: The dense model; its tied parameters count once.

@@ -6,8 +6,7 @@ logits is too certain. With logits l of the slim model and the dense model's pre
     E[ sum_v softmax(s l)_v l_v ] = E[ sum_v q_v l_v ]
 
 over the predicted tokens: there the mean KL divergence of softmax(s l) from q is least, as it is convex in s and this
-is its derivative. (Guo et al. 2017, https://arxiv.org/abs/1706.04599, scale logits to fit labels.) The likeliest token
-stays the same.
+is its derivative. (Guo et al. 2017, https://arxiv.org/abs/1706.04599, scale to fit labels.) The likeliest token stays.
 """
 
 from __future__ import annotations
@@ -49,26 +48,26 @@ def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequ
     names = _scaling_logits(slim, batches[0]) if task.generative else []
     if not names:
         return 1.0, []
-    parts, left = list[tuple[Batch, Tensor]](), PREDICTIONS  # each with the places of its predictions
+    parts, left = list[tuple[Batch, Tensor]](), PREDICTIONS  # each with the indices of its predictions
     for batch in batches:
         for part in task.parts(batch) if left > 0 else ():
-            places = task.next_tokens(slim, part).nonzero()
-            parts.append((part, places))
-            left -= len(places)
+            indices = task.next_tokens(slim, part).nonzero()  # (predictions, 2), sample and token
+            parts.append((part, indices))
+            left -= len(indices)
 
-    def sums(_: int, one: tuple[Batch, Tensor]) -> Tensor:  # the left side less the right one, at all `SCALES`
-        part, places = one
-        there, here = (task.output(model, part) for model in (dense, slim))
-        found = torch.zeros(len(SCALES), dtype=torch.float64)
-        for where in places.to(here.device).split(AT_ONCE):
-            q, logits = (output[where.unbind(-1)].float() for output in (there, here))  # (predictions, vocabulary)
-            right = (q.softmax(-1) * logits).sum(dtype=torch.float64)
+    def slopes_of(_: int, item: tuple[Batch, Tensor]) -> Tensor:  # the left side less the right one, at all `SCALES`
+        part, indices = item
+        dense_output, slim_output = (task.output(model, part) for model in (dense, slim))
+        sums = torch.zeros(len(SCALES), dtype=torch.float64)
+        for some in indices.to(slim_output.device).split(AT_ONCE):  # both below are (predictions, vocabulary)
+            dense_logits, logits = (output[some.unbind(-1)].float() for output in (dense_output, slim_output))
+            right = (dense_logits.softmax(-1) * logits).sum(dtype=torch.float64)
             for number, scale in enumerate(SCALES):
-                found[number] += ((scale * logits).softmax(-1) * logits).sum(dtype=torch.float64) - right
-        return found
+                sums[number] += ((scale * logits).softmax(-1) * logits).sum(dtype=torch.float64) - right
+        return sums
 
     with walking(dense), walking(slim), torch.no_grad():
-        slopes = torch.stack(mapped(parts, sums)).sum(0).numpy()
+        slopes = torch.stack(mapped(parts, slopes_of)).sum(0).numpy()
     scale = float(interpolate.PchipInterpolator(slopes, SCALES)(np.clip(0, slopes[0], slopes[-1])))
     for owner, name, parameter in _multiplied(slim, names, scale):
         setattr(owner, name, parameter)
@@ -76,37 +75,39 @@ def fit_logit_scale(dense: PreTrainedModel, slim: PreTrainedModel, batches: Sequ
 
 
 def _scaling_logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of parameters by which the logits are multiplied; none if halving them does not halve these."""
+    """Return the names of parameters that scale the logits: halving them halves the logits; none if there are none."""
     head, names = model.get_output_embeddings(), {layer: name for name, layer in model.named_modules()}
     if head not in names:
         return []
     task, sample, outputs = task_of(model), short_samples(batch), dict[str, Tensor]()
 
-    def after(layer: nn.Module, _: Any, output: Any) -> None:
+    def record(layer: nn.Module, _: Any, output: Any) -> None:
         if isinstance(output, Tensor):
             outputs[names[layer]] = output
 
     with walking(model), torch.no_grad(), watch(model, {"head": names[head]}) as seen, ExitStack() as hooks:
         for layer in names:
             if layer is not head and next(layer.parameters(recurse=False), None) is not None:
-                hooks.enter_context(layer.register_forward_hook(after))
+                hooks.enter_context(layer.register_forward_hook(record))
         whole = task.output(model, sample)
         inputs = seen.inputs["head"]
-        last = next((name for name, y in outputs.items() if inputs and torch.equal(y, inputs[0])), None)
-        if last is None:
+        norm = next((name for name, y in outputs.items() if inputs and torch.equal(y, inputs[0])), None)
+        if norm is None:
             return []
-        found = [f"{last}.{name}" for name, _ in model.get_submodule(last).named_parameters(recurse=False)]
+        scaling = [f"{norm}.{name}" for name, _ in model.get_submodule(norm).named_parameters(recurse=False)]
         if getattr(head, "bias", None) is not None:
-            found.append(f"{names[head]}.bias")
-        with attributes_set(_multiplied(model, found, 0.5)):
+            scaling.append(f"{names[head]}.bias")
+        with attributes_set(_multiplied(model, scaling, 0.5)):
             halved = task.output(model, sample)
-    return found if Difference.of(halved, whole / 2).within(SAME_CODE) else []
+    return scaling if Difference.of(halved, whole / 2).within(SAME_CODE) else []
 
 
 def _multiplied(model: nn.Module, names: Sequence[str], factor: float) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return products of parameters, which another model may share, with a factor, each with its owner and its name."""
-    found = []
-    for owner, _, attribute in (name.rpartition(".") for name in names):
-        old = (layer := model.get_submodule(owner)).get_parameter(attribute)
-        found.append((layer, attribute, nn.Parameter(factor * old.detach(), requires_grad=old.requires_grad)))
-    return found
+    """Return the layer, the attribute and a new parameter, multiplied by a factor, for each named parameter."""
+    products = []
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        layer = model.get_submodule(owner)
+        old = layer.get_parameter(attribute)  # not multiplied in place, as another model may share it
+        products.append((layer, attribute, nn.Parameter(factor * old.detach(), requires_grad=old.requires_grad)))
+    return products

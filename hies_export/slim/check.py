@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def masked_units(
     model: PreTrainedModel, plan: PruningPlan | Selection, modules: Sequence[PrunableModule]
 ) -> AbstractContextManager[None]:
-    """Zero the outputs of the removed units in front of their consumers, inside the block.
+    """Zero the outputs of the removed units in front of their consumers, inside the `with` block.
 
     Args:
         model: The dense model; restored after the block.
@@ -54,11 +54,11 @@ def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> 
     """Refuse, by a `PlanError`, a selection that does not fit the modules of a model."""
     planned = [(name, kept.kind, kept.total, kept.groups) for name, kept in selection.items()]
     actual = [(module.name, module.kind, module.units, module.groups) for module in modules]
-    for one, other in zip_longest(planned, actual):
-        if one != other:
+    for in_plan, in_model in zip_longest(planned, actual):
+        if in_plan != in_model:
             raise PlanError(
                 "a plan must name the modules of its model with their kinds, units and groups, in the model's order, "
-                f"but it has {quoted(one)} where the model has {other}; make a plan for this model"
+                f"but it has {quoted(in_plan)} where the model has {in_model}; make a plan for this model"
             )
     for module in modules:
         units = selection[module.name].units
@@ -66,7 +66,7 @@ def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> 
             check_indices(units, module.units, what=f"kept {KINDS[module.kind].units}")
         except ValueError as error:
             raise PlanError(f"{error} for {module.name}") from error
-        sizes = [*Counter(number // module.group_size for number in units).values()]
+        sizes = [*Counter(unit // module.group_size for unit in units).values()]  # heads kept in each group
         if len(set(sizes)) > 1:
             raise PlanError(
                 f"every key/value head that stays must keep as many query heads as the others, but {module.name} keeps "
@@ -94,8 +94,7 @@ def compare_cut(
         batch: Inputs of the model.
 
     Returns:
-        The largest absolute difference between elements of a block's output, or of the model's own first one, in the
-        precision that decided.
+        The largest absolute difference of a block's output, or the model's first one, in the precision that decided.
 
     Raises:
         CutMismatchError: A difference is more than a share of the largest output, or of 1 if that is more: 1e-7 in
@@ -107,50 +106,50 @@ def compare_cut(
     """
     blocks = blocks_of(dense, modules, batch)
     inputs = {key: value.to(next(dense.parameters()).device) for key, value in inputs_of(batch).items()}
-    largest, ends = 0.0, dict[int, Tensor]()
+    largest, outputs = 0.0, dict[int, Tensor]()
 
-    def run(side: int, model: PreTrainedModel) -> None:
+    def run(side: int, model: PreTrainedModel) -> None:  # the "batch" of each walk is its model, as inputs are common
         with torch.no_grad():
-            ends[side] = model(**inputs)[0]
+            outputs[side] = model(**inputs)[0]
 
     walks = [Walk(model, {side: model}, [*blocks], run) for side, model in enumerate((dense, slim))]
     with masked_units(dense, plan, modules), exact_products(), walking(dense), walking(slim), ExitStack() as stack:
         masked, cut = (stack.enter_context(closing(walk.forward())) for walk in walks)
-        for (block, there), (_, here) in zip(masked, cut, strict=True):
-            for one, other in zip(there, here, strict=True):
-                found, allowed, expected = _compared(walks, one, other)
-                one.output = tree.tree_map_only(is_float, lambda t: t.to(dense.dtype), expected)
-                largest = max(largest, _checked(found, allowed, block or "the model", dense))
-                other.output = one.output
+        for (block, masked_calls), (_, cut_calls) in zip(masked, cut, strict=True):
+            for masked_call, cut_call in zip(masked_calls, cut_calls, strict=True):
+                difference, allowed, expected = _compared(walks, masked_call, cut_call)
+                masked_call.output = tree.tree_map_only(is_float, lambda t: t.to(dense.dtype), expected)
+                largest = max(largest, _checked(difference, allowed, block or "the model", dense))
+                cut_call.output = masked_call.output  # so that the next block has the same input in both
     # After the blocks, both models run the same code on the same numbers.
-    return max(largest, _checked(Difference.of(ends[1], ends[0]), SURE_IN_FLOAT32, "the model", dense))
+    return max(largest, _checked(Difference.of(outputs[1], outputs[0]), SURE_IN_FLOAT32, "the model", dense))
 
 
-def _compared(walks: Sequence[Walk], there: Call, here: Call) -> tuple[Difference, float, Any]:
+def _compared(walks: Sequence[Walk], masked: Call, cut: Call) -> tuple[Difference, float, Any]:
     """Return how far the cut block is from the masked one, the share that is allowed, and the masked one's output."""
 
-    def computed(dtype: torch.dtype) -> tuple[Difference, Any]:
-        outputs = [walk.compute(call, dtype) for walk, call in zip(walks, (there, here), strict=True)]
-        expected, found = (next(t for t in tree.tree_leaves(output) if isinstance(t, Tensor)) for output in outputs)
-        return Difference.of(found, expected), outputs[0]
+    def compare_in(dtype: torch.dtype) -> tuple[Difference, Any]:
+        outputs = [walk.compute(call, dtype) for walk, call in zip(walks, (masked, cut), strict=True)]
+        expected, actual = (next(t for t in tree.tree_leaves(output) if isinstance(t, Tensor)) for output in outputs)
+        return Difference.of(actual, expected), outputs[0]
 
-    found, output = computed(torch.float32)
-    if not found.within(SURE_IN_FLOAT32):
+    difference, output = compare_in(torch.float32)
+    if not difference.within(SURE_IN_FLOAT32):
         try:
-            return computed(torch.float64)[0], IN_FLOAT64, output
+            return compare_in(torch.float64)[0], IN_FLOAT64, output
         except RuntimeError as error:  # whatever a kernel or a model's own code raises on a dtype it does not expect
             logger.debug("no comparison in float64: %s", memory_failure(error) or error)
-    return found, SAME_CODE, output
+    return difference, SAME_CODE, output
 
 
-def _checked(found: Difference, allowed: float, where: str, dense: PreTrainedModel) -> float:
+def _checked(difference: Difference, allowed: float, where: str, dense: PreTrainedModel) -> float:
     """Return the largest difference of an element; refuse one above the allowed share of the largest output."""
-    if not found.within(allowed):
+    if not difference.within(allowed):
         raise CutMismatchError(
             f"the cut model must equal the masked model to {allowed:g} of the largest output, but {where} differs by "
-            f"{found}; nothing was saved. Please report this architecture ({dense.config.model_type})"
+            f"{difference}; nothing was saved. Please report this architecture ({dense.config.model_type})"
         )
-    return found.max_abs
+    return difference.max_abs
 
 
 def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

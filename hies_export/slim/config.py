@@ -33,11 +33,10 @@ from ..model.internals import (
 from ..model.modeling_hies import describe_layers
 from ..units.units import PrunableModule, Selection
 
-# Keys of a config that say what it is, not what it computes.
-_IDENTITY = ("model_type", "architectures", "transformers_version")
-# Kind of units -> names of the field with their number; that of heads says more, see `_head_settings`.
+_IDENTITY = ("model_type", "architectures", "transformers_version")  # what a config is, not what it computes
+# Kind of units -> possible names of the field with their number. For heads see `_head_settings`.
 _FIELDS = {MLP: ("intermediate_size", "ffn_dim", "hidden_dim")}
-# The same, or a multiple of it, in families whose layers cannot differ by fields.
+# Fields with that number, or a multiple or share of it, in families whose layers cannot differ by fields.
 _RARE = (
     *("n_inner", "d_inner", "dim_ff", "dff", "mlp_dim", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_ratio"),
     "block_multiple_of",
@@ -59,9 +58,9 @@ def as_mistral(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | 
     for position, fields in settings.items():
         if (config := _mistral_config(configs_in(model.config)[position], fields)) is None:
             continue
-        if position == 0:
-            stock = getattr(transformers, type(model).__name__.replace("Llama", "Mistral", 1), None)
-            twin = None if stock is None or stock is type(model) else empty_model(stock, config, model.dtype)
+        if position == 0:  # the model itself is the LLaMA
+            mistral = getattr(transformers, type(model).__name__.replace("Llama", "Mistral", 1), None)
+            twin = None if mistral is None or mistral is type(model) else empty_model(mistral, config, model.dtype)
         else:
             others = {place: values for place, values in settings.items() if place != position}
             twin = _stock_model(model, others, {position: config})
@@ -91,19 +90,19 @@ def _mistral_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> Mi
     """Return a LLaMA's config as a Mistral's; None if Mistral lacks a field that is in use, or refuses one."""
     if config.model_type != "llama":
         return None
-    usual, known = LlamaConfig(), {field.name for field in dataclasses.fields(MistralConfig)}
+    defaults, known = LlamaConfig(), {field.name for field in dataclasses.fields(MistralConfig)}
     lost = {field.name for field in dataclasses.fields(config)} - known
-    if any(getattr(config, name) != getattr(usual, name) for name in lost):
+    if any(getattr(config, name) != getattr(defaults, name) for name in lost):
         return None
     values = {**config.to_dict(), **settings, "sliding_window": None}
     try:
-        made = MistralConfig(**{n: v for n, v in values.items() if n not in lost and n not in _IDENTITY})
-        with attention_undecided([made]):
-            made.validate()
+        mistral = MistralConfig(**{n: v for n, v in values.items() if n not in lost and n not in _IDENTITY})
+        with attention_undecided([mistral]):
+            mistral.validate()
     except Exception:  # whatever a config's own code raises on values it does not take
         return None
-    select_attention(made, like=config)
-    return made
+    select_attention(mistral, like=config)
+    return mistral
 
 
 def per_layer_config(
@@ -117,19 +116,19 @@ def per_layer_config(
     """
     if layers_differ(model.config):
         return None
-    found: PerLayer = {}
+    layers: PerLayer = {}
     seen = set()
     for module in modules:
-        layer = [part for part in module.name.split(".") if part.isdecimal()]
-        own = getattr(model.get_submodule(module.name), "config", model.config)
-        if len(layer) != 1 or own is not model.config or (layer[0], module.kind) in seen:
+        numbers = [part for part in module.name.split(".") if part.isdecimal()]
+        config = getattr(model.get_submodule(module.name), "config", model.config)
+        if len(numbers) != 1 or config is not model.config or (numbers[0], module.kind) in seen:
             return None
-        if (fields := _layer_fields(model.config, layer[0], module, selection)) is None:
+        if (fields := _layer_fields(model.config, numbers[0], module, selection)) is None:
             return None
-        seen.add((layer[0], module.kind))
+        seen.add((numbers[0], module.kind))
         if changed := {name: value for name, value in fields.items() if getattr(model.config, name) != value}:
-            found.setdefault(layer[0], {}).update(changed)
-    return found
+            layers.setdefault(numbers[0], {}).update(changed)
+    return layers
 
 
 def _set_layers(config: Any, layers: PerLayer | None) -> None:
@@ -222,9 +221,9 @@ def become_slim(model: PreTrainedModel, shapes: Shapes, layers: PerLayer | None)
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."  # names in the block are below the base
     new: dict[str, Any] = {"format": 1, "linear": {}, "attributes": {}, "per_layer_config": {}}
     block = copy.deepcopy(getattr(model.config, "hies_export", None)) or new
-    for part in ("linear", "parameters", "narrowed"):
-        if changed := {name.removeprefix(prefix): value for name, value in getattr(shapes, part).items()}:
-            block.setdefault(part, {}).update(changed)
+    for key in ("linear", "parameters", "narrowed"):
+        if changed := {name.removeprefix(prefix): value for name, value in getattr(shapes, key).items()}:
+            block.setdefault(key, {}).update(changed)
     for name, values in shapes.attributes.items():
         block["attributes"].setdefault(name.removeprefix(prefix), {}).update(values)
     if layers is None:
@@ -256,7 +255,8 @@ def plain_model(
     """
     if is_slim(model):
         return None
-    settings = (_head_settings if modules[0].kind == ATTENTION else _unit_settings)(model, selection, modules)
+    settings_of = _head_settings if modules[0].kind == ATTENTION else _unit_settings
+    settings = settings_of(model, selection, modules)
     if settings is None:
         return None
     if (stock := _stock_model(model, settings)) is None:
@@ -274,16 +274,16 @@ def _head_settings(model: PreTrainedModel, selection: Selection, modules: Sequen
     configs, first = configs_in(model.config), dict[int, tuple[PrunableModule, tuple[int | None, ...]]]()
     for module in modules:
         kept, own = selection[module.name], getattr(model.get_submodule(module.name), "config", model.config)
-        key = next((key for key, config in enumerate(configs) if config is own), 0)
+        position = next((position for position, config in enumerate(configs) if config is own), 0)
         numbers = (len(kept.units), len(kept.kept_groups), module.unit_width, module.key_width)
-        if first.setdefault(key, (module, numbers))[1] != numbers:
+        if first.setdefault(position, (module, numbers))[1] != numbers:
             return None
     settings: Settings = {}
-    for key, (module, (heads, key_value_heads, _, width)) in first.items():
+    for position, (module, (heads, key_value_heads, _, width)) in first.items():
         if heads != module.units:
-            settings[key] = {"num_attention_heads": heads, "head_dim": width}
-            if hasattr(configs[key], "num_key_value_heads"):
-                settings[key]["num_key_value_heads"] = key_value_heads
+            settings[position] = {"num_attention_heads": heads, "head_dim": width}
+            if hasattr(configs[position], "num_key_value_heads"):
+                settings[position]["num_key_value_heads"] = key_value_heads
     return settings
 
 
@@ -295,49 +295,52 @@ def _unit_settings(model: PreTrainedModel, selection: Selection, modules: Sequen
     configs, settings = configs_in(model.config), Settings()
     for module in (m for m in modules if selection[m.name].removed):
         parts = module.name.split(".")
-        own = (getattr(model.get_submodule(".".join(parts[:n])), "config", None) for n in range(len(parts), 0, -1))
-        key = next((key for config in own for key, other in enumerate(configs) if other is config), 0)
-        found = _unit_field(configs[key], module, len(selection[module.name].units))
-        if found is None or settings.setdefault(key, {}).setdefault(*found) != found[1]:
+        around = (getattr(model.get_submodule(".".join(parts[:n])), "config", None) for n in range(len(parts), 0, -1))
+        position = next((i for config in around for i, other in enumerate(configs) if other is config), 0)
+        field_and_value = _unit_field(configs[position], module, len(selection[module.name].units))
+        if field_and_value is None:
+            return None
+        name, value = field_and_value
+        if settings.setdefault(position, {}).setdefault(name, value) != value:  # another module keeps another number
             return None
     return settings
 
 
-def _unit_field(config: Any, module: PrunableModule, stays: int) -> tuple[str, int | float] | None:
+def _unit_field(config: Any, module: PrunableModule, kept: int) -> tuple[str, int | float] | None:
     """Return the first field that may say the number of units, with its value after a cut; None if there is none."""
     known, units = {field.name for field in dataclasses.fields(config)}, module.units
     for name in (*_FIELDS.get(module.kind, ()), *_RARE):
         value = config_field(config, name)
-        if name in known and value is None:
-            return name, stays
-        if type(value) is int and value * stays % units == 0:
-            return name, value * stays // units
+        if name in known and value is None:  # the field overrides a number that the model derives
+            return name, kept
+        if type(value) is int and value * kept % units == 0:
+            return name, value * kept // units
         if type(value) is float:  # a ratio, a little above because a model may round the product down
-            return name, value * (stays + 0.25) / units
+            return name, value * (kept + 0.25) / units
     return None
 
 
 def _stock_model(
     model: PreTrainedModel, settings: Settings, parts: Mapping[int, PreTrainedConfig] = MappingProxyType({})
 ) -> PreTrainedModel | None:
-    """Return a model without weights of a model's class, and its config with other fields and parts, by position.
+    """Return a model of a model's class, without weights, from its config with other fields and sub-configs `parts`.
 
     None if there is none, or if that config cannot be saved, as a LLaMA's hidden size that is no multiple of its heads.
     """
     try:
         config = copy.deepcopy(model.config)
-        places = configs_in(config)
+        configs = configs_in(config)
         for position, values in settings.items():
             for name, value in values.items():
-                setattr(places[position], name, value)
+                setattr(configs[position], name, value)
         for position, part in parts.items():
-            for place in places:
-                for key in place.sub_configs:
-                    if getattr(place, key, None) is places[position]:
-                        setattr(place, key, part)
+            for holder in configs:
+                for key in holder.sub_configs:
+                    if getattr(holder, key, None) is configs[position]:
+                        setattr(holder, key, part)
         with attention_undecided(configs_in(config)):
-            for place in configs_in(config):
-                place.validate()
+            for each in configs_in(config):
+                each.validate()
         return empty_model(type(model), config, model.dtype)
     except Exception:  # whatever a model's own code raises on a config it does not expect
         return None

@@ -62,9 +62,9 @@ def prune_units(
     # Heads first: if their shapes need a block, the neurons' shapes go into it too.
     for kind in KINDS:
         of_kind = [module for module in modules if module.kind == kind]
-        earlier = bool(shapes)
+        needs_block = bool(shapes)  # of an earlier kind
         _cut(slim, of_kind, selection, shapes)
-        if shapes and not earlier and (plain := plain_model(slim, selection, of_kind)) is not None:
+        if shapes and not needs_block and (plain := plain_model(slim, selection, of_kind)) is not None:
             slim, shapes = plain, Shapes()
     if shapes:
         become_slim(slim, shapes, per_layer_config(slim, selection, modules))
@@ -73,23 +73,23 @@ def prune_units(
 
 def _cut(slim: PreTrainedModel, modules: Sequence[PrunableModule], selection: Selection, shapes: Shapes) -> None:
     """Cut modules in place, and record in `shapes` what that changed."""
-    own = {name for module in modules for name in module.layers}
+    layers_to_cut = {name for module in modules for name in module.layers}
     for module in modules:
         kept = selection[module.name]
         for name, axis, index in feature_cuts(module, kept):
             whole = slim.get_submodule(name)
             layer = select_features(whole, index, axis)
-            # Layers outside of `own` may share its weight, such as those of an auxiliary loss.
-            places = slim.named_modules(remove_duplicate=False)
-            tied = [n for n, m in places if getattr(m, "weight", None) is whole.weight and n not in own]
-            for place in (name, *tied):
-                set_by_name(slim, place, layer)
+            # Layers that are not to be cut may share its weight, such as those of an auxiliary loss.
+            named = slim.named_modules(remove_duplicate=False)
+            tied = [n for n, m in named if getattr(m, "weight", None) is whole.weight and n not in layers_to_cut]
+            for replaced in (name, *tied):
+                set_by_name(slim, replaced, layer)
             shapes.linear[name] = list(features_of(layer))
         for name, axis, index in parameter_cuts(module, kept):
             old = slim.get_parameter(name)
-            part = old.detach().index_select(axis, index.to(old.device))
-            set_by_name(slim, name, nn.Parameter(part, requires_grad=old.requires_grad))
-            shapes.parameters[name] = list(part.shape)
+            left = old.detach().index_select(axis, index.to(old.device))
+            set_by_name(slim, name, nn.Parameter(left, requires_grad=old.requires_grad))
+            shapes.parameters[name] = list(left.shape)
         holder = slim.get_submodule(module.name)
         if changed := set_attributes(holder, module, kept):
             shapes.attributes[module.name] = changed

@@ -1,7 +1,6 @@
 """Refit the consumers in closed form to make up for the removed units, without training.
 
-For a consumer y = W x + b with kept inputs x_K and removed inputs x_M, over calibration tokens with mean mu and centred
-covariance C:
+For a consumer y = W x + b with kept inputs x_K, removed x_M, mean mu and covariance C over calibration tokens:
 
     bias           b' = b + W_M mu_M
     least_squares  W'_K = W_K + W_M C_MK (C_KK + lambda I)^-1,  b' = b + W_M mu_M + (W_K - W'_K) mu_K
@@ -138,11 +137,11 @@ def refit(
         raise RequestError(f"token weights of {mix:g} need moments of weighted tokens; collect them with weighted=True")
     fits: dict[str, LayerFit] = {}
 
-    def work(inside: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
-        fits.update({name: fit for name, (_, fit) in _refit_all(slim, inside, sums, columns, how).items()})
+    def refit_some(some: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
+        fits.update({name: fit for name, (_, fit) in _refit_all(slim, some, sums, columns, how).items()})
 
     if columns:
-        moments.each(work, columns, progress=progress)
+        moments.each(refit_some, columns, progress=progress)
     return [fits[name] for name in columns]
 
 
@@ -155,15 +154,15 @@ def _refit_all(
 ) -> Refits:
     """Refit consumers in place, each from its moments of the inputs in `columns`; None if these are all it has."""
 
-    def work(_: int, module: PrunableModule) -> tuple[dict[str, nn.Parameter], LayerFit]:
+    def refit_one(_: int, module: PrunableModule) -> tuple[dict[str, nn.Parameter], LayerFit]:
         consumer = slim.get_submodule(module.consumer)
-        parts = moments[module.name].mixed(how.token_weights or 1, columns[module.name])
-        fit = _refit(consumer, module, *parts, how)
+        fitting, held_out = moments[module.name].mixed(how.token_weights or 1, columns[module.name])
+        fit = _refit(consumer, module, fitting, held_out, how)
         return dict(consumer.named_parameters(recurse=False)), fit
 
-    found = zip(modules, mapped(modules, work), strict=True)
-    # Another process may have refitted it.
-    return {module.name: (_set_parameters(slim, module, parameters), fit) for module, (parameters, fit) in found}
+    refits = zip(modules, mapped(modules, refit_one), strict=True)
+    # Set again, as another process may have refitted the consumer.
+    return {module.name: (_set_parameters(slim, module, parameters), fit) for module, (parameters, fit) in refits}
 
 
 def _set_parameters(slim: PreTrainedModel, module: PrunableModule, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,38 +185,38 @@ def _refit_in_order(
 ) -> list[LayerFit]:
     """Refit modules in the order of their calls, each by what its consumer reads in the slim model by then."""
     places, by_name = residual_places(dense, modules, batches[0]), {module.name: module for module in modules}
-    blocks, first = blocks_of(dense, modules, batches[0]), [0, *accumulate(map(size_of, batches))]
+    blocks, first_samples = blocks_of(dense, modules, batches[0]), [0, *accumulate(map(size_of, batches))]
     models, fits = (dense, slim), dict[str, LayerFit]()
     walks = [walk_forward(model, batches, [*blocks]) for model in models]
     with walking(dense), walking(slim), ExitStack() as stack:
         residual = [stack.enter_context(streams(model, places)) for model in models]
         steps = [stack.enter_context(closing(walk.forward())) for walk in walks]
         for block in progress.track([*blocks], "blocks refitted"):
-            calls = [next(of_model)[1] for of_model in steps]
-            inside = [by_name[name] for name in places if by_name[name] in blocks[block]]
-            there, here = (_walk_inside(*of, inside) for of in zip(models, walks, calls, strict=True))
-            with closing(there.forward()) as of_dense, closing(here.forward()) as of_slim:
-                waiting = next(of_dense, None)
-                for module in inside:
-                    assert waiting is not None
-                    targets = {}
-                    for call in waiting[1]:
-                        call.output = there.compute(call)
+            block_modules = [by_name[name] for name in places if by_name[name] in blocks[block]]
+            both = zip(models, walks, [next(of_model)[1] for of_model in steps], strict=True)
+            dense_walk, slim_walk = (_walk_inside(model, walk, calls, block_modules) for model, walk, calls in both)
+            with closing(dense_walk.forward()) as dense_steps, closing(slim_walk.forward()) as slim_steps:
+                dense_step = next(dense_steps, None)
+                for module in block_modules:
+                    assert dense_step is not None
+                    targets = {}  # batch -> the consumer's output in the dense model, and the residual stream there
+                    for call in dense_step[1]:
+                        call.output = dense_walk.compute(call)
                         targets[call.batch] = call.output, residual[0].pop(call.batch, None)
                     # The dense model goes on before the slim one, so only one holds what its next consumer reads.
-                    waiting = next(of_dense, None)
-                    calls_here = next(of_slim)[1]
+                    dense_step = next(dense_steps, None)
+                    slim_calls = next(slim_steps)[1]
                     consumer = slim.get_submodule(module.consumer)
                     sums = None if module.name in known else LayerMoments.zeros(consumer, targets=True)
-                    for call in calls_here:
-                        number, (y, stream) = call.batch, targets.pop(call.batch)
-                        own = residual[1].pop(number, None)
+                    for call in slim_calls:
+                        number, (y, dense_stream) = call.batch, targets.pop(call.batch)
+                        slim_stream = residual[1].pop(number, None)
                         if sums is not None:
-                            of = dense, module.name, batches[number]
-                            found, target = reading_of(*of, call.args[0]), by_sample(*of, y)
-                            if stream is not None and own is not None:
-                                target = target + by_sample(*of, stream - own).to(target)
-                            add_reading(sums, found, first[number], target)
+                            source = dense, module.name, batches[number]
+                            reading, target = reading_of(*source, call.args[0]), by_sample(*source, y)
+                            if dense_stream is not None and slim_stream is not None:
+                                target = target + by_sample(*source, dense_stream - slim_stream).to(target)
+                            add_reading(sums, reading, first_samples[number], target)
                     if sums is None:
                         parameters, fits[module.name] = known[module.name]
                         _set_parameters(slim, module, parameters)
@@ -226,14 +225,14 @@ def _refit_in_order(
                         refits = _refit_all(slim, [module], {module.name: sums}, {module.name: None}, how)
                         known.update(refits)
                         fits[module.name] = refits[module.name][1]
-                    for call in calls_here:
-                        call.output = here.compute(call)
-                next(of_slim, None)  # to the end of the block
+                    for call in slim_calls:
+                        call.output = slim_walk.compute(call)
+                next(slim_steps, None)  # to the end of the block
     return [fits[module.name] for module in modules]
 
 
 def _walk_inside(model: PreTrainedModel, walk: Walk, calls: Sequence[Call], modules: Sequence[PrunableModule]) -> Walk:
-    """Return a walk of the calls of a block that waits in front of the consumers of its modules."""
+    """Return a walk through one block, with its calls as batches, that waits in front of its modules' consumers."""
 
     def run(_: int, call: Call) -> None:
         call.output = walk.compute(call)
@@ -259,17 +258,17 @@ def _refit(
         ridges = [*RIDGES] if how.ridge is None else [how.ridge]
         for ridge, fitted, fitted_bias in fitting.ridge_fits(weight, ridges, centred=bias is not None, quick=True):
             tried.append((held_out.error(fitted, fitted_bias), "least_squares", ridge))
-    error, chosen, chosen_ridge = min(tried, key=lambda item: item[0])
+    error, method, best_ridge = min(tried, key=lambda item: item[0])
     with torch.no_grad():
-        refitted = bias
-        if chosen_ridge is not None:
+        new_bias = bias
+        if best_ridge is not None:
             # The matrix over all tokens may need a larger ridge.
-            ridges = [chosen_ridge, *(ridge for ridge in RIDGES if ridge > chosen_ridge)]
-            chosen_ridge, weight, refitted = next(everything.ridge_fits(weight, ridges, centred=bias is not None))
+            ridges = [best_ridge, *(ridge for ridge in RIDGES if ridge > best_ridge)]
+            best_ridge, weight, new_bias = next(everything.ridge_fits(weight, ridges, centred=bias is not None))
             weight_of(layer).copy_(weight)
-        elif chosen == "bias":
-            refitted = everything.fit_bias(weight)
-        if refitted is not None and refitted is not bias:
-            layer.bias.copy_(refitted)  # type: ignore[operator]
+        elif method == "bias":
+            new_bias = everything.fit_bias(weight)
+        if new_bias is not None and new_bias is not bias:
+            layer.bias.copy_(new_bias)  # type: ignore[operator]
     share = error / untouched if untouched > 0 else 1.0
-    return LayerFit(module.name, chosen, chosen_ridge, round(everything.tokens.item()), share)
+    return LayerFit(module.name, method, best_ridge, round(everything.tokens.item()), share)
