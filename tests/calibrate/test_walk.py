@@ -368,7 +368,7 @@ def test_a_hidden_state_that_is_no_number_is_said_by_the_batch() -> None:
 
 
 def test_calls_keep_what_they_were_made_with_and_no_graph() -> None:
-    """Neither the readings nor what `of` needs hold the graph that they come from."""
+    """Neither the readings nor what `collect_again` needs hold the graph that they come from."""
     model, batches = bert(), [text_batch()]
     modules = find_modules(model, batches[0], kinds=BOTH)
     gradients, seen = Gradients(model, batches, modules, "loss"), list[Mapping[str, Any]]()
