@@ -211,14 +211,17 @@ class LayerMoments:
         """Number of tokens."""
         return round(sum(moments.tokens.item() for moments in self.uniform))
 
-    def spread(self, *, centred: bool, last: bool = False) -> Spread:
-        """Return the mean and the second moments of the inputs over all tokens, each weighing one.
+    def spread(self, *, last: bool = False) -> Spread:
+        """Return the mean and, if `layer` has no bias, the second moments of the inputs, else their covariance.
 
-        With `last`, the moments are overwritten, which saves memory.
+        All tokens weigh one. With `last`, the products of inputs are overwritten and dropped, which saves memory.
         """
         fitting, held_out = self.uniform
         mean = (fitting.x + held_out.x) / self.counted
         second = (fitting.xx.add_(held_out.xx) if last else fitting.xx + held_out.xx).div_(self.counted)
+        if last:
+            fitting.xx = held_out.xx = second.new_empty(0, 0)
+        centred = self.layer is not None and self.layer.bias is not None
         return Spread(mean, second.sub_(torch.outer(mean, mean)) if centred else second)
 
     def mixed(self, mix: float = 1.0, columns: Tensor | None = None) -> tuple[Moments, Moments]:

@@ -18,6 +18,7 @@ from ..model.linear import features_of
 from ..model.modes import widens
 from ..model.tokens import count_tokens
 from ..progress import Progress
+from ..score.compensated import keeps_spreads
 from ..score.criteria import COMPENSATED
 from ..slim.certainty import PREDICTIONS
 from .pruning import Pruning
@@ -78,9 +79,11 @@ class Size:
         modules, head = [module for block in self.blocks for module in block], HEAD * self.hidden * self.vocabulary
         # Forward twice, and backward through frozen weights, which costs as much as forward.
         score = 3 * self.scored * (self.forward + head)
-        # For the effects as much as for the scores, and each block again; half of the products of wide inputs.
+        # For the effects as much as for the scores; half of the products of wide inputs.
         rank = sum(self.refitted * m.inputs**2 / 2 + self._order(m, double, passed) for m in modules)
-        rank = (1 - self.ranked) * (rank + 2 * self.scored * self.forward) + self.refitted * self.forward + score
+        if not keeps_spreads((m.inputs for m in modules), self.scored * self.hidden * self.itemsize * len(self.blocks)):
+            rank += 2 * self.scored * self.forward  # each block is computed again
+        rank = (1 - self.ranked) * rank + self.refitted * self.forward + score
         kept = [replace(m, inputs=round(self.left * m.inputs)) for m in modules]
         sums = sum(self.refitted * m.inputs * (m.inputs / 2 + m.outputs) for m in kept)
         fits = sum(RIDGES * (m.inputs**3 / 3 + 2 * m.inputs**2 * m.outputs) for m in kept)

@@ -22,7 +22,7 @@ calibrate/readings.py. Units are removed step by step, each time those that rais
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,7 +35,9 @@ from ..calibrate.walk import device_of_blocks
 from ..data.batches import size_of
 from ..kinds import KINDS
 from ..model.internals import exact_products
+from ..model.linear import features_of
 from ..model.memory import give_back_memory
+from ..model.tokens import count_tokens
 from ..processes import mapped
 from ..progress import SILENT, Progress
 from ..tasks import task_of
@@ -90,7 +92,7 @@ def score_compensated(
     parts = [(number, part) for number, batch in enumerate(batches) for part in task.parts(batch)]
     numbers, batches = [number for number, _ in parts], [part for _, part in parts]
 
-    def rank(modules: Sequence[PrunableModule], read: Read, sums: Mapping[str, LayerMoments]) -> None:
+    def rank(modules: Sequence[PrunableModule], read: Read) -> None:
         if all(module.name in chains for module in modules):  # the walk goes through this block all the same
             for number in own_batches(batches):
                 read(number)
@@ -99,30 +101,47 @@ def score_compensated(
         give_back_memory()  # of the readings that the effects were put together from
 
         def chain_of(_: int, module: PrunableModule) -> Chain:
-            layer, layer_moments = effects.pop(module.name), sums.get(module.name)
-            last = moments is not None and not moments.keeps  # nothing uses these moments after
-            spread = None if layer_moments is None else layer_moments.spread(centred=layer.centred, last=last)
+            layer, spread = effects.pop(module.name), spreads.pop(module.name, None)
             return removal_chain(layer, module, samples, spread=spread, per_sample=per_sample, unit=unit, device=device)
 
         chains.update(zip((module.name for module in modules), mapped(modules, chain_of), strict=True))
 
-    def rank_kept(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
-        for block, block_modules in gradients.blocks.items():
-            if block_modules and block_modules[0] in modules:
-                gradients.collect_again(block, lambda ranked, read: rank(ranked, read, sums))
+    def add_spreads(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
+        for module in modules:
+            spread = sums[module.name].spread(last=once)
+            spreads[module.name] = replace(spread, moments=spread.moments.to(model.device, _dtype_of_order(module)))
 
-    gradients = Gradients(model, batches, modules, "effect", numbers=numbers)
-    if moments is None or moments.keeps:  # the moments of all modules fit into memory, or there are none
-        all_sums: dict[str, LayerMoments] = {}
-        if moments is not None:
-            moments.each(lambda _, sums: all_sums.update(sums), progress=progress)
-        gradients.collect(lambda block, read: rank(block, read, all_sums), name="modules ranked", progress=progress)
-    else:
-        new = [block for block, inside in gradients.blocks.items() if any(m.name not in chains for m in inside)]
+    def rank_block(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
+        add_spreads(modules, sums)
+        gradients.collect_again(next(block for block, inside in gradients.blocks.items() if modules[0] in inside), rank)
+
+    gradients, spreads = Gradients(model, batches, modules, "effect", numbers=numbers), dict[str, Spread]()
+    new = [block for block, inside in gradients.blocks.items() if any(m.name not in chains for m in inside)]
+    names = {module.name for block in new for module in gradients.blocks[block]}
+    once = moments is not None and not moments.keeps  # the moments are read for spreads alone
+    outputs, inputs = zip(*(features_of(model.get_submodule(module.consumer)) for module in modules), strict=True)
+    hidden_states = sum(count_tokens(model, b) for b in batches) * outputs[0] * model.dtype.itemsize
+    if moments is not None and once and names and not keeps_spreads(inputs, hidden_states * len(gradients.blocks)):
         gradients.collect(keep=new, name="effects", progress=progress)
-        if names := {module.name for block in new for module in gradients.blocks[block]}:
-            moments.each(rank_kept, names, name="modules ranked", progress=progress)
+        moments.each(rank_block, names, name="modules ranked", progress=progress)
+    elif names:
+        if moments is not None:
+            moments.each(add_spreads, names, progress=progress)
+        gradients.collect(rank, name="modules ranked", progress=progress)
     return scores_of_chains(modules, [chains[module.name] for module in modules], per_sample=per_sample)
+
+
+def keeps_spreads(inputs: Iterable[int], gradients: int) -> bool:
+    """Return whether the spreads of modules with these numbers of inputs take less memory than `gradients`, in bytes.
+
+    They are kept while effects are found. Else the gradients of all blocks are, and each block is computed once more.
+    """
+    return 4 * sum(width**2 for width in inputs) <= gradients
+
+
+def _dtype_of_order(module: PrunableModule) -> torch.dtype:
+    """Return the dtype of a module's order; for systems of one neuron each, float32 is enough and twice as fast."""
+    return torch.float64 if module.unit_width * module.group_size > 1 else torch.float32
 
 
 def scores_of_chains(modules: Sequence[PrunableModule], chains: Sequence[Chain], *, per_sample: bool) -> Scores:
@@ -204,9 +223,7 @@ class _Greedy:
         self._width = module.unit_width * module.group_size
         self._samples, self._per_sample = samples, per_sample
         self._sample = layer.sample.to(device)
-        # For neurons, whose systems are one by one, single precision is enough and twice as fast.
-        dtype = torch.float64 if self._width > 1 else torch.float32
-        spread = spread or Spread.of(layer.inputs, centred=layer.centred)
+        dtype, spread = _dtype_of_order(module), spread or Spread.of(layer.inputs, centred=layer.centred)
         mean = spread.mean.to(device)
         damped = spread.moments.to(device, dtype, copy=True)
         # If all inputs are zero, any damping above zero will do.

@@ -102,7 +102,7 @@ def test_killed_while_units_are_ranked(
     (left / "ranked" / ".half.tmp-1").mkdir()  # as a kill leaves one while a file is written
     assert _run(story, "ranking") == 0
     assert "was killed: 2 modules were ranked, and 0 refitted" in " ".join(capsys.readouterr().err.split())
-    assert [name.split(".")[2] for name in found["ranked"]] == ["1", "1", "2", "2", "3", "3"]
+    assert [name.split(".")[2] for name in found["ranked"]] == ["3", "3", "2", "2", "1", "1"]
     _assert_same(story, "ranking")
 
 

@@ -29,13 +29,14 @@ from transformers import PreTrainedModel
 
 from hies_export import PrunableModule, PruningRecipe, find_attention, score_compensated
 from hies_export.calibrate.moments import MomentStore, Spread
-from hies_export.calibrate.readings import LayerEffects
+from hies_export.calibrate.readings import Gradients, LayerEffects
 from hies_export.errors import NonFiniteError
 from hies_export.kinds import KINDS, Kind
 from hies_export.pipeline.choose import choose
 from hies_export.pipeline.reporting import write_choice
 from hies_export.pipeline.stages import calibrate
-from hies_export.score.compensated import Removal, removal_chain, scores_of_chains
+from hies_export.score import compensated
+from hies_export.score.compensated import Removal, keeps_spreads, removal_chain, scores_of_chains
 from hies_export.units.units import Units
 
 
@@ -249,9 +250,36 @@ def test_moments_reach_the_modules_they_were_collected_of() -> None:
     layers, known_of = effects(model, batches, modules), moments_by_module(model, modules, others)
     found = score_compensated(model, batches, modules, moments=MomentStore(model, modules, others))
     for module, chain in zip(modules, found.chains, strict=True):
-        layer, spread = layers[module.name], known_of[module.name].spread(centred=True)
+        layer, spread = layers[module.name], known_of[module.name].spread()
         assert_same_chain(chain, removal_chain(layer, module, 8, spread=spread))
         assert [r.effect for r in chain[:-1]] != pytest.approx([r.effect for r in removal_chain(layer, module, 8)[:-1]])
+
+
+def test_spreads_kept_and_found_again_block_by_block_give_the_same_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches, others = llama(), [text_batch(8, 20)], [text_batch(8, 30), text_batch(8, 30)]
+    modules = [*find_attention(model, batches[0]), *neurons(model)]
+    again, collect_again = list[str](), Gradients.collect_again
+
+    def counted(gradients: Gradients, block: str, work: Any) -> None:
+        again.append(block)
+        collect_again(gradients, block, work)
+
+    monkeypatch.setattr(Gradients, "collect_again", counted)
+    found = []
+    for kept in (True, False):
+        monkeypatch.setattr(compensated, "keeps_spreads", lambda inputs, gradients, kept=kept: kept)
+        store = MomentStore(model, modules, others, keep=False)
+        found.append(score_compensated(model, batches, modules, moments=store).chains)
+        assert len(again) == (0 if kept else model.config.num_hidden_layers)
+    for chain, other in zip(*found, strict=True):
+        assert_same_chain(chain, other)
+
+
+def test_spreads_are_kept_where_they_take_less_than_the_gradients() -> None:
+    # SmolLM2-135M, 32 rows of 256 tokens in float32: 0.32 GB of spreads, 0.57 GB of gradients.
+    assert keeps_spreads([576, 1536] * 30, 32 * 256 * 576 * 4 * 30)
+    # The shape of Llama-3.2-1B in bfloat16: 4.6 and 0.54 GB.
+    assert not keeps_spreads([2048, 8192] * 16, 32 * 256 * 2048 * 2 * 16)
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "block by block"])
