@@ -113,6 +113,7 @@ __all__ = sorted([*_HOMES, *(name for name in globals() if name.endswith("Error"
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -45,8 +45,9 @@ class Registry(UserDict[str, T]):
         return sum(1 for _ in self)
 
     def __missing__(self, name: str) -> T:
+        """Import the module that registers a name, and return what it registered."""
         if name in self._modules:
-            import_module(f"hies_export.{self._modules[name]}")
+            import_module(f"hies_export.{self._modules[name]}")  # adds the name to `data`
             return self.data[name]
         point = self._points[name]  # a KeyError for an unknown name
         load_point(point)
@@ -55,7 +56,7 @@ class Registry(UserDict[str, T]):
         return self.data[name]
 
     def check(self, name: str, *, what: str) -> None:
-        """Raise a RequestError for a name that is not in the registry; nothing is imported."""
+        """Raise a RequestError, which calls the name `what`, if it is not in the registry; nothing is imported."""
         if name not in self:
             raise RequestError(one_of(what, self, name))
 
@@ -73,11 +74,11 @@ def load_point(point: EntryPoint) -> Any:
         raise _refusal(point, f"fails: {error}") from error
 
 
-def _refusal(point: EntryPoint, what: str) -> RequestError:
-    """Return the error about an entry point whose module does `what`, such as "fails: ..."."""
+def _refusal(point: EntryPoint, problem: str) -> RequestError:
+    """Return the error about an entry point; `problem` says what its module does, such as "fails: ..."."""
     return RequestError(
         f"the entry point {point.name} of {point.group} must import what registers that name, but {point.value} "
-        f"{what}; correct or uninstall its package"
+        f"{problem}; correct or uninstall its package"
     )
 
 

@@ -8,6 +8,7 @@ that is smaller, so that outputs near zero are not held to digits that nobody re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,22 +40,22 @@ class Difference:
     largest: float  # largest absolute value of what was expected
 
     @classmethod
-    def of(cls, found: Tensor, expected: Tensor) -> Difference:
+    def of(cls, actual: Tensor, expected: Tensor) -> Difference:
         """Compare two tensors of any floating dtype on one device, element by element."""
         import torch
 
-        if found.shape != expected.shape:
+        if actual.shape != expected.shape:
             return cls(float("inf"), 0.0)
         if not expected.numel():
             return cls(0.0, 0.0)
-        dtype = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float32)
-        found, expected = found.to(dtype), expected.to(dtype)
-        max_abs = (found - expected).abs().max().item()
-        return cls(max_abs if max_abs == max_abs else float("inf"), expected.abs().max().item())
+        dtype = torch.promote_types(torch.promote_types(actual.dtype, expected.dtype), torch.float32)
+        actual, expected = actual.to(dtype), expected.to(dtype)
+        max_abs = (actual - expected).abs().max().item()
+        return cls(float("inf") if math.isnan(max_abs) else max_abs, expected.abs().max().item())
 
     @property
     def scale(self) -> float:
-        """The number that shares refer to: the largest expected one, but at least one."""
+        """The divisor of `share`: the largest absolute value of what was expected, but at least one."""
         return max(1.0, self.largest)
 
     @property

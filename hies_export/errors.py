@@ -48,13 +48,10 @@ AnyPath = TypeVar("AnyPath", str, Path)
 
 
 class HiesError(Exception):
-    """Base class of every error raised on purpose by hies_export.
-
-    Attributes:
-        exit_code: What the command line exits with.
-    """
+    """Base class of every error raised on purpose by hies_export."""
 
     exit_code = 1
+    """What the command line exits with."""
 
 
 class RequestError(HiesError):
@@ -75,8 +72,10 @@ class RecipeError(RequestError):
         if len(self.problems) == 1:
             message = self.problems[0]
         else:
-            shown = [*self.problems[:MOST_LISTED], *_left_out(len(self.problems))]
-            message = f"{len(self.problems)} problems:\n" + "\n".join(f"  - {p}" for p in shown)
+            shown = list(self.problems[:MOST_LISTED])
+            if len(self.problems) > MOST_LISTED:
+                shown.append(f"and {len(self.problems) - MOST_LISTED} more")
+            message = f"{len(self.problems)} problems:\n" + "\n".join(f"  - {problem}" for problem in shown)
         super().__init__(message)
 
     def __reduce__(self) -> tuple[type[RecipeError], tuple[Sequence[str]]]:
@@ -137,7 +136,10 @@ class PushError(StepError):
 
 
 def require_package(module: str, *, who: str, package: str, extra: str) -> None:
-    """Refuse to go on without a package of an optional extra, by a `MissingRuntimeError`; it is not imported."""
+    """Raise a `MissingRuntimeError` if `module` is not installed, which `package` has; it is not imported.
+
+    `who` begins the message, such as "an ONNX file needs", and `extra` is the extra of hies-export to install.
+    """
     if find_spec(module) is None:
         raise MissingRuntimeError(
             f'{who} {package}, which is not installed; install it with: pip install "hies-export[{extra}]"'
@@ -155,19 +157,16 @@ def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 
     Up to two words are named whose similarity reaches `cutoff`, the closest first; see `difflib.get_close_matches`.
     """
-    written = {name.lower(): name for name in known}
-    nearest = difflib.get_close_matches(word.lower(), written, n=2, cutoff=cutoff)
-    return f"; did you mean {' or '.join(repr(written[name]) for name in nearest)}?" if nearest else ""
+    originals = {name.lower(): name for name in known}
+    nearest = difflib.get_close_matches(word.lower(), originals, n=2, cutoff=cutoff)
+    return f"; did you mean {' or '.join(repr(originals[name]) for name in nearest)}?" if nearest else ""
 
 
 def listed(names: Iterable[Any], *, most: int = MOST_LISTED) -> str:
     """Return the names separated by commas; beyond `most`, only how many more there are."""
-    shown = [str(name) for name in names]
-    return " ".join([", ".join(shown[:most]), *_left_out(len(shown), most)])
-
-
-def _left_out(count: int, most: int = MOST_LISTED) -> list[str]:
-    return [f"and {count - most} more"] if count > most else []
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def shortened(text: str) -> str:
@@ -177,7 +176,7 @@ def shortened(text: str) -> str:
 
 
 def system_failure(error: BaseException) -> str | None:
-    """Return the message of an error, or of one of its causes, that the operating system raised; None if none is.
+    """Return the message of an error that the operating system raised, or of such a cause of it; else None.
 
     Libraries in Rust, such as safetensors and tokenizers, raise errors of their own that end in "(os error 28)".
     """
@@ -187,23 +186,24 @@ def system_failure(error: BaseException) -> str | None:
 
 
 def foreign_failure(error: BaseException) -> str | None:
-    """Return a sentence for an error that was raised in the standard library or another installed package; else None.
+    """Return a sentence for an error raised in the standard library or another installed package; else None.
 
-    Errors of this package and of a user's own code are not theirs.
+    Errors of this package and of a user's own code are neither.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return None
-    raised_in, own, standard_library = Path(frames[-1].filename), Path(__file__).parent, Path(os.__file__).parent
+    raised_in = Path(frames[-1].filename)
     installed = any(part in ("site-packages", "dist-packages") for part in raised_in.parts)  # the latter on Debian
-    if raised_in.is_relative_to(own) or not (installed or raised_in.is_relative_to(standard_library)):
+    in_standard_library = raised_in.is_relative_to(Path(os.__file__).parent)
+    if raised_in.is_relative_to(Path(__file__).parent) or not (installed or in_standard_library):
         return None
     return f"{root_cause(error, limit=LONGEST_QUOTE)} (--verbose shows where)"
 
 
 @contextmanager
 def refusing(what: str, remedy: str = "", kind: type[HiesError] = RequestError) -> Iterator[None]:
-    """Turn any error that another library raises in the block into a `kind`, a sentence with the root cause.
+    """Turn an error that another library raises in the block into a `kind` whose message has the root cause.
 
     Errors of this package pass, and so does a lack of memory, which no other input would mend.
 
@@ -218,7 +218,7 @@ def refusing(what: str, remedy: str = "", kind: type[HiesError] = RequestError) 
         foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if not foreign or isinstance(error, HiesError) or memory_failure(error) is not None:
             raise
-        raise kind("; ".join([f"{what}: {root_cause(error)}", *filter(None, [remedy])])) from error
+        raise kind(f"{what}: {root_cause(error)}" + (f"; {remedy}" if remedy else "")) from error
 
 
 def quoted(value: Any) -> str:
@@ -233,7 +233,7 @@ def check_path(path: AnyPath) -> AnyPath:
     """Return a path or Hub id unchanged; it need not exist.
 
     Raises:
-        ValueError: It has control characters, characters that UTF-8 cannot hold, or too many of them.
+        ValueError: It has control characters or characters that UTF-8 cannot hold, or is too long for a file system.
     """
     text = str(path)
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):

@@ -71,7 +71,7 @@ def parse_json(data: str | bytes, schema: Any, rule: Rule, *, where: str) -> Any
 
 
 def check(value: Any, schema: Any, rule: Rule, *, where: str) -> Any:
-    """Return a parsed value as the schema converts it, or raise the rule's error."""
+    """Return a parsed value as the schema converts it, or raise the rule's error, which calls it `where`."""
     try:
         return _adapter(schema).validate_python(value)
     except ValidationError as error:
@@ -79,7 +79,8 @@ def check(value: Any, schema: Any, rule: Rule, *, where: str) -> Any:
         # The message of a "value_error", raised by a validator of ours, quotes the input already.
         got = "" if first["type"] in ("missing", "value_error") else f", got {quoted(first['input'])}"
         says = "is not known" if first["type"] == "extra_forbidden" else first["msg"]
-        problem = shortened(": ".join([".".join(map(str, first["loc"])), says + got]).removeprefix(": "))
+        field = ".".join(map(str, first["loc"]))  # empty if the value as a whole is wrong
+        problem = shortened(f"{field}: {says}{got}" if field else f"{says}{got}")
         raise rule.refused(f"in {where} {problem}" + (f" (and {len(more)} more)" if more else "")) from error
 
 

@@ -6,22 +6,17 @@ from typing import Final, Literal
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of units.
+    """A kind of units."""
 
-    Attributes:
-        unit: What one is called. Options name it with an s: `min_heads`, `multiple_of.neurons`.
-        module: What a module with such units is called.
-        step: Share of a module's units that greedy removal takes at once, and then puts in order. With 0 it takes one
-            bundle at a time, whose units share a rank.
-    """
-
-    unit: str
-    module: str
+    unit: str  # what one is called; options name it with an s: `min_heads`, `multiple_of.neurons`
+    module: str  # what a module with such units is called
+    # Share of a module's units that greedy removal takes at once, and then puts in order. With 0 it takes one bundle
+    # (the units that go together in one removal) at a time, whose units share a rank.
     step: float = 0.0
 
     @property
     def units(self) -> str:
-        """What several are called."""
+        """What several units are called."""
         return f"{self.unit}s"
 
 

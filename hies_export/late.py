@@ -1,4 +1,4 @@
-"""What is imported once something of it is needed.
+"""Stand-ins for large libraries, which import them at the first use.
 
 A recipe is checked against the class attributes of tasks before torch is imported, which takes seconds; and libraries
 that read rows and compute metrics take 140 MB, which pruning on batches of tensors does without. So files import these

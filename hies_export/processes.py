@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 # One process may export and measure for hours while the others wait.
 LONGEST_WAIT = timedelta(days=7)
@@ -46,8 +46,7 @@ class _Group:
     alone: bool = False  # whether this process works while the others wait
 
 
-# None outside of `together`.
-_group: _Group | None = None
+_group: _Group | None = None  # outside of `together`
 
 
 def _number(variable: str) -> int:
@@ -68,26 +67,29 @@ def is_first() -> bool:
 
 
 def world() -> int:
-    """Return the number of processes that share the work."""
+    """Return the number of processes that share the work; 1 outside of `together` and inside of `on_main`."""
     return 1 if _group is None or _group.alone else _group.world
 
 
 def mapped(
-    items: Iterable[T], work: Callable[[int, T], Found], name: str = "", progress: Progress = SILENT
-) -> list[Found]:
+    items: Iterable[T], work: Callable[[int, T], Result], name: str = "", progress: Progress = SILENT
+) -> list[Result]:
     """Return `work(number, item)` for all items, in order.
 
     Several processes share the work, and each gets all results, with tensors on the CPU; a single process gets its
     results as they are. Every process iterates over all of `items`, so the iteration may itself be shared work. With a
     `name`, progress is shown under it, and all items are taken before the first is worked on.
     """
-    own = ((number, item) for number, item in enumerate(items) if is_own(number))
-    done = [work(number, item) for number, item in (progress.track([*own], name) if name else own)]
+    numbered: Iterable[tuple[int, T]] = ((number, item) for number, item in enumerate(items) if is_own(number))
+    if name:
+        numbered = progress.track([*numbered], name)
+    results = [work(number, item) for number, item in numbered]
     if world() == 1:
-        return done
-    parts = [_broadcast(done, source) for source in range(world())]
-    following = [iter(part) for part in parts]
-    return [next(following[_worker(number)]) for number in range(sum(map(len, parts)))]
+        return results
+    by_rank = [_broadcast(results, rank) for rank in range(world())]
+    # Each process has its results in the order of their items, so the next one of an item's worker is the item's.
+    remaining = [iter(of_rank) for of_rank in by_rank]
+    return [next(remaining[_worker(number)]) for number in range(sum(map(len, by_rank)))]
 
 
 def is_own(number: int) -> bool:
@@ -97,21 +99,21 @@ def is_own(number: int) -> bool:
 
 def _worker(number: int) -> int:
     """Return the rank of the process that works on an item: 0, 1, 1, 0, 0, 1, ..., to share items of growing size."""
-    place = number % (2 * world())
-    return min(place, 2 * world() - 1 - place)
+    position = number % (2 * world())  # in a round that goes up through the ranks, and down again
+    return min(position, 2 * world() - 1 - position)
 
 
 def added_up(tensors: Iterable[Tensor]) -> None:
     """Replace each tensor, in place, by its sum over all processes, with the same bits in each process."""
     if world() == 1:
         return
-    with _exchange() as (dist, ours):
+    with _exchange() as (dist, joined):
         for tensor in tensors:
-            moved = tensor.to(ours.device).contiguous()
+            total = tensor.to(joined.device).contiguous()
             # Not by `all_reduce`, which may round differently in each process: all must choose by the same numbers.
-            dist.reduce(moved, dst=0, group=ours.group)
-            dist.broadcast(moved, src=0, group=ours.group)
-            tensor.copy_(moved)
+            dist.reduce(total, dst=0, group=joined.group)
+            dist.broadcast(total, src=0, group=joined.group)
+            tensor.copy_(total)
 
 
 def on_main(function: Callable[[], T]) -> T:
@@ -130,33 +132,35 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 def _rank() -> int:
+    """Return the rank of this process; 0 outside of `together`."""
     return 0 if _group is None else _group.rank
 
 
 def _broadcast(value: T, source: int) -> T:
-    """Return the value of the process of rank `source`, in all processes, pickled; `value` of the others is not read.
+    """Return, in all processes, the value of the process of rank `source`; that of the others is not read.
 
-    Tensors arrive on the CPU: another process may not see their device. Not by `broadcast_object_list`, which copies
-    the value several times: the effects of a pass are large.
+    It is pickled. Tensors arrive on the CPU: another process may not see their device. Not by `broadcast_object_list`,
+    which copies the value several times: the effects of a pass are large.
     """
     import torch
 
+    is_source = _rank() == source
     buffer = io.BytesIO()
-    if mine := _rank() == source:
+    if is_source:
         torch.save(value, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-    with _exchange() as (dist, ours):
-        size = torch.tensor(buffer.tell())
-        dist.broadcast(size, src=source, group=ours.group)
-        if not mine:
+    with _exchange() as (dist, joined):
+        size = torch.tensor(buffer.tell())  # in bytes; of the source, in all processes after the next line
+        dist.broadcast(size, src=source, group=joined.group)
+        if not is_source:
             buffer = io.BytesIO(bytes(int(size)))
-        dist.broadcast(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), src=source, group=ours.group)
+        dist.broadcast(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), src=source, group=joined.group)
     buffer.seek(0)
     return torch.load(buffer, map_location="cpu", weights_only=False)
 
 
 @contextmanager
 def _exchange() -> Iterator[tuple[Any, _Group]]:
-    """Yield torch.distributed and the group; raise a StepError where the connection to a process is lost."""
+    """Yield torch.distributed and the joined processes; raise a StepError if the connection to one is lost."""
     import torch.distributed as dist
 
     assert _group is not None
@@ -181,15 +185,14 @@ def together() -> Iterator[None]:
     import torch.distributed as dist
 
     # The calling program, such as one with an Accelerator, may have joined the processes, and then leaves them itself.
-    met = dist.is_available() and dist.is_initialized()
+    already_joined = dist.is_available() and dist.is_initialized()
     _group = _join()
     try:
         yield
     finally:
         _group = None
-    # After a failure the connections stay until this process ends, so that it prints its error before the others
-    # notice.
-    if not met:
+    # After a failure the connections stay until this process ends, so that it prints its error before others notice.
+    if not already_joined:
         dist.destroy_process_group()
 
 

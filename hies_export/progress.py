@@ -43,11 +43,11 @@ class Clock:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time of the block, without that of nested blocks, to `seconds[name]`."""
-        started, before = time.perf_counter(), sum(self.seconds.values())
+        started, recorded = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
         finally:
-            nested = sum(self.seconds.values()) - before
+            nested = sum(self.seconds.values()) - recorded  # what nested blocks have added meanwhile
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - nested
 
 
@@ -73,7 +73,7 @@ def quiet(*, verbose: bool = False) -> Iterator[None]:
     if verbose:
         yield
         return
-    disabled = logging.root.manager.disable
+    disabled_level = logging.root.manager.disable  # logging has no public function that reads it
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
@@ -84,4 +84,4 @@ def quiet(*, verbose: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            logging.disable(disabled)
+            logging.disable(disabled_level)

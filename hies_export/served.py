@@ -25,9 +25,7 @@ from .forms.runtimes.base import Runtime, load_runtime
 class Graph(nn.Module):
     """A graph in ONNX Runtime or OpenVINO, in place of a model of transformers.
 
-    Args:
-        folder: Where the graph and its settings are.
-        config: The config of the model that was exported.
+    `folder` holds the graph and its settings, and `config` is that of the model that was exported.
     """
 
     def __init__(self, folder: Path, config: Any) -> None:
@@ -39,9 +37,9 @@ class Graph(nn.Module):
     def _runtime(self) -> Runtime:
         """Return the open session; open it where there is none, as in another process."""
         if self._loaded is None:
-            asked = self.settings
-            file = self.folder / asked.file
-            self._loaded = load_runtime(asked.runtime, file, threads=asked.threads, dtype=asked.dtype)
+            served = self.settings
+            file = self.folder / served.file
+            self._loaded = load_runtime(served.runtime, file, threads=served.threads, dtype=served.dtype)
         return self._loaded
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,7 +49,7 @@ class Graph(nn.Module):
     def forward(self, **tokens: Tensor) -> dict[str, Tensor]:
         """Return the outputs of the graph by name, on the device of the tokens."""
         device = tokens["input_ids"].device
-        return {name: torch.from_numpy(found).to(device) for name, found in self._runtime().compute(tokens).items()}
+        return {name: torch.from_numpy(array).to(device) for name, array in self._runtime().compute(tokens).items()}
 
     def save_pretrained(self, path: str, **_: Any) -> None:
         """Copy the graph and its settings, and write the config."""
@@ -70,7 +68,7 @@ class OnnxEncoder(Transformer):  # type: ignore[misc, unused-ignore]
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Add to the features, in place, embeddings of texts (texts, dimension) and tokens (texts, tokens, width)."""
-        outputs = self.model(**{name: v for name, v in features.items() if isinstance(v, Tensor)})
+        outputs = self.model(**{name: value for name, value in features.items() if isinstance(value, Tensor)})
         for name, output in (("sentence_embedding", "sentence_embedding"), ("token_embeddings", "last_hidden_state")):
             if output in outputs:
                 features[name] = outputs[output]
@@ -83,7 +81,7 @@ class OnnxEncoder(Transformer):  # type: ignore[misc, unused-ignore]
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> OnnxEncoder:
         """Load the module from a folder, or from a repository of the Hub, which is fetched."""
-        where = ("token", "cache_folder", "revision", "local_files_only")
-        hub = {name: kwargs[name] for name in where if name in kwargs}
+        names = ("token", "cache_folder", "revision", "local_files_only")
+        hub = {name: kwargs[name] for name in names if name in kwargs}
         folder = cls.load_dir_path(model_name_or_path, subfolder=subfolder, **hub)
         return super().load(folder, **kwargs)
