@@ -30,7 +30,7 @@ from .beside import fetch, write_card
 from .classes import load_config, refuse_quantised
 from .folders import new_folder, refuse_existing
 from .load import load
-from .save import load_refit, read_refit, warn_uncompensated, write_slim
+from .save import UNCOMPENSATED_CARD, load_refit, read_refit, warn_uncompensated, write_slim
 from .sentence import kind_in, load_sentence
 from .weights import load_weights, stored_dtype, weight_bytes, weight_files
 
@@ -89,12 +89,13 @@ def apply_plan(
         True
     """
     start = time.perf_counter()
-    layers = None if refit is None else read_refit(plan, Path(refit))
-    given = {"model": model} if refit is None else {"model": model, "refitted layers": refit}
-    refuse_existing(folder, overwrite=overwrite, inputs=given)
+    refitted = None if refit is None else read_refit(plan, Path(refit))
+    inputs = {"model": model} if refit is None else {"model": model, "refitted layers": refit}
+    refuse_existing(folder, overwrite=overwrite, inputs=inputs)
     progress.stage("load the model")
-    found = _load(model)
-    dense, processor, source, origin = found.model, None, found.folder, replace(found, model=None)
+    unwrapped = _load(model)
+    dense, source, processor = unwrapped.model, unwrapped.folder, None
+    unwrapped = replace(unwrapped, model=None)  # so that it does not keep the dense weights in memory
     assert source is not None
     progress.stage("cut")
     if plan.vocabulary:
@@ -110,15 +111,16 @@ def apply_plan(
         plan = replace(plan, model=fingerprint(dense, modules))
     sample = batch or sample_batch(dense, sequence=3)
     slim = prune_units(dense, plan, modules, inplace=True)
-    del dense, found
-    if layers is not None:
-        load_refit(slim, layers)
-    written = replace(plan, compensation={}) if layers is None else plan
+    del dense
+    if refitted is not None:
+        load_refit(slim, refitted)
+    saved_plan = replace(plan, compensation={}) if refitted is None else plan
     progress.stage("save, load again and compare")
     with new_folder(folder, overwrite=overwrite) as temporary:
-        write_slim(slim, temporary, plan=written, batch=sample, given=origin, processor=processor)
-        if plan.compensation and layers is None:
-            write_card(temporary, warn_uncompensated(plan), source)
+        write_slim(slim, temporary, plan=saved_plan, batch=sample, given=unwrapped, processor=processor)
+        if plan.compensation and refitted is None:
+            warn_uncompensated(plan)
+            write_card(temporary, UNCOMPENSATED_CARD.format(method=plan.compensation.get("method")), source)
     return Applied(
         folder=Path(folder),
         dense_bytes=weight_bytes(source),
@@ -128,7 +130,7 @@ def apply_plan(
 
 
 def _load(model: str | Path) -> Unwrapped:
-    """Return a checkpoint's model, in the dtype that it is stored in, with the folder of its weights."""
+    """Load a checkpoint in the dtype that it is stored in; return its model and the folder of its weights."""
 
     def load_stored(model_class: type[PreTrainedModel], folder: Path, config: Any) -> PreTrainedModel:
         refuse_quantised(config, folder)
@@ -146,16 +148,16 @@ def _load(model: str | Path) -> Unwrapped:
 def _find_modules(
     model: PreTrainedModel, plan: PruningPlan, batch: Mapping[str, Tensor] | None
 ) -> tuple[PrunableModule, ...]:
-    """Return the modules of the plan's kinds, including those of an image tower if the plan names them."""
+    """Return the modules of the plan's kinds, in its order, and those of an image tower if the plan names them."""
     kinds = tuple(dict.fromkeys(kept.kind for kept in plan.kept.values())) or (ATTENTION,)
-    found = find_modules(model, batch or sample_batch(model, sequence=3), kinds=kinds)
-    modules = {module.name: module for module in found}
-    for name, tower in model.named_modules():
-        inside = [n for n in plan.kept if n not in modules and n.startswith(f"{name}.")]
-        if batch is None and name and inside and getattr(tower, "main_input_name", "") == "pixel_values":
-            assert isinstance(tower, PreTrainedModel)
-            for module in find_modules(tower, sample_batch(tower), kinds=kinds):
-                module = module.inside(name)
-                modules.setdefault(module.name, module)
-    order = {name: position for position, name in enumerate(plan.kept)}
-    return tuple(sorted(modules.values(), key=lambda module: order.get(module.name, len(order))))
+    modules = find_modules(model, batch or sample_batch(model, sequence=3), kinds=kinds)
+    by_name = {module.name: module for module in modules}
+    for name, submodel in model.named_modules():
+        missing = [kept for kept in plan.kept if kept not in by_name and kept.startswith(f"{name}.")]
+        # A random batch may not reach an image tower, so it is run alone.
+        if batch is None and name and missing and getattr(submodel, "main_input_name", "") == "pixel_values":
+            assert isinstance(submodel, PreTrainedModel)
+            for module in find_modules(submodel, sample_batch(submodel), kinds=kinds):
+                by_name.setdefault(f"{name}.{module.name}", module.inside(name))
+    positions = {name: position for position, name in enumerate(plan.kept)}
+    return tuple(sorted(by_name.values(), key=lambda module: positions.get(module.name, len(positions))))

@@ -68,11 +68,10 @@ def fetch(model: str | Path, revision: str | None = None) -> Path:
 
 def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
     """Return the folder of a checkpoint; of a Hub id, fetch the files that match a pattern first, but no weights."""
-    folder = str(model)
-    if not Path(model).is_dir():
-        with _fetching(model):
-            folder = snapshot_download(folder, allow_patterns=list(patterns), revision=revision)
-    return Path(folder)
+    if Path(model).is_dir():
+        return Path(model)
+    with _fetching(model):
+        return Path(snapshot_download(str(model), allow_patterns=list(patterns), revision=revision))
 
 
 @contextmanager
@@ -92,24 +91,23 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
     root = source.resolve()
     for pattern in patterns:
         for path in sorted(source.glob(pattern)):
-            name = path.relative_to(source)
-            if not path.is_file() or (folder / name).exists() or name.name.lower().startswith((".", "readme")):
+            relative = path.relative_to(source)
+            target = folder / relative
+            if not path.is_file() or target.exists() or path.name.lower().startswith((".", "readme")):
                 continue
             real = path.resolve()
             is_blob = root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs")
-            if real == root / name or is_blob:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(real, folder / name)
+            if real == root / relative or is_blob:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(real, target)
 
 
 def documents_of(model: PreTrainedModel) -> Path | None:
-    """Return the folder with the documents and the card of a model's source; None if it is not known.
-
-    The documents of a model that was loaded from the Hub are fetched.
-    """
+    """Return the folder with the documents and card of a model's source, fetched if needed; None if it is unknown."""
     name = model.config.name_or_path
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
+    folder = Path(name) if name else None
+    if folder is None or folder.is_dir():
+        return folder
     try:
         config = file_of(name, CONFIG_NAME, local_files_only=True)
         # Of the commit in the cache; a name that is not cached may be that of a folder that is gone.
@@ -131,27 +129,25 @@ _TEXT = "# A slim checkpoint, cut by hies-export\n"
 
 
 def read_card(model: str | Path) -> dict[str, Any]:
-    """Return `base_model` and the licence of a model's card, from its folder or the Hub; empty without a card.
-
-    Values other than text and lists of text are left out.
-    """
+    """Return `base_model` and the licence of a model's card, from its folder or the Hub; empty without a card."""
     try:
         with hub_or_cache(model, "model card"):
             file = Path(model) / CARD if Path(model).is_dir() else hf_hub_download(str(model), CARD)
-        found = metadata_load(file)
+        metadata = metadata_load(file)
     except (RequestError, HfHubHTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(metadata, dict):
         return {}
-    values = {key: found.get(key) for key in ("base_model", *LICENSE_KEYS)}
-    texts = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
-    return {key: values[key] for key in values if all(isinstance(text, str) for text in texts[key])}
+    values = {key: metadata.get(key) for key in ("base_model", *LICENSE_KEYS)}
+    # Values other than text and lists of text are left out.
+    lists = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
+    return {key: values[key] for key in values if all(isinstance(item, str) for item in lists[key])}
 
 
 def write_card(folder: Path, text: str | None, source: Path | None) -> None:
-    """Write a text as the card in a folder, with the licence of the card in `source`; none without text and licence."""
-    named = {} if source is None else read_card(source)
-    licence = {key: named[key] for key in LICENSE_KEYS if key in named}
+    """Write a folder's README.md with a text and the licence that the card in `source` names, if either is given."""
+    source_card = {} if source is None else read_card(source)
+    licence = {key: source_card[key] for key in LICENSE_KEYS if key in source_card}
     if text is None and not licence:
         return
     library = "sentence-transformers" if (folder / MODULES_FILE).is_file() else "transformers"
@@ -160,7 +156,7 @@ def write_card(folder: Path, text: str | None, source: Path | None) -> None:
 
 
 def complete_settings(model: PreTrainedModel, folder: Path, source: Path | None = None) -> None:
-    """Complete the config and the tokenizer's settings of a model that was saved in a folder, in place.
+    """Rewrite a saved model's config.json and tokenizer_config.json so that transformers 4 and others read them too.
 
     `source` is the folder of the dense model, if it is known.
     """
@@ -171,10 +167,10 @@ def complete_settings(model: PreTrainedModel, folder: Path, source: Path | None 
         completed = {**completed, "tie_word_embeddings": False}
     # A slim class of ours needs transformers 5.
     if source is not None and (source / CONFIG_NAME).is_file() and not is_slim(model):
-        older = _with_rotary_keys(completed, json.loads((source / CONFIG_NAME).read_text(encoding="utf-8")))
-        read = type(model.config).from_dict(copy.deepcopy(older))  # a config adds to the dicts that it is made from
-        if _rotary_in(read) == _rotary_in(model.config):  # else they were changed after loading
-            completed = older
+        with_rotary = _with_rotary_keys(completed, json.loads((source / CONFIG_NAME).read_text(encoding="utf-8")))
+        parsed = type(model.config).from_dict(copy.deepcopy(with_rotary))  # a config adds to the dict it is made from
+        if _rotary_in(parsed) == _rotary_in(model.config):  # else they were changed after loading
+            completed = with_rotary
     if completed != written:
         file.write_text(json.dumps(completed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     use_version4_names(folder)
@@ -189,8 +185,8 @@ def _has_own_head(model: PreTrainedModel) -> bool:
 def write_config(model: PreTrainedModel, folder: Path) -> None:
     """Write the config of a model beside its export, without `auto_map` and marked as written by this package."""
     config = copy.deepcopy(model.config)
-    of_config = model.auto_model if isinstance(model, TextEncoder) else model
-    config.architectures = [type(of_config).__name__]
+    encoder = model.auto_model if isinstance(model, TextEncoder) else model  # whose config it is
+    config.architectures = [type(encoder).__name__]
     config.dtype = model.dtype
     config.label2id = label_numbers(config)
     vars(config).pop("auto_map", None)
@@ -199,14 +195,11 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def use_version4_names(folder: Path) -> None:
-    """Rewrite tokenizer_config.json with the class and the keys of transformers 4, which version 5 reads too.
-
-    A missing or damaged file is left alone.
-    """
+    """Rewrite tokenizer_config.json with the class and the keys of transformers 4, which version 5 reads too."""
     file = folder / "tokenizer_config.json"
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):  # a missing or damaged file is left alone
         return
     if not isinstance(written, dict):
         return
@@ -225,12 +218,11 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def label_numbers(config: Any) -> dict[str, int] | None:
-    """Return label -> number of a config, by `id2label` if `label2id` was never set.
-
-    transformers would leave out a `label2id` that is missing.
-    """
-    names = config.id2label and {str(label): int(number) for number, label in config.id2label.items()}
-    return config.label2id or names
+    """Return label -> number of a config, by `id2label` if `label2id` was never set."""
+    # transformers would leave out a `label2id` that is missing.
+    if config.label2id or not config.id2label:
+        return config.label2id or config.id2label
+    return {str(label): int(number) for number, label in config.id2label.items()}
 
 
 # Settings of rotary embeddings in a config of transformers 4; version 5 writes `rope_parameters` in their place, which
@@ -239,12 +231,14 @@ _ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_emb_ba
 
 
 def _with_rotary_keys(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the keys of rotary embeddings that the source's config has, also in its sub-configs."""
-    keys = {key: source[key] for key in _ROTARY if key in source}
-    inner = [key for key, part in config.items() if isinstance(part, dict) and isinstance(source.get(key), dict)]
-    return {**keys, **config, **{key: _with_rotary_keys(config[key], source[key]) for key in inner}}
+    """Return a config with the keys of rotary embeddings that it lacks and its source has, also in its sub-configs."""
+    completed = {**{key: source[key] for key in _ROTARY if key in source}, **config}
+    for key, value in config.items():
+        if isinstance(value, dict) and isinstance(source.get(key), dict):
+            completed[key] = _with_rotary_keys(value, source[key])
+    return completed
 
 
 def _rotary_in(config: PreTrainedConfig) -> list[Any]:
     """Return the parameters of rotary embeddings in a config and its sub-configs."""
-    return [getattr(part, "rope_parameters", None) for part in configs_in(config)]
+    return [getattr(each, "rope_parameters", None) for each in configs_in(config)]

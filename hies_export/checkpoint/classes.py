@@ -48,7 +48,8 @@ class _Config(Schema):
 
     @model_validator(mode="after")
     def _buildable(self) -> _Config:
-        for fields in _configs_in(self.model_extra or {}):
+        """Refuse counts of layers and classes that would fill the memory when the model is built."""
+        for fields in _nested_fields(self.model_extra or {}):
             for name, value in fields.items():
                 if name == "num_labels" and isinstance(value, int) and value > MOST_CLASSES:
                     raise ValueError(f"{name} must be at most {MOST_CLASSES}, got {quoted(value)}")
@@ -59,17 +60,18 @@ class _Config(Schema):
         return self
 
 
-def _configs_in(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _nested_fields(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the fields of a config.json, and those of each config inside it."""
     yield fields
     for name, value in fields.items():
         # Names of classes may be any words: ImageNet's "players" ends in "layers", but is no number of layers.
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
-            yield from _configs_in(value)
+            yield from _nested_fields(value)
 
 
 def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `from_pretrained` that say where and how to look on the Hub."""
-    return {k: options[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in options}
+    return {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
 
 
 def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
@@ -88,11 +90,11 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
                 f"'architectures', but {path} names {quoted(names)}; {CODE}"
             )
         # The classes for TensorFlow and Flax, which transformers 5 no longer has, were named after those for torch.
-        named = re.sub(r"^(TF|Flax)", "", names[0]) if len(names) == 1 else ""
+        torch_name = re.sub(r"^(TF|Flax)", "", names[0]) if len(names) == 1 else ""
         raise RequestError(
             f"the config of a model must name one model class of transformers {transformers.__version__} in "
             f"'architectures', but {path} names {quoted(names) if names else 'none'}; upgrade transformers, or write "
-            f"the class that it was trained with into its config.json{did_you_mean(named, dir(transformers))}"
+            f"the class that it was trained with into its config.json{did_you_mean(torch_name, dir(transformers))}"
         )
     return slim_class(stock) if "hies_export" in config else stock
 
@@ -104,6 +106,7 @@ def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
 
 
 def _config_file(path: str | Path, **hub: Any) -> Path:
+    """Return the path of the config.json of a folder or Hub id; refuse one without."""
     file: Path | None = Path(path) / "config.json"
     # The Hub's client refuses an absolute path as a bad repository name, which misleads.
     if not (Path(path).is_absolute() or os.path.exists(path)):
@@ -130,10 +133,10 @@ def refuse_adapter(path: str | Path, **hub: Any) -> None:
 def load_config(path: str | Path, **hub: Any) -> Any:
     """Return the `PreTrainedConfig` of a folder or Hub id, without executing code from it."""
     file = _config_file(path, **hub)
-    config = read_json(file, _Config, _CONFIG)
-    model_type = config.get("model_type")
-    if model_type is None:  # as transformers, which loads a model by the config of its class
-        config_class: Any = class_named(config, path).config_class
+    fields = read_json(file, _Config, _CONFIG)
+    model_type = fields.get("model_type")
+    if model_type is None:  # by the config class of the model class, as transformers does
+        config_class: Any = class_named(fields, path).config_class
     elif model_type in CONFIG_MAPPING:
         config_class = CONFIG_MAPPING[model_type]
     else:
@@ -144,13 +147,13 @@ def load_config(path: str | Path, **hub: Any) -> Any:
         )
     with refusing(_VALUES.format(file), CORRECT), layers_unwarned():
         # The class reads the file itself: there, infinity is {"__float__": "Infinity"}.
-        found = config_class.from_json_file(file)
-        if model_type is None:  # null hides that of the class
-            vars(found).pop("model_type", None)
-        keep_layers_for_files(found)
-        check_text_config(found)
-        use_torch_attention(found)
-    return found
+        config = config_class.from_json_file(file)
+        if model_type is None:  # a null in the file hides the attribute of the class
+            vars(config).pop("model_type", None)
+        keep_layers_for_files(config)
+        check_text_config(config)
+        use_torch_attention(config)
+    return config
 
 
 def config_of_class(model_class: Any, path: str | Path, **hub: Any) -> Any:
@@ -163,7 +166,7 @@ def config_of_class(model_class: Any, path: str | Path, **hub: Any) -> Any:
 
 def is_quantised(config: Any) -> bool:
     """Return whether a config, or one inside it, says that the weights are quantised."""
-    return any(getattr(part, "quantization_config", None) is not None for part in configs_in(config))
+    return any(getattr(each, "quantization_config", None) is not None for each in configs_in(config))
 
 
 def refuse_quantised(config: Any, path: str | Path) -> None:
@@ -173,7 +176,7 @@ def refuse_quantised(config: Any, path: str | Path) -> None:
 
 
 def check_text_config(config: Any) -> None:
-    """Refuse, by a TypeError, a config whose part for texts, such as its `text_config`, is not a config."""
-    part = config.get_text_config()
-    if not isinstance(part, PreTrainedConfig):
-        raise TypeError(f"its text_config, decoder, generator or text_encoder must be a config, got {quoted(part)}")
+    """Raise a TypeError if a config's sub-config for texts, such as its `text_config`, is not a config."""
+    inner = config.get_text_config()
+    if not isinstance(inner, PreTrainedConfig):
+        raise TypeError(f"its text_config, decoder, generator or text_encoder must be a config, got {quoted(inner)}")

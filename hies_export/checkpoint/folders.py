@@ -29,7 +29,7 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     with _hidden(folder) as written:
         written.mkdir()
         yield written
-        refuse_existing(folder, overwrite=overwrite)
+        refuse_existing(folder, overwrite=overwrite)  # again, as the block may take hours
         _put(written, folder)
 
 
@@ -120,7 +120,8 @@ def _is_ours(path: Path) -> bool:
     """Return whether a path is an empty folder or an output of this package."""
     if not path.is_dir():
         return False
-    if not any(path.iterdir()) or any(all((path / name).is_file() for name in names) for names in _OURS):
+    is_output = any(all((path / name).is_file() for name in names) for names in _OURS)
+    if is_output or not any(path.iterdir()):
         return True
     config = path / "config.json"
     return config.is_file() and _EXPORTED in config.read_text(encoding="utf-8", errors="replace")
@@ -128,14 +129,15 @@ def _is_ours(path: Path) -> bool:
 
 def refuse_other_file(file: Path, what: str, is_ours: Callable[[str], bool]) -> None:
     """Refuse to replace a file that is not `what`, such as "a page of this package"; `is_ours` judges its text."""
-    ours = not os.path.lexists(file)
-    with suppress(OSError, ValueError, RecursionError):
-        ours = ours or (file.is_file() and is_ours(file.read_text(encoding="utf-8")))  # a pipe would have no end
-    if not ours:
-        raise OutputExistsError(
-            f"a file is replaced only if it is {what}, but {file} is something else; choose another file, or move or "
-            "delete that one yourself"
-        )
+    if not os.path.lexists(file):
+        return
+    with suppress(OSError, ValueError, RecursionError):  # it cannot be read, so it is not ours
+        if file.is_file() and is_ours(file.read_text(encoding="utf-8")):  # reading a pipe would have no end
+            return
+    raise OutputExistsError(
+        f"a file is replaced only if it is {what}, but {file} is something else; choose another file, or move or "
+        "delete that one yourself"
+    )
 
 
 class Contents(Enum):
@@ -160,7 +162,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _EXPORTS = {"*.onnx": Contents.ONNX, "openvino_model.xml": Contents.OPENVINO, "*.gguf": Contents.GGUF}
 # Files that identify a folder; the first match counts. An export has a config too, but no weights beside it; a pushed
 # run has the files of the checkpoint and the report in one folder.
-_TELLING = {
+_IDENTIFYING = {
     "config.json": Contents.CHECKPOINT,
     "adapter_config.json": Contents.ADAPTER,
     "sweep.json": Contents.SWEEP,
@@ -176,22 +178,21 @@ def contents(path: str | Path) -> Contents:
     """Return what a path holds; `NOTHING` for a Hub id."""
     path = Path(path)
     if not path.is_dir():
-        return Contents.GGUF if path.suffix == ".gguf" else Contents.OTHER if path.exists() else Contents.NOTHING
+        if path.suffix == ".gguf":
+            return Contents.GGUF
+        return Contents.OTHER if path.exists() else Contents.NOTHING
     weights = {file.name for pattern in _WEIGHTS for file in path.glob(pattern)} - {"openvino_model.bin"}
-    telling = _TELLING if weights else _EXPORTS | _TELLING
-    return next((what for pattern, what in telling.items() if any(path.glob(pattern))), Contents.OTHER)
+    identifying = _IDENTIFYING if weights else _EXPORTS | _IDENTIFYING
+    return next((kind for pattern, kind in identifying.items() if any(path.glob(pattern))), Contents.OTHER)
 
 
 def refuse_other(path: str | Path, *welcome: Contents, must: str = MUST) -> None:
-    """Refuse a path that is no Hub id and holds neither a checkpoint nor anything in `welcome`.
-
-    `must` begins the message.
-    """
-    found = contents(path)
-    if found in (Contents.CHECKPOINT, *welcome) or (found is Contents.NOTHING and _HUB_ID.fullmatch(str(path))):
+    """Refuse a path that is no Hub id and holds no checkpoint nor a `welcome` kind; `must` begins the message."""
+    kind = contents(path)
+    if kind in (Contents.CHECKPOINT, *welcome) or (kind is Contents.NOTHING and _HUB_ID.fullmatch(str(path))):
         return
-    inside = sorted(Path(path).glob("*")) if found is Contents.OTHER else []
-    near = (Path(path, "slim"), Path(path).parent / "slim", *inside)
-    folder = next((folder for folder in near if (folder / "config.json").is_file()), None)
-    instead = "" if folder is None else f"; give {folder}"
-    raise RequestError(f"{must}, but {path} is {found.value}{instead}")
+    children = sorted(Path(path).glob("*")) if kind is Contents.OTHER else []
+    nearby = (Path(path, "slim"), Path(path).parent / "slim", *children)
+    checkpoint = next((folder for folder in nearby if (folder / "config.json").is_file()), None)
+    advice = "" if checkpoint is None else f"; give {checkpoint}"
+    raise RequestError(f"{must}, but {path} is {kind.value}{advice}")

@@ -39,13 +39,14 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
     The dtype is that of the files, whatever the model computes in, or `asked` if that names one.
     """
     files = weight_files(path, **hub)
-    dtype = (stored_dtype(files, config) or model.dtype) if asked in (None, "auto") else getattr(torch, str(asked))
+    of_files = stored_dtype(files, config) or model.dtype
+    dtype = of_files if asked in (None, "auto") else getattr(torch, str(asked))
     folder = fetch_files(path, COMPANIONS, hub.get("revision"))
     size = sum(file.stat().st_size for file in files) or parameter_bytes(model)
     return Source(folder, dtype, size, commit_of(folder))
 
 
-def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
+def class_for_task(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
     """Return the model class of a checkpoint; refuse one that the task's Auto class does not load."""
     model_class = find_model_class(path, **hub)
     refuse_encoder_decoder(config, model_class.__name__)
@@ -58,7 +59,7 @@ def task_class(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[
     return model_class
 
 
-# Share of a GPU's memory that a model's weights may take; the rest is for activations.
+# Share of a GPU's free memory that a model's weights may take; the rest is for activations.
 SHARE_OF_GPU = 0.5
 
 
@@ -69,16 +70,18 @@ def device_to_prune_on() -> str:
 
 @never_asking()
 def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, **hub: Any) -> PreTrainedModel:
-    """Load the model to prune; each of several processes has a model of its own.
+    """Load the model to prune, on the GPU if its weights leave half of the free memory there to activations.
 
-    It is on the GPU if it leaves half of the memory there free. Else it stays on the CPU, and a walk takes one block at
-    a time to the GPU and back. By default the dtype is float32 without a GPU, and the checkpoint's own with one.
+    Else it stays on the CPU, and one block at a time is moved to the GPU and back. Each of several processes has a
+    model of its own. By default the dtype is float32 without a GPU, and the checkpoint's own with one.
     """
     device = device_to_prune_on()
     name = dtype or ("float32" if device == "cpu" else "auto")
     model: Any = load_weights(model_class, path, dtype=name if name == "auto" else getattr(torch, name), **hub)
-    fits = device == "cpu" or parameter_bytes(model) < SHARE_OF_GPU * torch.cuda.mem_get_info()[0]
-    return model.to(device) if fits else model
+    if device == "cpu":
+        return model
+    free, _ = torch.cuda.mem_get_info()  # and the total, in bytes
+    return model.to(device) if parameter_bytes(model) < SHARE_OF_GPU * free else model
 
 
 @never_asking()
@@ -116,28 +119,29 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
     transformers 5 cannot load it. `prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does, and
     wrote the removed heads into the config, as `pruned_heads`: layer -> original indices.
     """
-    stock = find_model_class(path, **hub_options(kwargs))
+    stock_class = find_model_class(path, **hub_options(kwargs))
     with refusing(f"the heads that pruned_heads names must be those of the model, but in {path} they are not", AGAIN):
-        config = config_of_class(stock, path, **hub_options(kwargs))
+        config = config_of_class(stock_class, path, **hub_options(kwargs))
         use_torch_attention(config)
-        pruned = {int(layer): heads for layer, heads in (getattr(config, "pruned_heads", None) or {}).items() if heads}
-        if not pruned:
+        pruned_heads = getattr(config, "pruned_heads", None) or {}
+        removed = {int(layer): heads for layer, heads in pruned_heads.items() if heads}
+        if not removed:
             raise RequestError(
                 f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
             )
         del config.pruned_heads
         shapes = stored_shapes(path)
-        skeleton = skeleton_of_files(stock, config, path, shapes)
+        skeleton = skeleton_of_files(stock_class, config, path, shapes)
         modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
         kept = {
-            module.name: module.kept(head for head in range(module.units) if head not in pruned.get(layer, ()))
+            module.name: module.kept(head for head in range(module.units) if head not in removed.get(layer, ()))
             for layer, module in enumerate(modules)
         }
         plan = PruningPlan(kept=kept, criterion="pruned_heads", versions=library_versions())
         skeleton = prune_units(skeleton, plan, modules, inplace=True)
     slim_class = type(skeleton)
-    # These files have older names, which a slim class does not rename by itself.
-    reader: Any = reads_old_names(slim_class) if is_slim(skeleton) else stock
-    model = load_weights(reader, path, shapes=shapes, config=skeleton.config, **kwargs)
-    model.__class__ = slim_class
+    # These files have older names of tensors, which a slim class does not rename by itself.
+    renaming_class: Any = reads_old_names(slim_class) if is_slim(skeleton) else stock_class
+    model = load_weights(renaming_class, path, shapes=shapes, config=skeleton.config, **kwargs)
+    model.__class__ = slim_class  # the other one is for loading only
     return model.eval(), plan

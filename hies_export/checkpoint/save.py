@@ -7,7 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -18,21 +18,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..equal import SAME_CODE, Difference
 from ..errors import PlanError, ReloadMismatchError, refusing
+from ..model import internals
 from ..model.copies import convert, parameter_bytes
-from ..model.internals import (
-    attention_undecided,
-    attributes_set,
-    auto_classes,
-    configs_of,
-    dtypes_in,
-    empty_model,
-    exact_products,
-    has_auto_base,
-    layers_unwarned,
-    never_asking,
-    saved_state,
-    share_tensors,
-)
 from ..model.memory import LARGE_BYTES
 from ..model.modes import evaluating
 from ..model.text_encoder import TextEncoder, Unwrapped
@@ -123,104 +110,120 @@ def write_slim(
     licence come from there, or by default from where the model was loaded.
     """
     if dtype is not None and dtype != model.dtype:
-        model = convert(model, dtype=dtypes_in(model, dtype))
+        model = convert(model, dtype=internals.dtypes_in(model, dtype))
+    # `saved` is the model of transformers; `whole` is it or the object of sentence-transformers around it.
     if isinstance(model, TextEncoder):
         saved, whole = model.auto_model, model.wrapped(processor)
     else:
         saved, whole = model, (model if given is None else given.wrap(model, processor))
-    without_card: Any = {} if whole is model else {"create_model_card": False}
-    both_ways = attributes_set([(saved.config, "label2id", label_numbers(saved.config))])
-    with attention_undecided(configs_of(saved)), both_ways:
+    without_card: Any = {} if whole is model else {"create_model_card": False}  # sentence-transformers writes one
+    label_numbers_set = internals.attributes_set([(saved.config, "label2id", label_numbers(saved.config))])
+    with internals.attention_undecided(internals.configs_of(saved)), label_numbers_set:
         whole.save_pretrained(str(folder), **without_card)
     if processor is not None and whole is model:
         processor.save_pretrained(folder)
-    dense = None if given is None else given.folder
-    source = dense or documents_of(model)
+    dense_folder = None if given is None else given.folder
+    source = dense_folder or documents_of(model)
     if source is not None:
-        # If tokens were removed, the dense model's vocabularies no longer fit.
-        of_processor = () if plan.vocabulary else VOCABULARIES
-        of_tokenizer = () if dense is None else of_processor if processor is not None else PROCESSORS
-        copy_companions(source, folder, (*of_tokenizer, *DOCUMENTS))
+        patterns = [*DOCUMENTS]
+        if dense_folder is not None and processor is None:
+            patterns += PROCESSORS
+        elif dense_folder is not None and not plan.vocabulary:  # which no longer fit if tokens were removed
+            patterns += VOCABULARIES
+        copy_companions(source, folder, patterns)
     complete_settings(saved, folder, source)
     (folder / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
     if refitted is not None:
         save_file(dict(refitted), folder / REFIT)
     write_card(folder, None, source)
-    worst = check_reload(saved, folder, batch)
+    max_abs = check_reload(saved, folder, batch)
     if whole is not model:
         check_in_sentence_transformers(whole, folder)
-    return worst
+    return max_abs
 
 
-@layers_unwarned()
+class _Way(NamedTuple):
+    """A way to load a saved folder."""
+
+    name: str  # in messages
+    loader: Any  # a model class, or an Auto class
+    options: dict[str, Any]  # for its `from_pretrained`
+    original: nn.Module  # what it must give back: the saved model, or its base model
+    inputs: Mapping[str, Tensor]  # of `original`, to compare outputs on
+    prefix: str = ""  # of the names in `original` when they are those of the saved model
+
+
+@internals.layers_unwarned()
 def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str, Tensor]) -> float:
     """Load a folder in every way that users may, one after the other; return the largest difference of an output.
 
     The ways are this package, the Auto classes of its task, and `AutoModel`. Models of more than `LARGE_BYTES` are
-    `_built` and not loaded. Raises the ReloadMismatchErrors of `save_slim`.
+    not loaded where `_build` can compare without. Raises the ReloadMismatchErrors of `save_slim`.
     """
     large = parameter_bytes(model) > LARGE_BYTES
     batch = short_samples(batch) if large else batch
-    worst = 0.0
     # Rounding in half precision would hide small differences, or look like one. A large model shares its tensors with
     # what is built, so both round alike; but its numbers may overflow.
     if model.dtype in (torch.float16, torch.bfloat16) and not (large and first_output(model, batch).isfinite().all()):
         model = convert(model, dtype=torch.float32)
-    saved = saved_state(model)
-    held = _names_held(saved, Path(folder)) if large else None
-    own_class: Any = find_model_class(folder)
-    ways: list[tuple[str, Any, nn.Module, Mapping[str, Tensor]]] = [("hies_export.load", own_class, model, batch)]
-    if has_auto_base(model):
-        ways.append(("AutoModel", AutoModel, model.base_model, _base_model_inputs(model, batch)))
-    names = auto_classes(type(model).__name__, model.config.model_type)
-    ways += [(name, getattr(transformers, name), model, batch) for name in names if name != "AutoModel"]
-    for way, loader, original, inputs in ways:
-        expected = first_output(original, inputs)
-        under = "" if original is model else f"{model.base_model_prefix}."
-        # The Auto classes run the code in a slim folder, which is the file that this package wrote there, and no other.
-        options = {} if loader is own_class else {"trust_remote_code": is_slim(model)}
-        must = f"a saved model must load again, but through {way} it failed with"
+    saved = internals.saved_state(model)
+    stored = _compared_names(saved, Path(folder)) if large else None
+    ways = [_Way("hies_export.load", find_model_class(folder), {}, model, batch)]
+    # The Auto classes run the code in a slim folder, which is the file that this package wrote there, and no other.
+    options = {"trust_remote_code": is_slim(model)}
+    if internals.has_auto_base(model):
+        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+        ways.append(_Way("AutoModel", AutoModel, options, model.base_model, _base_model_inputs(model, batch), prefix))
+    names = internals.auto_classes(type(model).__name__, model.config.model_type)
+    ways += [_Way(name, getattr(transformers, name), options, model, batch) for name in names if name != "AutoModel"]
+    max_abs = 0.0
+    for way in ways:
+        expected = first_output(way.original, way.inputs)
+        loaded = _reloaded(model, folder, way, saved, stored)
+        must = f"a saved model must run again, but through {way.name} it failed with"
         with refusing(must, "nothing was kept", ReloadMismatchError):
-            loaded: Any
-            loaded, info = _built(loader, folder, original, under, held, options) or loader.from_pretrained(
-                folder, dtype=model.dtype, output_loading_info=True, **options
-            )
-        missing = sorted(under + key for key in info["missing_keys"] if under + key in saved)
-        if missing or info["mismatched_keys"]:
-            raise ReloadMismatchError(
-                f"every saved weight must load again, but through {way} {missing or info['mismatched_keys']} did not; "
-                "nothing was kept"
-            )
-        loaded = loaded.to(model.device)
-        with refusing(
-            f"a saved model must run again, but through {way} it failed with", "nothing was kept", ReloadMismatchError
-        ):
-            difference = Difference.of(first_output(loaded, inputs), expected)
+            difference = Difference.of(first_output(loaded, way.inputs), expected)
         del loaded  # before the next one is loaded
-        worst = max(worst, difference.max_abs)
+        max_abs = max(max_abs, difference.max_abs)
         if not difference.within(SAME_CODE):
             raise ReloadMismatchError(
-                f"a loaded model must give the saved model's output to {SAME_CODE:g} of the largest, but through {way} "
-                f"it differs by {difference}; nothing was kept. No file holds hooks, mixed precision and the like of a "
-                "model in memory: take them off before you prune it"
+                f"a loaded model must give the saved model's output to {SAME_CODE:g} of the largest, but through "
+                f"{way.name} it differs by {difference}; nothing was kept. No file holds hooks, mixed precision and "
+                "the like of a model in memory: take them off before you prune it"
             )
-    return worst
+    return max_abs
 
 
-def _names_held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
-    """Return the names of the tensors in a folder's files; refuse one whose numbers are not those of the model.
+def _reloaded(
+    model: PreTrainedModel, folder: str | Path, way: _Way, saved: Mapping[str, Tensor], stored: set[str] | None
+) -> Any:
+    """Load a model's folder in one way, or `_build` it if `stored` is given; refuse it if a `saved` tensor is lost."""
+    must = f"a saved model must load again, but through {way.name} it failed with"
+    with refusing(must, "nothing was kept", ReloadMismatchError):
+        result = None if stored is None else _build(way, folder, stored)
+        if result is None:
+            result = way.loader.from_pretrained(folder, dtype=model.dtype, output_loading_info=True, **way.options)
+        loaded, info = result
+    missing = sorted(way.prefix + key for key in info["missing_keys"] if way.prefix + key in saved)
+    if missing or info["mismatched_keys"]:
+        raise ReloadMismatchError(
+            f"every saved weight must load again, but through {way.name} {missing or info['mismatched_keys']} did not; "
+            "nothing was kept"
+        )
+    return loaded.to(model.device)
 
-    None if a name is not in the model, because transformers saves some tensors under other names.
-    """
+
+def _compared_names(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
+    """Return the names of the tensors in a folder's files; refuse one whose numbers are not those of the model."""
     names = set()
     for file in weight_files(folder):
-        for name in [n for n, *_ in describe_tensors(file)]:
-            if name not in saved:
+        for name in [name for name, _, _ in describe_tensors(file)]:
+            if name not in saved:  # transformers saves some tensors under other names
                 return None
             with safe_open(file, "pt") as tensors:  # opened anew, as an open file keeps all that was read in memory
                 stored = tensors.get_tensor(name).flatten()
-            wanted = saved[name].detach().to("cpu", stored.dtype).flatten()
-            if not torch.equal(stored.view(torch.uint8), wanted.view(torch.uint8)):
+            expected = saved[name].detach().to("cpu", stored.dtype).flatten()
+            if not torch.equal(stored.view(torch.uint8), expected.view(torch.uint8)):  # bit by bit: NaN equals NaN
                 raise ReloadMismatchError(
                     f"files must hold the numbers of the model, but {file.name} has others for {name}; nothing was kept"
                 )
@@ -228,34 +231,30 @@ def _names_held(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
     return names
 
 
-def _built(
-    loader: Any, folder: str | Path, original: nn.Module, under: str, held: set[str] | None, options: Any
-) -> tuple[Any, dict[str, Any]] | None:
-    """Build a model from a saved config, as loading would; return it, and what loading would report.
+def _build(way: _Way, folder: str | Path, stored: set[str]) -> tuple[Any, dict[str, Any]] | None:
+    """Build a model from a saved config, as loading would; return it, and what `output_loading_info` would report.
 
-    It shares the tensors of the saved model, `original`, unless some are missing or of another shape. `loader` is a
-    class or an Auto class, `held` the names in the files, and `under` their prefix. None if the model must be loaded:
-    if `held` is None, if its names are not the original's, or if it has tensors that are no parameters or buffers.
+    It shares the tensors of the saved model, unless the files, which hold the names in `stored`, lack some or some have
+    another shape. None if the model must be loaded: if its names are not those of the saved model, or if it has tensors
+    that are no parameters or buffers.
     """
-    if held is None:
-        return None
-    if isinstance(loader, type) and issubclass(loader, PreTrainedModel):
-        built = empty_model(loader, config_of_class(loader, folder))
+    if isinstance(way.loader, type) and issubclass(way.loader, PreTrainedModel):
+        built = internals.empty_model(way.loader, config_of_class(way.loader, folder))
     else:
-        config = AutoConfig.from_pretrained(folder, **options)
+        config = AutoConfig.from_pretrained(folder, **way.options)
         with torch.device("meta"):
-            built = loader.from_config(config, **options)
-    wanted, of_class = original.state_dict(), built.state_dict(keep_vars=True)
-    kept_aside = any(isinstance(value, Tensor) for module in built.modules() for value in vars(module).values())
-    if kept_aside or of_class.keys() != wanted.keys():
+            built = way.loader.from_config(config, **way.options)
+    originals, tensors = way.original.state_dict(), built.state_dict(keep_vars=True)
+    has_others = any(isinstance(value, Tensor) for module in built.modules() for value in vars(module).values())
+    if has_others or tensors.keys() != originals.keys():
         return None
-    names_of = defaultdict[int, set[str]](set)
-    for name, tensor in of_class.items():
-        names_of[id(tensor)].add(under + name)  # tied ones share a tensor, which the files hold once
-    missing = [name for name, tensor in of_class.items() if not names_of[id(tensor)] & held]
-    mismatched = [name for name, tensor in of_class.items() if tensor.shape != wanted[name].shape]
+    names_of = defaultdict[int, set[str]](set)  # `id` of a tensor -> its names
+    for name, tensor in tensors.items():
+        names_of[id(tensor)].add(way.prefix + name)  # tied ones share a tensor, which the files hold once
+    missing = [name for name, tensor in tensors.items() if not names_of[id(tensor)] & stored]
+    mismatched = [name for name, tensor in tensors.items() if tensor.shape != originals[name].shape]
     if not (missing or mismatched):
-        share_tensors(built, original)
+        internals.share_tensors(built, way.original)
     return built, {"missing_keys": missing, "mismatched_keys": mismatched}
 
 
@@ -263,19 +262,19 @@ def _base_model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> d
     """Return the tensors that the base model gets when its model runs on a batch: heads may reshape or add inputs."""
     base: nn.Module = model.base_model
     names = [*inspect.signature(base.forward).parameters]
-    given: dict[str, Tensor] = {}
+    recorded: dict[str, Tensor] = {}
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
-        given.update({name: value for name, value in passed.items() if isinstance(value, Tensor)})
+        recorded.update({name: value for name, value in passed.items() if isinstance(value, Tensor)})
 
     with base.register_forward_pre_hook(record, with_kwargs=True):
         first_output(model, batch)
-    return given or dict(batch)  # nothing was recorded where the model calls parts of its base model
+    return recorded or dict(batch)  # nothing was recorded if the model calls only submodules of its base model
 
 
-@layers_unwarned()
-@never_asking()
+@internals.layers_unwarned()
+@internals.never_asking()
 def check_in_sentence_transformers(whole: Any, folder: Path, *, limit: float = SAME_CODE) -> None:
     """Compare an object of sentence-transformers with the one that it loads from the object's folder.
 
@@ -288,34 +287,37 @@ def check_in_sentence_transformers(whole: Any, folder: Path, *, limit: float = S
         options: dict[str, Any] = {"device": str(whole.device), "local_files_only": True, "trust_remote_code": True}
         computing = {"dtype": torch.float32, "attn_implementation": "eager"}
         loaded = type(whole)(str(folder), **options, model_kwargs=computing)
-        whole, texts = convert(whole, dtype=torch.float32), _texts(whole)
-        with evaluating(whole), exact_products():
-            one, other = (torch.cat(_numbers(model, texts)) for model in (loaded, whole))
-    difference = Difference.of(one, other)
+        saved, texts = convert(whole, dtype=torch.float32), _sample_texts(whole)
+        with evaluating(saved), internals.exact_products():
+            actual = torch.cat(_embeddings_or_scores(loaded, texts))
+            expected = torch.cat(_embeddings_or_scores(saved, texts))
+    difference = Difference.of(actual, expected)
     if not difference.within(limit):
         raise ReloadMismatchError(f"{must} it differs by {difference}; nothing was kept")
 
 
-def _numbers(model: Any, texts: list[str]) -> list[Tensor]:
+def _embeddings_or_scores(model: Any, texts: list[str]) -> list[Tensor]:
     """Return the embeddings that a SentenceTransformer gives for texts, or a CrossEncoder's scores of pairs of them."""
     # One at a time: with padding on the left, some models embed a text by the others of its batch.
-    how: dict[str, Any] = {"batch_size": 1, "convert_to_tensor": True, "show_progress_bar": False}
+    options: dict[str, Any] = {"batch_size": 1, "convert_to_tensor": True, "show_progress_bar": False}
     if hasattr(model, "predict"):
-        return [model.predict([*zip(texts, reversed(texts), strict=True)], **how, activation_fn=nn.Identity())]
-    return [encode(texts, **how) for encode in (model.encode_query, model.encode_document, model.encode)]
+        return [model.predict([*zip(texts, reversed(texts), strict=True)], **options, activation_fn=nn.Identity())]
+    return [encode(texts, **options) for encode in (model.encode_query, model.encode_document, model.encode)]
 
 
-def _texts(whole: Any) -> list[str]:
-    """Return a few texts, the last one longer than most models take."""
+def _sample_texts(whole: Any) -> list[str]:
+    """Return a few texts for an object of sentence-transformers, the last one longer than most models take."""
     texts = ["two words", "A Question, and its Answer: 42?"]
-    most = longest_sequence(whole[0].config)
+    longest = longest_sequence(whole[0].config)
     # Where a folder asks for longer texts than its model takes, sentence-transformers fails on these.
-    return [*texts, "many words " * 300] if most is None or (whole.max_seq_length or 0) <= most else texts
+    if longest is None or (whole.max_seq_length or 0) <= longest:
+        texts.append("many words " * 300)
+    return texts
 
 
-REFIT = "refit.safetensors"
+REFIT = "refit.safetensors"  # the layers that a compensated run refitted, beside its plan
 _ADVICE = f"give the {REFIT} that was written with the plan, or cut without it: --no-refit (in Python refit=None)"
-_CARD = """\
+UNCOMPENSATED_CARD = """\
 # Cut without its compensation
 
 The plan of this checkpoint was made for a model whose output projections are refitted after the cut ({method}). They
@@ -342,11 +344,11 @@ def read_refit(plan: PruningPlan, file: Path) -> dict[str, Tensor]:
         )
     with refusing(f"refitted layers must be a safetensors file, but {file} is none", _ADVICE, PlanError):
         tensors: dict[str, Tensor] = load_file(file)
-    found = digest_tensors(tensors)
-    if found != plan.refit:
+    digest = digest_tensors(tensors)
+    if digest != plan.refit:
         raise PlanError(
             f"refitted layers must be those of the plan, whose digest is {plan.refit[:12]}, but that of {file} is "
-            f"{found[:12]}; {_ADVICE}"
+            f"{digest[:12]}; {_ADVICE}"
         )
     return tensors
 
@@ -366,9 +368,8 @@ def load_refit(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> None:
             model.get_parameter_or_buffer(name).copy_(tensor)
 
 
-def warn_uncompensated(plan: PruningPlan) -> str:
-    """Warn that a model is cut by a compensated model's plan but not compensated; return the same as its card."""
-    method = plan.compensation.get("method")
+def warn_uncompensated(plan: PruningPlan) -> None:
+    """Warn that a model is cut by a compensated model's plan but not compensated."""
     remedy = ""
     if plan.refit is not None:
         remedy = f"give the {REFIT} of the run that made the plan as --refit (in Python refit=), or "
@@ -376,7 +377,6 @@ def warn_uncompensated(plan: PruningPlan) -> str:
         "the plan was made for a model that is refitted after the cut (compensation: %s), but its layers are NOT "
         "refitted here, so quality is that of cutting alone; %srefit anew in Python, by prune(model, batches, "
         "plan=PLAN, compensation=...)",
-        method,
+        plan.compensation.get("method"),
         remedy,
     )
-    return _CARD.format(method=method)

@@ -69,8 +69,8 @@ def kind_in(path: str | Path, **hub: Any) -> str | None:
     if _file(path, MODULES_FILE, **hub) is None:
         return None
     options = _file(path, OPTIONS_FILE, **hub)
-    found = {} if options is None else read_json(options, _Options, _SENTENCE)
-    return str(found.get("model_type") or EMBEDDER)
+    settings = {} if options is None else read_json(options, _Options, _SENTENCE)
+    return str(settings.get("model_type") or EMBEDDER)
 
 
 def is_sentence_transformer(path: str | Path, **hub: Any) -> bool:
@@ -112,11 +112,13 @@ def load_sentence(
         MissingRuntimeError: sentence-transformers is not installed.
         RequestError: The folder has no modules.json, is damaged, or has modules that are not supported.
     """
-    require()
-    import sentence_transformers as there
+    extra = "sentence-transformers"
+    require_package("sentence_transformers", who="an embedding model needs", package=extra, extra=extra)
+    import sentence_transformers
 
-    load = load or (lambda found, folder, config: load_weights(found, folder, config=config, **kwargs))
-    if (kind := kind_in(path, revision=revision)) is None:
+    load = load or (lambda model_class, folder, config: load_weights(model_class, folder, config=config, **kwargs))
+    kind = kind_in(path, revision=revision)
+    if kind is None:
         read_config(path, revision=revision)
         raise RequestError(
             f"an embedding model must be a folder of sentence-transformers, but {path} has no {MODULES_FILE}; make one "
@@ -125,17 +127,20 @@ def load_sentence(
         )
     folder = fetch_files(path, _FILES, revision)
     weight_files(path, revision=revision)
-    modules = [_Module.model_validate(one) for one in read_json(folder / MODULES_FILE, list[_Module], _SENTENCE)]
+    entries = read_json(folder / MODULES_FILE, list[_Module], _SENTENCE)
+    modules = [_Module.model_validate(entry) for entry in entries]
     _check_modules(kind, [module.type for module in modules], str(path))
     for module in modules[1:]:
         _check_sizes(folder / module.path / "config.json")
     with refusing(f"sentence-transformers must load {path}, but fails", _REMEDY):
-        base = getattr(there, kind)
+        from sentence_transformers.base.modules import Transformer
+
+        base = getattr(sentence_transformers, kind)
         # Classes that modules.json names are looked up in `_module_classes` before they are imported.
-        own: Any = type(kind, (base,), {"_module_classes": {modules[0].type: _loading(load)}})
-        given = own(str(folder), device=device, local_files_only=True)
-        given.__class__, given[0].__class__ = base, _transformer()
-        return replace(unwrap(given, where=str(path)), folder=folder / modules[0].path)
+        loading_class: Any = type(kind, (base,), {"_module_classes": {modules[0].type: _loading(Transformer, load)}})
+        loaded = loading_class(str(folder), device=device, local_files_only=True)
+        loaded.__class__, loaded[0].__class__ = base, Transformer  # the subclasses are for loading only
+        return replace(unwrap(loaded, where=str(path)), folder=folder / modules[0].path)
 
 
 def _check_sizes(file: Path) -> None:
@@ -146,28 +151,15 @@ def _check_sizes(file: Path) -> None:
             raise RequestError(f"a size must be at most {MOST_FEATURES:,}, but {file} has {name}: {quoted(size)}")
 
 
-def require() -> None:
-    """Raise a `MissingRuntimeError` if sentence-transformers is not installed."""
-    name = "sentence-transformers"
-    require_package("sentence_transformers", who="an embedding model needs", package=name, extra=name)
-
-
-def _transformer() -> Any:
-    from sentence_transformers.base.modules import Transformer
-
-    return Transformer
-
-
-def _loading(load: Load) -> Any:
-    """Return a subclass of the module Transformer that loads its model by `load`."""
-    base = _transformer()
+def _loading(transformer: Any, load: Load) -> Any:
+    """Return a subclass of the module class Transformer of sentence-transformers that loads its model by `load`."""
 
     def load_model(self: Any, path: str, task: str, config: Any, *_: Any, subfolder: str = "", **__: Any) -> Any:
         folder = Path(path) / subfolder
-        found = encoder_class(folder) if task == "feature-extraction" else find_model_class(folder)
-        return load(found, folder, config)
+        model_class = encoder_class(folder) if task == "feature-extraction" else find_model_class(folder)
+        return load(model_class, folder, config)
 
-    return type("Transformer", (base,), {"_load_model": load_model, "__module__": base.__module__})
+    return type("Transformer", (transformer,), {"_load_model": load_model, "__module__": transformer.__module__})
 
 
 def encoder_class(path: Path) -> type[PreTrainedModel]:
@@ -176,28 +168,31 @@ def encoder_class(path: Path) -> type[PreTrainedModel]:
     It is the base model's, even if the config names a class with a head, such as BertForMaskedLM, or none. Raises a
     RequestError if the encoder takes more than texts, or is a part of an encoder-decoder that has no own class.
     """
-    found = _base_class(path)
-    modalities: str | Sequence[str] = found.input_modalities  # a single one is a string
-    _refuse_others([modalities] if isinstance(modalities, str) else modalities, str(path))
-    return found
+    model_class = _base_class(path)
+    modalities: str | Sequence[str] = model_class.input_modalities  # a single one is a string
+    _refuse_other_modalities([modalities] if isinstance(modalities, str) else modalities, str(path))
+    return model_class
 
 
 def _base_class(path: Path) -> type[PreTrainedModel]:
+    """Return the base model's class for `encoder_class`, or its slim version, whatever it takes."""
     config = load_config(path)
     slim = getattr(config, "hies_export", None) is not None
-    if (own := ENCODERS.get(config.model_type)) is not None:
-        stock = getattr(transformers, own)
-        return slim_class(stock) if slim else stock
+    if config.model_type in ENCODERS:
+        stock_class = getattr(transformers, ENCODERS[config.model_type])
+        return slim_class(stock_class) if slim else stock_class
     if config.is_encoder_decoder:
         raise RequestError(f"an embedding model must be an encoder, but {path} is an encoder-decoder; give another")
     base = model_class_of(config, "AutoModel")
     if base is not None and not config.architectures:
         return base
     named = find_model_class(path)
-    return named if base is None or slim or "AutoModel" in auto_classes(named.__name__, config.model_type) else base
+    if base is None or slim:
+        return named
+    return named if "AutoModel" in auto_classes(named.__name__, config.model_type) else base
 
 
-def _refuse_others(modalities: Sequence[str], where: str) -> None:
+def _refuse_other_modalities(modalities: Sequence[str], where: str) -> None:
     """Refuse a model that embeds other things than texts, or that puts texts into a chat template ("message")."""
     if set(modalities) != {"text"}:
         raise RequestError(
@@ -205,16 +200,13 @@ def _refuse_others(modalities: Sequence[str], where: str) -> None:
         )
 
 
-# Objects in memory
-
-
 def unwrap(model: Any, where: str = "") -> Unwrapped:
     """Return the model of transformers in a SentenceTransformer or CrossEncoder, or a model that is one itself.
 
     The object is not changed; messages call it `where`.
     """
-    names = (c.__name__ for c in type(model).__mro__ if c.__module__.split(".")[0] == "sentence_transformers")
-    kind = next((name for name in names if name in (EMBEDDER, RERANKER, *_OTHERS)), None)
+    classes = [c for c in type(model).__mro__ if c.__module__.split(".")[0] == "sentence_transformers"]
+    kind = next((c.__name__ for c in classes if c.__name__ in (EMBEDDER, RERANKER, *_OTHERS)), None)
     if kind is None:
         return Unwrapped(model)
     where = where or f"this {type(model).__name__}"
@@ -223,7 +215,7 @@ def unwrap(model: Any, where: str = "") -> Unwrapped:
         raise RequestError(
             f"the encoder must be a model of transformers in torch, but {where} has none; load it with backend='torch'"
         )
-    _refuse_others(model[0].modalities, where)
+    _refuse_other_modalities(model[0].modalities, where)
     with refusing(f"the tokenizer of {where} must be one that can be copied, but is not", _REMEDY):
         token_numbers(model.tokenizer)
     return _of_embedder(model, where) if kind == EMBEDDER else _of_reranker(model, where)
@@ -235,7 +227,8 @@ def _check_modules(kind: str, types: Sequence[str], where: str) -> None:
     `types` are the full names of the modules' classes, and `where` names the object in messages.
     """
     names = [full.rpartition(".")[2] for full in types]
-    own = all(full.startswith("sentence_transformers.") or full.endswith(_SLIM_ENCODER) for full in types)
+    known = all(full.startswith("sentence_transformers.") or full.endswith(_SLIM_ENCODER) for full in types)
+    is_embedder = names[:2] == ["Transformer", "Pooling"] and set(names[2:]) <= set(_AFTER_POOLING)
     if kind not in (EMBEDDER, RERANKER):
         raise RequestError(
             f"the model must give one embedding for a text or one score for a pair, but {where} is a {kind}, which "
@@ -246,7 +239,7 @@ def _check_modules(kind: str, types: Sequence[str], where: str) -> None:
             f"a CrossEncoder must be a single Transformer with its own head, but {where} is "
             f"{shortened(listed(names)) or 'empty'}; give one of a model for sequence classification"
         )
-    if not own or (kind == EMBEDDER and (names[:2] != ["Transformer", "Pooling"] or {*names[2:]} - {*_AFTER_POOLING})):
+    if not known or (kind == EMBEDDER and not is_embedder):
         raise RequestError(
             f"an embedding model must be a Transformer, a Pooling, and then any of {', '.join(_AFTER_POOLING)} of "
             f"sentence-transformers, as code in a checkpoint is never run, but {where} is "
@@ -262,41 +255,43 @@ def _of_embedder(given: Any, where: str) -> Unwrapped:
             "model without prompts, or one that pools them too"
         )
     for module in [*given][2:]:
-        named = {getattr(module, name, "sentence_embedding") for name in ("module_input_name", "module_output_name")}
-        if named != {"sentence_embedding"}:
+        fields = {getattr(module, name, "sentence_embedding") for name in ("module_input_name", "module_output_name")}
+        if fields != {"sentence_embedding"}:
             raise RequestError(
                 f"a module after the pooling must turn one embedding per text into another, but a "
-                f"{type(module).__name__} of {where} is of {shortened(listed(sorted(map(str, named))))}; give another"
+                f"{type(module).__name__} of {where} is of {shortened(listed(sorted(map(str, fields))))}; give another"
             )
-    if not isinstance(width := given.truncate_dim or 1, int) or width < 1:
+    width = given.truncate_dim or 1
+    if not isinstance(width, int) or width < 1:
         raise RequestError(f"truncate_dim must be a number of at least 1, got {quoted(width)} in {where}; correct it")
     # A copy, as a tokenizer keeps how it was last called, and saves that.
     tokenizer = copy.deepcopy(given.tokenizer)
-    return Unwrapped(TextEncoder(given), tokenizer, lambda slim, other: slim.wrapped(other))
+    return Unwrapped(TextEncoder(given), tokenizer, lambda slim, new_tokenizer: slim.wrapped(new_tokenizer))
 
 
 def _of_reranker(given: Any, where: str) -> Unwrapped:
     """Unwrap a CrossEncoder; refuse a default prompt, and settings of its tokenizer that are not supported."""
-    first, inner, default = given[0], given[0].model, given.default_prompt_name
+    transformer, model, default = given[0], given[0].model, given.default_prompt_name
     if default is not None and given.prompts.get(default):
         raise RequestError(
             f"a CrossEncoder must read its pairs without a prompt, but {where} has {quoted(default)} by default; set "
             "its default_prompt_name to None, and put the prompt into the texts"
         )
-    called = {**first.processing_kwargs.get("text", {}), **first.processing_kwargs.get("common", {})}
-    length = called.pop("max_length", first.max_seq_length)
-    if called or first.transformer_task != "sequence-classification":
-        asked = listed(called) or first.transformer_task
+    settings = transformer.processing_kwargs
+    unsupported = {**settings.get("text", {}), **settings.get("common", {})}  # once max_length is taken out
+    length = unsupported.pop("max_length", transformer.max_seq_length)
+    if unsupported or transformer.transformer_task != "sequence-classification":
+        asked = listed(unsupported) or transformer.transformer_task
         raise RequestError(f"a CrossEncoder must classify pairs that its tokenizer cuts, but {where} asks for {asked}")
 
     def wrap(slim: nn.Module, tokenizer: Any) -> Any:
-        memo: dict[int, Any] = {id(inner): slim}  # deepcopy takes what its memo already holds for the finished copy
+        memo: dict[int, Any] = {id(model): slim}  # deepcopy takes what its memo already holds for the finished copy
         if tokenizer is not None:
-            memo[id(first.tokenizer)] = tokenizer
+            memo[id(transformer.tokenizer)] = tokenizer
         return copy.deepcopy(given, memo)
 
-    limit = shortest_limit(length, longest_sequence(inner.config))
-    return Unwrapped(inner, copy.deepcopy(given.tokenizer), wrap, limit)
+    limit = shortest_limit(length, longest_sequence(model.config))
+    return Unwrapped(model, copy.deepcopy(given.tokenizer), wrap, limit)
 
 
 SERVED_FILE = "hies_served.json"
@@ -329,7 +324,7 @@ def write_served(folder: Path, model: TextEncoder, *, file: str, runtime: str, d
 
 def read_served(folder: Path) -> Served:
     """Return the settings of a folder that `write_served` wrote; refuse a graph outside of the folder."""
-    found = Served.model_validate(read_json(folder / SERVED_FILE, Served, _RULE))
-    if found.file in ("", "..") or Path(found.file).name != found.file:
-        raise _RULE.refused(f"{folder / SERVED_FILE} names {found.file}, which is not in its folder")
-    return found
+    served = Served.model_validate(read_json(folder / SERVED_FILE, Served, _RULE))
+    if served.file in ("", "..") or Path(served.file).name != served.file:
+        raise _RULE.refused(f"{folder / SERVED_FILE} names {served.file}, which is not in its folder")
+    return served

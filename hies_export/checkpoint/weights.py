@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -20,14 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..errors import RequestError, listed, refusing
-from ..model.internals import (
-    configs_in,
-    empty_model,
-    file_of,
-    lacks_pooler,
-    layers_unwarned,
-    use_torch_attention,
-)
+from ..model.internals import configs_in, empty_model, file_of, lacks_pooler, layers_unwarned, use_torch_attention
 from ..model.online import model_or_cache
 from .classes import AGAIN, FLOATING, check_text_config, config_of_class, hub_options, is_quantised, refuse_adapter
 
@@ -51,12 +44,12 @@ logger = logging.getLogger(__name__)
 def weight_files(path: str | Path, **hub: Any) -> list[Path]:
     """Return the files that `from_pretrained` reads weights from, fetched if needed; none if it would find none."""
     with model_or_cache(path, hub):
-        for name, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-            if (whole := file_of(path, name, **hub)) is not None:
-                return [whole]
-            if (listing := file_of(path, index, **hub)) is not None:
-                with refusing(f"the index of a sharded checkpoint must name its files, but {listing} does not", AGAIN):
-                    names = {Path(name).name for name in json.loads(listing.read_bytes())["weight_map"].values()}
+        for name, index_name in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+            if (file := file_of(path, name, **hub)) is not None:
+                return [file]
+            if (index := file_of(path, index_name, **hub)) is not None:
+                with refusing(f"the index of a sharded checkpoint must name its files, but {index} does not", AGAIN):
+                    names = {Path(shard).name for shard in json.loads(index.read_bytes())["weight_map"].values()}
                 shards = [file_of(path, shard, **hub) for shard in sorted(names)]
                 return [shard for shard in shards if shard is not None]
     return []
@@ -66,8 +59,8 @@ def describe_tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
     """Yield name, dtype as safetensors names it, and shape of every tensor in a file."""
     with refusing(f"weights must be a safetensors file, but {file} is none", AGAIN), safe_open(file, "pt") as tensors:
         for name in list(tensors.keys()):
-            part = tensors.get_slice(name)
-            yield name, part.get_dtype(), part.get_shape()
+            tensor = tensors.get_slice(name)  # reads no numbers
+            yield name, tensor.get_dtype(), tensor.get_shape()
 
 
 def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
@@ -77,13 +70,14 @@ def stored_dtype(files: Iterable[Path], config: Any) -> torch.dtype | None:
     wider one a slim checkpoint could be larger than its source. If the config has no dtype, that of the first tensor
     counts.
     """
-    safe = [file for file in files if file.suffix == ".safetensors"]
-    floats = [_FLOATS[dtype] for file in safe for _, dtype, _ in describe_tensors(file) if dtype in _FLOATS]
+    safetensors = [file for file in files if file.suffix == ".safetensors"]
+    floats = [_FLOATS[dtype] for file in safetensors for _, dtype, _ in describe_tensors(file) if dtype in _FLOATS]
     named = getattr(config, "dtype", None)
     named = getattr(torch, named, None) if isinstance(named, str) else named
     if not isinstance(named, torch.dtype):
         return floats[0] if floats else None
-    return floats[0] if len(set(floats)) == 1 and floats[0].itemsize < named.itemsize else named
+    all_narrower = len(set(floats)) == 1 and floats[0].itemsize < named.itemsize
+    return floats[0] if all_narrower else named
 
 
 def weight_bytes(path: str | Path) -> int:
@@ -98,12 +92,10 @@ def stored_shapes(path: str | Path) -> Shapes:
 
 
 def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: Shapes) -> PreTrainedModel:
-    """Return the model of a config without weights; refuse one that is far larger than the tensors in the files.
-
-    transformers would fill the memory with random numbers for missing tensors before it reports them.
-    """
+    """Return the model of a config without weights; refuse one that is far larger than the tensors in the files."""
     model = empty_model(model_class, config)
     stored = sum(map(prod, shapes.values()))
+    # transformers would fill the memory with random numbers for missing tensors before it reports them.
     if stored and model.num_parameters() > TIMES * stored:
         raise RequestError(
             f"weights must be those that the config describes, but {path} describes {model.num_parameters():,} "
@@ -129,10 +121,10 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             skeleton_of_files(model_class, config, path, shapes)
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # raises on a damaged one, which transformers silently replaces
-        options = {**kwargs, "ignore_mismatched_sizes": True}  # their names and shapes are in `info` then
+        options = {**kwargs, "ignore_mismatched_sizes": True}  # so that `info` has their names and shapes
         model, info = model_class.from_pretrained(path, output_loading_info=True, **options)
     if info["mismatched_keys"] and not kwargs.get("ignore_mismatched_sizes"):
-        differing = [f"{n} {[*there]}, not {[*here]}" for n, there, here in sorted(info["mismatched_keys"])]
+        differing = [f"{name} {[*stored]}, not {[*built]}" for name, stored, built in sorted(info["mismatched_keys"])]
         raise RequestError(
             f"weights must have the shapes that the config describes, but {path} holds {listed(differing, most=3)}; "
             f"{remedy}"
@@ -151,73 +143,82 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
 
 
 def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[str], **hub: Any) -> None:
-    """Refuse unread tensors inside of parts that the class builds, and warn of whole parts that it does not build.
+    """Refuse unread tensors of modules that the class builds, and warn of whole modules that it does not build.
 
-    A tensor inside of a built part, such as a layer or an embedding, would change the outputs. A separate part, such as
-    a pooler or a vision tower, may be left out.
+    A tensor of a built module, such as a layer or an embedding, would change the outputs. A separate module, such as a
+    pooler or a vision tower, may be left out.
     """
-    found = {name: place for name in sorted(unread) if (place := _surplus(model, name)) is not None}
-    inside = {name: lacking for name, (lacking, is_inside) in found.items() if is_inside}
-    for name in _constants(inside, path, **hub):
-        del inside[name]
-    if inside:
+    surplus = {name: found for name in sorted(unread) if (found := _surplus(model, name)) is not None}
+    needed = {name: tensor.lacking for name, tensor in surplus.items() if tensor.needed}
+    for name in _constants(needed, path, **hub):
+        del needed[name]
+    if needed:
         raise RequestError(
             f"a layer must compute with all of its tensors, but the files of {path} hold "
-            f"{listed(dict.fromkeys(inside.values()), most=3)}, which {type(model).__name__} does not read, so its "
+            f"{listed(dict.fromkeys(needed.values()), most=3)}, which {type(model).__name__} does not read, so its "
             "answers are not the saved model's; write the values that it was trained with into its config.json, such "
             "as num_hidden_layers or attention_bias; if they are there, this release of transformers lacks the layer: "
             "should its answers be right all the same, load and save the model with transformers first"
         )
-    beside = dict.fromkeys(lacking for lacking, is_inside in found.values() if not is_inside)
-    if beside:
-        what = listed(beside, most=3)
-        logger.warning("the files of %s also hold %s, which %s does not read", path, what, type(model).__name__)
+    separate = dict.fromkeys(tensor.lacking for tensor in surplus.values() if not tensor.needed)
+    if separate:
+        names = listed(separate, most=3)
+        logger.warning("the files of %s also hold %s, which %s does not read", path, names, type(model).__name__)
 
 
-def _surplus(model: PreTrainedModel, name: str) -> tuple[str, bool] | None:
-    """Return the beginning of a tensor's name up to what a model lacks, and whether that is inside of a built part.
+class _Surplus(NamedTuple):
+    """What a model lacks of a tensor in its files."""
+
+    lacking: str  # the tensor's name, up to the first module that the model does not have
+    needed: bool  # whether the tensor is of a module that the model builds, which computes otherwise without it
+
+
+def _surplus(model: PreTrainedModel, name: str) -> _Surplus | None:
+    """Return what a model lacks of an unread tensor.
 
     None for tensors that may be left out: constants, heads of other tasks, and layers that predict further tokens.
     """
-    parts, base = name.split("."), model.base_model
-    if parts[0] == model.base_model_prefix and base is model:  # saved with a head, and loaded without
-        parts = parts[1:]
+    keys, base = name.split("."), model.base_model
+    if keys[0] == model.base_model_prefix and base is model:  # saved with a head, and loaded without
+        keys = keys[1:]
     # The base model is named in front, unless it was saved alone.
-    place: nn.Module = model if hasattr(model, parts[0]) or not hasattr(base, parts[0]) else base
+    module: nn.Module = model if hasattr(model, keys[0]) or not hasattr(base, keys[0]) else base
     in_base = in_layer = False
     path: list[str] = []
-    for part in parts:
-        path.append(part)
-        in_base, in_layer = in_base or place is base, in_layer or isinstance(place, nn.ModuleList)
-        inner = getattr(place, part, None)
-        if not isinstance(inner, nn.Module) or isinstance(inner, nn.Identity):
+    for key in keys:  # down to the innermost `module` that the model has; it lacks `key`
+        path.append(key)
+        in_base, in_layer = in_base or module is base, in_layer or isinstance(module, nn.ModuleList)
+        child = getattr(module, key, None)
+        if not isinstance(child, nn.Module) or isinstance(child, nn.Identity):
             break
-        place = inner
+        module = child
     lacking = ".".join(path)
-    if _UNUSED.search(name) or isinstance(getattr(place, part, None), Tensor):  # the latter is a buffer
+    if _UNUSED.search(name) or isinstance(getattr(module, key, None), Tensor):  # the latter is a buffer
         return None
-    if isinstance(place, nn.ModuleList):
-        numbers = (item for config in configs_in(model.config) for item in vars(config).items())
-        further = max((n for field, n in numbers if _FURTHER.search(field) and isinstance(n, int)), default=0)
-        return None if part.isdigit() and int(part) < len(place) + further else (lacking, True)
-    of_itself = path == parts and not any(place.children())  # such as the bias of a projection
-    if in_layer or of_itself or (in_base and not isinstance(place, PreTrainedModel)):
-        return lacking, True
-    return (lacking, False) if in_base else None
+    if isinstance(module, nn.ModuleList):
+        fields = [field for config in configs_in(model.config) for field in vars(config).items()]
+        further = max((value for name, value in fields if _FURTHER.search(name) and isinstance(value, int)), default=0)
+        predicts_further = key.isdigit() and int(key) < len(module) + further
+        return None if predicts_further else _Surplus(lacking, needed=True)
+    of_leaf = path == keys and not any(module.children())  # such as the bias of a projection
+    if in_layer or of_leaf or (in_base and not isinstance(module, PreTrainedModel)):
+        return _Surplus(lacking, needed=True)
+    return _Surplus(lacking, needed=False) if in_base else None
 
 
 def _constants(names: Iterable[str], path: str | Path, **hub: Any) -> list[str]:
     """Return the names of tensors that add nothing to a layer: integers, biases of zeros, and masks named bias."""
-    wanted = set(names)
-    return [
-        name
-        for file in (weight_files(path, **hub) if wanted else ())
-        for name, tensor in _tensors_in(file, wanted)
-        if not tensor.is_floating_point() or (name.endswith("bias") and (tensor.dim() == 4 or not tensor.any()))
-    ]
+    wanted, constants = set(names), []
+    for file in weight_files(path, **hub) if wanted else ():
+        for name, tensor in _tensors_in(file, wanted):
+            is_mask = tensor.dim() == 4
+            if not tensor.is_floating_point() or (name.endswith("bias") and (is_mask or not tensor.any())):
+                constants.append(name)
+    return constants
 
 
 def _tensors_in(file: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of those in a file of weights whose names are given."""
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as tensors:
             yield from ((name, tensors.get_tensor(name)) for name in names.intersection(tensors.keys()))

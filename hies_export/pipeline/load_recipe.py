@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..calibrate.walk import device_of_blocks
 from ..checkpoint.classes import load_config, refuse_quantised
-from ..checkpoint.load import device_to_prune_on, load_dense, source_of, task_class
+from ..checkpoint.load import class_for_task, device_to_prune_on, load_dense, source_of
 from ..checkpoint.sentence import EMBEDDER, RERANKER, kind_in, load_sentence
 from ..data.batches import Batch, check_one_size, is_of_documents
 from ..data.processors import load_processor, settle_padding, tokenizer_of
@@ -285,7 +285,7 @@ class _Checkpoint:
         if not embeds:
             config = load_config(recipe.model, **hub)
             refuse_quantised(config, recipe.model)
-            model_class = task_class(recipe.model, config, task=recipe.task, **hub)
+            model_class = class_for_task(recipe.model, config, task=recipe.task, **hub)
             if kind != RERANKER:
                 return cls(recipe, recipe.model, config, hub, model_class)
         elif kind == RERANKER:
