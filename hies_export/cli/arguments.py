@@ -43,10 +43,11 @@ def a_number(kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -
 
     def read(text: str) -> int | float:
         with suppress(ValueError):
-            if least <= (number := kind(text)) <= most:
+            number = kind(text)
+            if least <= number <= most:
                 return number
-        what = "a whole number" if kind is int else "a number"
-        raise ArgumentTypeError(f"must be {what} from {least} to {most}, got {quoted(text)}")
+        expected = "a whole number" if kind is int else "a number"
+        raise ArgumentTypeError(f"must be {expected} from {least} to {most}, got {quoted(text)}")
 
     return read
 
@@ -120,15 +121,16 @@ def add_data(parser: ArgumentParser, help: str) -> None:
 
 def read_data(data: Sequence[str]) -> dict[str, Any]:
     """Return what `--data` names, as keywords of `propose_recipe`: `name` (a Hub data set), or `files` by split."""
-    given, named = ", ".join(data), [text for text in data if "=" not in text]
-    if here := [text for text in named if Path(text).expanduser().exists()]:
+    given = ", ".join(data)
+    names = [text for text in data if "=" not in text]
+    if local := [name for name in names if Path(name).expanduser().exists()]:
         raise RequestError(
-            f"--data must name the split of a file or an image folder, got {here[0]}; give --data train={here[0]}"
+            f"--data must name the split of a file or an image folder, got {local[0]}; give --data train={local[0]}"
         )
-    if named and len(data) > 1:
+    if names and len(data) > 1:
         raise RequestError(f"--data takes one Hub data set, or SPLIT=FILE once or more, got {given}; name the splits")
-    if named:
-        return {"name": named[0]}
+    if names:
+        return {"name": names[0]}
     files = {split: file for split, _, file in (text.partition("=") for text in data)}
     if len(files) < len(data) or not all(files) or not all(files.values()):
         raise RequestError(f"--data takes SPLIT=FILE, each split once, got {given}; name one file for each split")
@@ -138,7 +140,7 @@ def read_data(data: Sequence[str]) -> dict[str, Any]:
 def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
     """Return the recipe that was asked for, with `--set`, `--output` and the budget applied.
 
-    For a MODEL, it is proposed and printed. If `deploys`, it has no budget, and a given one is refused.
+    For a MODEL, it is proposed and printed. If the command `deploys`, it finds the budget, so a given one is refused.
     """
     from ..pipeline.recipe import PruningRecipe
 
@@ -148,15 +150,16 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
             overrides["prune.budget"] = {key: share}
     if options.output is not None:
         overrides["output"] = options.output
-    of_budget = {key: value for key, value in overrides.items() if f"{key}.".startswith("prune.budget.")}
-    if deploys and of_budget:
+    # Overrides of the budget as a whole, or of its fields.
+    budget = {key: value for key, value in overrides.items() if f"{key}.".startswith("prune.budget.")}
+    if deploys and budget:
         raise RequestError(
-            f"deploy finds how much may go, got {next(iter(of_budget))}; give --keep SHARE, or use hies-export run"
+            f"deploy finds how much may go, got {next(iter(budget))}; give --keep SHARE, or use hies-export run"
         )
-    of_model: dict[str, Any] = {name: getattr(options, name, None) for name in ("data", "text", *COLUMNS)}
+    data_options: dict[str, Any] = {name: getattr(options, name, None) for name in ("data", "text", *COLUMNS)}
     if "data" in options and not options.recipe.endswith((".yaml", ".yml")) and not Path(options.recipe).is_file():
-        return _propose(options, of_model, overrides, of_budget, deploys=deploys)
-    if any(of_model.values()):
+        return _propose(options, data_options, overrides, budget, deploys=deploys)
+    if any(data_options.values()):
         raise RequestError(
             f"--data and the columns are about a MODEL, and {options.recipe} is a recipe, which names its own "
             "data; leave them out, or change the recipe by --set data.KEY=VALUE"
@@ -165,34 +168,34 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
 
 
 def _propose(
-    options: Options, of_model: dict[str, Any], overrides: dict[str, Any], of_budget: dict[str, Any], *, deploys: bool
+    options: Options, data_options: dict[str, Any], overrides: dict[str, Any], budget: dict[str, Any], *, deploys: bool
 ) -> PruningRecipe:
-    """Return, and print, the recipe that is proposed for a MODEL and its data, with its other fields overridden."""
+    """Print and return the recipe that is proposed for a MODEL, its data and a budget, with all `overrides` applied."""
     if not options.data:
         raise RequestError(
             f"a recipe must be a YAML file, and a model needs --data; got {options.recipe} alone; give --data "
             "train=FILE --data validation=FILE, or --data with the name of a Hub data set"
         )
-    of_vocabulary = {key: value for key, value in overrides.items() if key.partition(".")[0] == "vocabulary"}
-    if not deploys and not of_budget and not of_vocabulary:
+    vocabulary = {key: value for key, value in overrides.items() if key.partition(".")[0] == "vocabulary"}
+    if not deploys and not budget and not vocabulary:
         raise RequestError(
             "a model needs to know how much may go: give --flops 0.6, --keep 0.99 or --heads 0.3; hies-export deploy "
             "finds the fastest form that keeps 99 % of the answers"
         )
-    source = read_data(of_model.pop("data"))
+    source = read_data(data_options.pop("data"))
     from ..pipeline.propose import propose_recipe  # after the refusals, because it takes seconds
     from ..pipeline.recipe import overridden
     from ..tasks import COLUMNS as FIELDS
 
-    of_model |= {name: overrides[key] for name in FIELDS if (key := f"data.{name}") in overrides}
+    data_options |= {name: overrides[f"data.{name}"] for name in FIELDS if f"data.{name}" in overrides}
     recipe = propose_recipe(
         options.recipe,
         **source,
-        **of_model,
-        budget=overridden({}, of_budget)["prune"]["budget"] if of_budget else None,
-        sections={} if deploys else overridden({}, of_vocabulary),
-        output=options.output or Path("runs") / options.command.__name__.rpartition(".")[2],
-    ).with_overrides({key: value for key, value in overrides.items() if key not in of_budget})
+        **data_options,
+        budget=overridden({}, budget)["prune"]["budget"] if budget else None,
+        sections={} if deploys else overridden({}, vocabulary),
+        output=options.output or Path("runs") / options.command.__name__.rpartition(".")[2],  # such as runs/prune
+    ).with_overrides({key: value for key, value in overrides.items() if key not in budget})
     options.console.print(recipe.to_yaml(), style="dim", soft_wrap=True)
     return recipe
 
@@ -221,7 +224,7 @@ def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
     if contents(path) is Contents.RUN and (slim / "config.json").is_file():
         progress.stage(f"{path} is {Contents.RUN.value}: using its slim/")
         return str(slim)
-    wanted = ", ".join(("a checkpoint", *(what.value for what in welcome)))
+    wanted = ", ".join(("a checkpoint", *(kind.value for kind in welcome)))
     refuse_other(path, *welcome, must=f"the model must be {wanted} or the folder of a run")
     return path
 
@@ -238,7 +241,7 @@ def plan_in(path: Path, *, progress: Progress) -> Path:
 
 
 def refuse_other_than_run(path: Path, *, needs: str) -> None:
-    """Raise a RequestError for a path that is not the folder of a run, which names a nearby one that is."""
-    if (found := contents(path)) is not Contents.RUN:
-        near = next((p for p in (path.parent, path / "run") if contents(p) is Contents.RUN), None)
-        raise RequestError(f"{needs}, but {path} is {found.value}" + (f"; give {near}" if near else ""))
+    """Raise a RequestError, which begins with `needs` and names a run nearby, if a path is not the folder of a run."""
+    if (kind := contents(path)) is not Contents.RUN:
+        nearby = next((folder for folder in (path.parent, path / "run") if contents(folder) is Contents.RUN), None)
+        raise RequestError(f"{needs}, but {path} is {kind.value}" + (f"; give {nearby}" if nearby else ""))

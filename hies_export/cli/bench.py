@@ -51,7 +51,7 @@ def a_shape(text: str) -> tuple[int, ...]:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Time both, print the comparison, and return it as `hies-export report` reads it."""
+    """Time the two models, print the comparison, and return it as `hies-export report` reads it."""
     for path in filter(None, (options.first, options.second)):
         refuse_other(path, Contents.RUN, *EXPORTS, must="a model to time must be a checkpoint, an export or a run")
     for name in options.runtimes:
@@ -76,7 +76,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _models(options: Options) -> tuple[str, str]:
-    """Return the two models to compare: those of a single run, dense and slim, or else the given ones."""
+    """Return the models A and B to compare: dense and slim of a single run, or else those that were given."""
     first, second = options.first, options.second
     if second is None and contents(first) is Contents.RUN:
         from ..report.provenance import dense_model
@@ -84,8 +84,8 @@ def _models(options: Options) -> tuple[str, str]:
         slim = checkpoint_in(first, progress=options.progress)
         dense = dense_model(Path(first))
         if dense is None:
-            gone = "its dense model is gone: its slim model is timed against itself, which measures the noise"
-            options.progress.stage(gone)
+            message = "its dense model is gone: its slim model is timed against itself, which measures the noise"
+            options.progress.stage(message)
         else:
             options.progress.stage(f"A is its dense model, {dense}; B is {slim}")
         return dense or slim, slim

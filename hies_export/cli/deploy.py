@@ -10,7 +10,7 @@ from .run import run_and_print
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the recipe, or the model and its data, the promise, and the runtimes to choose from."""
+    """Add the recipe, or the model and its data, the share of answers to keep, and the runtimes to choose from."""
     add = parser.add_argument
     add_request(parser)
     share = "share of the dense model's predictions on held-out rows that must stay (default: deploy.keep, or 0.99)"
@@ -20,6 +20,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Search, print the report, say which file to deploy, and return the report's summary."""
+    """Find the fastest form, print the report and which file to deploy, and return the report's summary."""
     recipe = read_recipe(options, deploys=True)
     return run_and_print(recipe.to_deploy(keep=options.keep, runtimes=options.runtimes), options)

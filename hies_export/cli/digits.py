@@ -23,22 +23,19 @@ MODEL = "vit-digits"
 
 
 def prepare_quickstart(folder: Path, *, epochs: int = 40, progress: Progress = SILENT) -> Path:
-    """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both into a folder.
-
-    Forty epochs over the 1437 training images take about half a minute. Returns the path of the recipe.
-    """
+    """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both; return the recipe's path."""
     progress.stage("train a small ViT on handwritten digits")
-    rows = _digits()
+    splits = _digits()
     (folder / "digits").mkdir()
-    for split, part in rows.items():
-        part.to_parquet(folder / "digits" / f"{split}.parquet")
+    for split, rows in splits.items():
+        rows.to_parquet(folder / "digits" / f"{split}.parquet")
     # Images stay at 8 x 8 pixels; values in [0, 255] are scaled to [-1, 1].
     processor = ViTImageProcessorPil(
         do_resize=False, size={"height": 8, "width": 8}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
-    # Sums over one thread do not depend on the number of cores, so the trained weights do not either.
+    # Sums over one thread do not depend on the number of cores, nor do the weights then. It takes half a minute.
     with torch_threads(1):
-        model = _train(rows["train"], processor, epochs=epochs, progress=progress)
+        model = _train(splits["train"], processor, epochs=epochs, progress=progress)
     model.save_pretrained(folder / MODEL)
     processor.save_pretrained(folder / MODEL)
     return Path(shutil.copyfile(RECIPE, folder / "recipe.yaml"))
@@ -47,7 +44,7 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, progress: Progress = S
 def _digits() -> dict[str, datasets.Dataset]:
     """Return the 1797 digits as columns `image` and `label`: 1437 under "train", 360 under "validation"."""
     bunch = load_digits()
-    images = [Image.fromarray(i) for i in (bunch.images * (255 / 16)).round().astype(np.uint8)]
+    images = [Image.fromarray(pixels) for pixels in (bunch.images * (255 / 16)).round().astype(np.uint8)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=10)})
     rows = datasets.Dataset.from_dict({"image": images, "label": bunch.target.tolist()}, features=features)
     order = np.random.default_rng(0).permutation(len(rows))
@@ -68,10 +65,10 @@ def _train(
         num_attention_heads=8,
         intermediate_size=128,
         id2label=dict(enumerate(names)),
-        label2id={name: i for i, name in enumerate(names)},
+        label2id={name: number for number, name in enumerate(names)},
     )
     model = ViTForImageClassification(config).train()
-    pixels = processor([i.convert("RGB") for i in rows["image"]], return_tensors="pt")["pixel_values"]
+    pixels = processor([image.convert("RGB") for image in rows["image"]], return_tensors="pt")["pixel_values"]
     labels = torch.tensor(rows["label"][:])
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)

@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Write the folder, and return its size, its files and how far the export differs from torch."""
+    """Export the checkpoint, and return the folder's size, its files and how far the export differs from torch."""
     options.model = checkpoint_in(options.model, progress=options.progress)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
     FORMATS.check(options.format, what="--format")
@@ -46,7 +46,7 @@ def run(options: Options) -> dict[str, Any]:
     from ..forms.onnx.multimodal import image_text_batch, is_vision_language
     from ..model.tokens import synthetic_batch
 
-    how = _options_of_export(options)
+    section = _export_section(options)
     config = load_config(options.model)
     if options.quantize:
         refuse_quantised(config, options.model)
@@ -58,11 +58,11 @@ def run(options: Options) -> dict[str, Any]:
     else:
         model = load(options.model, dtype=torch.float32)
         processor = load_processor_if_any(options.model, model)
-    rows = _calibration_rows(options, how)
+    rows = _calibration_rows(options, section)
     options.progress.stage("export, and compare with torch")
     if embeds:
         exported = export_served(
-            model, options.output, how, processor=processor, rows=rows, overwrite=options.overwrite
+            model, options.output, section, processor=processor, rows=rows, overwrite=options.overwrite
         )
     else:
         # ONNX Runtime takes images of the size that is traced.
@@ -73,7 +73,7 @@ def run(options: Options) -> dict[str, Any]:
             # Of two rows of noise, all logits may be close to 0, beside which 8 bits would look wrong.
             sample = synthetic_batch(model, batch=8, sequence=16, image=image)
         given = Given(sample, processor, rows)
-        exported = FORMATS[how.format].write(model, options.output, how, given, overwrite=options.overwrite)
+        exported = FORMATS[section.format].write(model, options.output, section, given, overwrite=options.overwrite)
     result = _report(options, exported)
     if embeds:
         call = f'SentenceTransformer("{options.output}", trust_remote_code=True).encode(texts)'
@@ -81,8 +81,8 @@ def run(options: Options) -> dict[str, Any]:
     return result
 
 
-def _options_of_export(options: Options) -> ExportSection:
-    """Return how to export; refuse options that do not fit the format, and one whose packages are not installed."""
+def _export_section(options: Options) -> ExportSection:
+    """Return how to export; refuse options that do not fit the format, and a format whose packages are missing."""
     from pydantic import ValidationError
 
     from ..pipeline.options import sentences
@@ -90,28 +90,28 @@ def _options_of_export(options: Options) -> ExportSection:
 
     fields: dict[str, Any] = {name: getattr(options, name) for name in ExportSection.model_fields}
     try:
-        how = ExportSection(**fields)
+        section = ExportSection(**fields)
     except ValidationError as error:
         raise RequestError("; ".join(sentences(error, ExportSection))) from None
-    calibrated = how.format == "openvino"
+    calibrated = section.format == "openvino"
     if calibrated and not options.data:
         raise RequestError("--format openvino needs rows to calibrate on; give --data train=FILE")
-    if options.data and not (calibrated or _in_4_bits(how)):
+    if options.data and not (calibrated or _in_4_bits(section)):
         raise RequestError(
             "--data is for --quantize int4, for gguf --dtype q4_0 and for openvino; leave it out, or give one of them"
         )
     if options.text and not options.data:
         raise RequestError("--text names columns of --data, which is missing; give --data train=FILE, or leave it out")
-    FORMATS[how.format].require()
-    return how
+    FORMATS[section.format].require()
+    return section
 
 
-def _in_4_bits(how: ExportSection) -> bool:
+def _in_4_bits(section: ExportSection) -> bool:
     """Return whether an export has weights in 4 bits."""
-    return how.quantize == "int4" or how.dtype == "q4_0"
+    return section.quantize == "int4" or section.dtype == "q4_0"
 
 
-def _calibration_rows(options: Options, how: ExportSection) -> list[Any]:
+def _calibration_rows(options: Options, section: ExportSection) -> list[Any]:
     """Return batches of the rows of --data; if there are none, print that 4 bits are rounded to nearest."""
     from ..pipeline.load_recipe import refit_rows
     from ..pipeline.propose import propose_recipe
@@ -120,28 +120,28 @@ def _calibration_rows(options: Options, how: ExportSection) -> list[Any]:
         options.progress.stage("read the rows")
         proposed = propose_recipe(options.model, **read_data(options.data), text=options.text, output=options.output)
         return refit_rows(proposed)
-    if _in_4_bits(how):
+    if _in_4_bits(section):
         options.console.print("4 bits are rounded to nearest; give --data train=FILE to lose less")
     return []
 
 
 def _report(options: Options, exported: Export) -> dict[str, Any]:
     """Print and return the size and the files of an export, and how far it differs from torch."""
-    facts, quantize = exported.facts, exported.how.quantize
-    compared = "not compared with llama.cpp, which is not installed"
+    facts, quantize, is_gguf = exported.facts, exported.how.quantize, exported.format == "gguf"
+    comparison = "not compared with llama.cpp, which is not installed"
     if exported.max_abs is not None:
-        what = "next-token probabilities in llama.cpp differ" if exported.format == "gguf" else "differs"
-        compared = f"{what} from {'the float32 graph' if quantize else 'torch'} by {exported.max_abs:.2g}"
+        differs = "next-token probabilities in llama.cpp differ" if is_gguf else "differs"
+        comparison = f"{differs} from {'the float32 graph' if quantize else 'torch'} by {exported.max_abs:.2g}"
     if "architecture" in facts:
-        compared = f"architecture {facts['architecture']}, {compared}"
-    options.console.print(f"written to {options.output}: {exported.bytes / 1e6:.1f} MB, {compared}")
+        comparison = f"architecture {facts['architecture']}, {comparison}"
+    options.console.print(f"written to {options.output}: {exported.bytes / 1e6:.1f} MB, {comparison}")
     if quantize:
         layers = ", ".join(f"{count} in {name}" for name, count in facts["layers"].items())
         options.console.print(f"linear layers: {layers}")
     return {
         "folder": str(options.output),
         "bytes": exported.bytes,
-        "gguf_max_abs" if exported.format == "gguf" else "onnx_max_abs": exported.max_abs,
+        ("gguf_max_abs" if is_gguf else "onnx_max_abs"): exported.max_abs,
         "files": exported.files,
         "inputs": exported.inputs,
         "outputs": exported.outputs,

@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Show the heads and neurons of a checkpoint, or a plan, and return them."""
+    """Print the heads and neurons of a checkpoint, or what a plan keeps, and return the same for --json."""
     path = Path(options.model)
     if contents(path) is Contents.SCORED or path.suffix == ".json":
         return _inspect_plan(plan_in(path, progress=options.progress), options)
@@ -60,63 +60,63 @@ def _inspect_model(options: Options) -> dict[str, Any]:
     from ..units.counts import count_parameters
 
     embeds = is_sentence_transformer(options.model)
-    how: dict[str, Any] = {"dtype": torch.float32}
-    model = load_sentence(options.model, **how).model.auto_model if embeds else load(options.model, **how)
+    float32: dict[str, Any] = {"dtype": torch.float32}
+    model = load_sentence(options.model, **float32).model.auto_model if embeds else load(options.model, **float32)
     refuse_quantised(model.config, options.model)
     name, parameters, slim = type(model).__name__, count_parameters(model), is_slim(model)
     result: dict[str, Any] = {"model": str(options.model), "class": name, "slim": slim, "parameters": parameters}
-    options.console.print(f"{name}, {parameters / 1e6:.2f} M parameters" + ", slim" * slim)
-    found, refused = _find(model)
-    if refused and not found:
-        raise next(iter(refused.values()))
+    options.console.print(f"{name}, {parameters / 1e6:.2f} M parameters" + (", slim" if slim else ""))
+    modules, refused = _find_units(model)
+    if refused and not modules:
+        raise next(iter(refused.values()))  # the error of the first kind
     if refused:
         result["refused"] = {kind: str(error) for kind, error in refused.items()}
-    result |= _print_units(found, refused, options)
-    cut = Path(options.model) / "hies_plan.json"
-    if cut.is_file():
+    result |= _print_units(modules, refused, options)
+    plan = Path(options.model) / "hies_plan.json"
+    if plan.is_file():
         options.console.print("\nwhat was cut from the dense model:")
-        result["cut"] = _inspect_plan(cut, options)
+        result["cut"] = _inspect_plan(plan, options)
     return result
 
 
-def _find(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
-    """Return the modules that can be cut, and the errors of the kinds that cannot."""
+def _find_units(model: PreTrainedModel) -> tuple[list[PrunableModule], dict[str, UnsupportedModelError]]:
+    """Return the modules whose units can be cut, and for each kind that cannot be cut the error that says why."""
     from ..model.tokens import sample_batch
     from ..units.find import FINDERS, find_modules
     from ..units.shapes import check_runs
 
     batch = sample_batch(model, sequence=8)
     check_runs(model, batch, "random inputs")
-    found: list[PrunableModule] = []
+    modules: list[PrunableModule] = []
     refused: dict[str, UnsupportedModelError] = {}
     for kind in FINDERS:
         try:
-            found += find_modules(model, batch, kinds=(kind,))
+            modules += find_modules(model, batch, kinds=(kind,))
         except UnsupportedModelError as error:
             refused[kind] = error
-    return found, refused
+    return modules, refused
 
 
 def _print_units(
-    found: Sequence[PrunableModule], refused: Mapping[str, UnsupportedModelError], options: Options
+    modules: Sequence[PrunableModule], refused: Mapping[str, UnsupportedModelError], options: Options
 ) -> dict[str, Any]:
     """Print a table for each kind of module, or why it cannot be cut; return the modules by kind for --json."""
     from ..report.tables import plain_table
 
     by_kind: dict[str, Any] = {}
-    for kind, of_kind in KINDS.items():
-        modules = [module for module in found if module.kind == kind]
-        if not modules:
+    for name, kind in KINDS.items():
+        of_kind = [module for module in modules if module.kind == name]
+        if not of_kind:
             continue
         if by_kind:
             options.console.print()
-        columns = {of_kind.units: "units", **_COLUMNS.get(kind, {})}
-        numbers = {m.name: {key: getattr(m, attribute) for key, attribute in columns.items()} for m in modules}
-        lines = [(name, *(f"{number:,}" for number in of.values())) for name, of in numbers.items()]
-        options.console.print(plain_table((of_kind.module, *(key.replace("_", " ") for key in columns)), lines))
-        total = sum(module.units for module in modules)
-        options.console.print(f"{total:,} {of_kind.units}; all of them can be scored and cut")
-        by_kind[kind] = [{"name": name, **of} for name, of in numbers.items()]
-    for kind, error in refused.items():
-        options.console.print(f"\n{KINDS[kind].units} cannot be cut: {error}", soft_wrap=True)
+        columns = {kind.units: "units", **_COLUMNS.get(name, {})}
+        rows = [{"name": m.name, **{key: getattr(m, attribute) for key, attribute in columns.items()}} for m in of_kind]
+        lines = [(row["name"], *(f"{row[key]:,}" for key in columns)) for row in rows]
+        options.console.print(plain_table((kind.module, *(key.replace("_", " ") for key in columns)), lines))
+        total = sum(module.units for module in of_kind)
+        options.console.print(f"{total:,} {kind.units}; all of them can be scored and cut")
+        by_kind[name] = rows
+    for name, error in refused.items():
+        options.console.print(f"\n{KINDS[name].units} cannot be cut: {error}", soft_wrap=True)
     return by_kind

@@ -50,10 +50,9 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
 
     0: done. 2: the request was wrong. 1: a step failed, and nothing half-written was left behind. 130: interrupted.
     """
-    arguments, parser = sys.argv[1:] if arguments is None else arguments, parser or build_parser()
-    options = parser.parse_args(arguments, Options())
-    # Reports record it.
-    options.command_line = shlex.join(["hies-export", *arguments])
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = (parser or build_parser()).parse_args(arguments, Options())
+    options.command_line = shlex.join(["hies-export", *arguments])  # which reports record
     # Of several processes that share the work, only the first prints.
     shared = options.command in SHARED
     quiet = shared and not processes.is_first()
@@ -109,10 +108,10 @@ def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hies-export {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Subparser)
     for command in COMMANDS:
-        name, text = command.__name__.rpartition(".")[2], command.__doc__
-        subparser = subparsers.add_parser(name, help=text, description=text)
+        name = command.__name__.rpartition(".")[2]
+        subparser = subparsers.add_parser(name, help=command.__doc__, description=command.__doc__)
         command.add_arguments(subparser)
-        _finish(subparser, command)
+        _add_common_options(subparser, command)
     for name, point in entry_points_of("commands").items():
         package = point.value.partition(".")[0]
         subparsers.add_parser(name, help=f"A command of {package}; --help says more.").point = point
@@ -122,9 +121,10 @@ def build_parser(prog: str = "hies-export") -> argparse.ArgumentParser:
 class _Subparser(argparse.ArgumentParser):
     """The parser of a command; one of another package is imported when it is called."""
 
-    point: EntryPoint | None = None
+    point: EntryPoint | None = None  # of a command that is not imported yet
 
     def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
+        """Import the command first, if it is of another package, and add its options."""
         if self.point is not None:
             try:
                 command, self.point = load_point(self.point), None
@@ -132,11 +132,11 @@ class _Subparser(argparse.ArgumentParser):
                 self.error(str(error))
             self.description = command.__doc__
             command.add_arguments(self)
-            _finish(self, command)
+            _add_common_options(self, command)
         return super().parse_known_args(*arguments, **named)
 
 
-def _finish(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+def _add_common_options(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     """Add the options that all commands have, and --json to those that return a result."""
     if command.run.__annotations__["return"] != "None":
         parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, last on stdout")
@@ -151,18 +151,19 @@ class _Interrupt:
         self.happened = False
 
     def __enter__(self) -> None:
-        # Handlers can only be set in the main thread; elsewhere the host program decides.
-        main = threading.current_thread() is threading.main_thread()
+        # Handlers can only be set in the main thread; elsewhere the host program decides. SIGALRM is for `_handle`.
+        in_main_thread = threading.current_thread() is threading.main_thread()
         numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)]
-        self._before = {number: signal.signal(number, self._handle) for number in numbers} if main else {}
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers} if in_main_thread else {}
 
     def __exit__(self, *_: object) -> None:
         if self.happened and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt, as the handler of a signal that came while `frame` was running."""
         self.happened = True
         # Python discards what a finaliser raises, and torch spends much of its time in them: try again by a timer.
         while frame is not None and hasattr(signal, "setitimer"):

@@ -8,7 +8,7 @@ add_arguments = add_budgeted
 
 
 def run(options: Options) -> None:
-    """Write a slim checkpoint."""
+    """Cut the model of the recipe, save the slim checkpoint, and print its sizes and checks."""
     recipe = read_recipe(options)
     refuse_output(options, recipe)
     from ..pipeline.choose import choose  # after the refusals, because it takes seconds

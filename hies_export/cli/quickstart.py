@@ -37,16 +37,16 @@ def run(options: Options) -> dict[str, Any]:
             shutil.rmtree(options.output)
             raise
     print_report(report, options.console)
-    where = options.output
+    output = options.output
     recipe_file, slim, dense, larger = (
-        shlex.quote(str(where / name)) for name in ("recipe.yaml", "run/slim", MODEL, "larger")
+        shlex.quote(str(output / name)) for name in ("recipe.yaml", "run/slim", MODEL, "larger")
     )
     options.console.print(
         f"\nA ViT was trained on handwritten digits, then pruned: {removed_text(report.units)}. "
-        f"In {where}:\n"
-        f"  {where}/run/slim    the slim checkpoint: hies_export.load({str(where / 'run' / 'slim')!r})\n"
-        f"  {where}/run/onnx    the same for ONNX Runtime\n"
-        f"  {where}/run/report.html\n"
+        f"In {output}:\n"
+        f"  {output}/run/slim    the slim checkpoint: hies_export.load({str(output / 'run' / 'slim')!r})\n"
+        f"  {output}/run/onnx    the same for ONNX Runtime\n"
+        f"  {output}/run/report.html\n"
         "Try next:\n"
         f"  hies-export run {recipe_file} --set prune.budget.flops=0.7 -o {larger}\n"
         f"  hies-export inspect {slim}\n"

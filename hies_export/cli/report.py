@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Print what was found, write the page and draw the figures that were asked for, and return the values."""
+    """Print a run or bench, write the page and draw the figures that were asked for, and return its values."""
     if not options.folder.is_file() and not (options.folder / "report.json").is_file():
         refuse_other_than_run(options.folder, needs="a report needs the folder of a finished run")
     from ..report.comparison import Bench, print_bench, read_report, render_bench  # after the refusals: takes seconds
@@ -30,17 +30,17 @@ def run(options: Options) -> dict[str, Any]:
 
     if options.html is not None:
         refuse_other_file(options.html, "a page of hies-export", is_page)
-    found = read_report(options.folder)
-    if not isinstance(found, Bench):
-        print_report(found, options.console)
+    result = read_report(options.folder)
+    if not isinstance(result, Bench):
+        print_report(result, options.console)
     elif options.figures is not None:
         raise RequestError(f"figures are drawn for a run, but {options.folder} is the result of a bench; use --html")
     else:
-        print_bench(found, options.console)
+        print_bench(result, options.console)
     if options.html is not None:
-        replace_file(options.html, render_bench(found) if isinstance(found, Bench) else render_html(found))
+        replace_file(options.html, render_bench(result) if isinstance(result, Bench) else render_html(result))
         options.progress.stage(f"written: {options.html}")
-    if options.figures is not None and not isinstance(found, Bench):
-        files = write_figures(draw_report(found), options.figures)
+    if options.figures is not None and not isinstance(result, Bench):
+        files = write_figures(draw_report(result), options.figures)
         options.progress.stage(f"drawn in {options.figures}: {', '.join(file.name for file in files)}")
-    return asdict(found) if isinstance(found, Bench) else found.summary()
+    return asdict(result) if isinstance(result, Bench) else result.summary()

@@ -19,16 +19,16 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def run_and_print(recipe: PruningRecipe, options: Options) -> dict[str, Any]:
-    """Run a recipe, print its report, which file to deploy if asked, and what was written; return the summary."""
+    """Run a recipe, print its report, the file to deploy if it names one, and what was written; return the summary."""
     refuse_output(options, recipe)
     from ..pipeline.run import run as run_recipe  # after the refusals, because it takes seconds
     from ..report.tables import print_report
 
     report = run_recipe(recipe, overwrite=options.overwrite, command=options.command_line, progress=options.progress)
     print_report(report, options.console)
-    found, folder = report.details.deployment, Path(recipe.output)
-    if found is not None and found.file is not None:
-        options.console.print(f"\ndeploy {folder / found.file}")
+    deployment, folder = report.details.deployment, Path(recipe.output)
+    if deployment is not None and deployment.file is not None:
+        options.console.print(f"\ndeploy {folder / deployment.file}")
     written = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
     options.console.print(f"\nwritten to {folder}: {', '.join(written)}")
     return report.summary()

@@ -46,10 +46,10 @@ class TerminalProgress:
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Print, while the block runs, a line after every `SILENCE` seconds in which nothing else was shown."""
-        over = threading.Event()
+        ended = threading.Event()
 
         def tell() -> None:
-            while not over.wait(max(0.0, self._shown + SILENCE - time.monotonic())):
+            while not ended.wait(max(0.0, self._shown + SILENCE - time.monotonic())):
                 now = time.monotonic()
                 if now < self._shown + SILENCE:  # something was shown meanwhile
                     continue
@@ -62,10 +62,11 @@ class TerminalProgress:
         try:
             yield
         finally:
-            over.set()
+            ended.set()
             teller.join()
 
     def _print(self, text: Any, **style: Any) -> None:
+        """Print a line, and note the time for `telling`."""
         self._shown = time.monotonic()
         print_above_bars(self.console, text, **style)
 
@@ -74,8 +75,8 @@ class TerminalProgress:
         from tqdm import tqdm
 
         seconds = 0.1 if self.console.is_terminal else EVERY
-        how: dict[str, Any] = {"mininterval": seconds, "maxinterval": seconds, "delay": seconds, "leave": False}
-        for item in tqdm(items, f"  {name}", file=self.console.file, **how):
+        timing: dict[str, Any] = {"mininterval": seconds, "maxinterval": seconds, "delay": seconds}
+        for item in tqdm(items, f"  {name}", file=self.console.file, leave=False, **timing):
             self._shown = time.monotonic()
             yield item
 
@@ -84,7 +85,7 @@ def print_above_bars(console: Console, text: Any, **style: Any) -> None:
     """Print a line, which is text and no markup, above the bars of loops that run."""
     from tqdm import tqdm
 
-    # Elsewhere, nothing of a bar can be cleared.
+    # In a file or a pipe, no bar can be cleared.
     with tqdm.external_write_mode(file=console.file) if console.is_terminal else contextlib.nullcontext():
         console.print(text, markup=False, soft_wrap=True, **style)
 
@@ -97,10 +98,7 @@ def minutes(seconds: float) -> str:
 
 @contextlib.contextmanager
 def show_messages(console: Console, *, verbose: bool) -> Iterator[None]:
-    """Print this package's warnings and log records as single lines while the block runs, each text once.
-
-    The libraries say nothing unless `verbose`.
-    """
+    """Print this package's warnings and log records as lines, each once, in the block; the libraries' if `verbose`."""
 
     def show(message: Any, category: Any, *_: Any, **__: Any) -> None:
         if verbose or category.__module__.startswith("hies_export"):
@@ -130,6 +128,7 @@ class _Messages(logging.Handler):
         self._said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print a log record, unless the same text was printed before."""
         self.say(f"{record.levelname.lower()}: {record.getMessage()}")
 
     def say(self, text: str) -> None:
@@ -161,4 +160,4 @@ def plan_totals(plan: PruningPlan) -> dict[str, dict[str, int]]:
     """Return for --json how many heads, and neurons if the plan covers them, there were and how many go."""
     from ..report.report import plan_counts
 
-    return {units: {"total": of.total, "removed": of.removed} for units, of in plan_counts(plan).items()}
+    return {units: {"total": count.total, "removed": count.removed} for units, count in plan_counts(plan).items()}
