@@ -23,7 +23,7 @@ MODEL = "vit-digits"
 
 
 def prepare_quickstart(folder: Path, *, epochs: int = 40, progress: Progress = SILENT) -> Path:
-    """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both; return the recipe's path."""
+    """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both; return its path."""
     progress.stage("train a small ViT on handwritten digits")
     splits = _digits()
     (folder / "digits").mkdir()
