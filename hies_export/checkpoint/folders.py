@@ -187,7 +187,7 @@ def contents(path: str | Path) -> Contents:
 
 
 def refuse_other(path: str | Path, *welcome: Contents, must: str = MUST) -> None:
-    """Refuse a path that is no Hub id and holds no checkpoint nor a `welcome` kind; `must` begins the message."""
+    """Refuse a path that is no Hub id, no checkpoint and of no `welcome` kind; `must` begins the message."""
     kind = contents(path)
     if kind in (Contents.CHECKPOINT, *welcome) or (kind is Contents.NOTHING and _HUB_ID.fullmatch(str(path))):
         return

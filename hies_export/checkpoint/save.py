@@ -128,7 +128,7 @@ def write_slim(
         patterns = [*DOCUMENTS]
         if dense_folder is not None and processor is None:
             patterns += PROCESSORS
-        elif dense_folder is not None and not plan.vocabulary:  # which no longer fit if tokens were removed
+        elif dense_folder is not None and not plan.vocabulary:  # else they hold tokens that were removed
             patterns += VOCABULARIES
         copy_companions(source, folder, patterns)
     complete_settings(saved, folder, source)
@@ -150,7 +150,7 @@ class _Way(NamedTuple):
     options: dict[str, Any]  # for its `from_pretrained`
     original: nn.Module  # what it must give back: the saved model, or its base model
     inputs: Mapping[str, Tensor]  # of `original`, to compare outputs on
-    prefix: str = ""  # of the names in `original` when they are those of the saved model
+    prefix: str = ""  # in front of a tensor's name in `original`, makes it that in the saved model
 
 
 @internals.layers_unwarned()

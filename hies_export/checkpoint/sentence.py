@@ -175,7 +175,7 @@ def encoder_class(path: Path) -> type[PreTrainedModel]:
 
 
 def _base_class(path: Path) -> type[PreTrainedModel]:
-    """Return the base model's class for `encoder_class`, or its slim version, whatever it takes."""
+    """Find the class of `encoder_class`, without a check of what the encoder takes."""
     config = load_config(path)
     slim = getattr(config, "hies_export", None) is not None
     if config.model_type in ENCODERS:

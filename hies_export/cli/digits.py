@@ -23,7 +23,7 @@ MODEL = "vit-digits"
 
 
 def prepare_quickstart(folder: Path, *, epochs: int = 40, progress: Progress = SILENT) -> Path:
-    """Write a dataset (digits/), a model trained on it (vit-digits/) and a recipe for both; return its path."""
+    """Write a dataset (digits/), a model trained on it (vit-digits/) and their recipe; return the recipe's path."""
     progress.stage("train a small ViT on handwritten digits")
     splits = _digits()
     (folder / "digits").mkdir()
@@ -33,7 +33,7 @@ def prepare_quickstart(folder: Path, *, epochs: int = 40, progress: Progress = S
     processor = ViTImageProcessorPil(
         do_resize=False, size={"height": 8, "width": 8}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
-    # Sums over one thread do not depend on the number of cores, nor do the weights then. It takes half a minute.
+    # Sums over one thread do not depend on the number of cores, nor do the weights then. 40 epochs take half a minute.
     with torch_threads(1):
         model = _train(splits["train"], processor, epochs=epochs, progress=progress)
     model.save_pretrained(folder / MODEL)
