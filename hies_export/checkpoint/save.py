@@ -200,7 +200,7 @@ def _reloaded(
     """Load a model's folder in one way, or `_build` it if `stored` is given; refuse it if a `saved` tensor is lost."""
     must = f"a saved model must load again, but through {way.name} it failed with"
     with refusing(must, "nothing was kept", ReloadMismatchError):
-        result = None if stored is None else _build(way, folder, stored)
+        result: Any = None if stored is None else _build(way, folder, stored)
         if result is None:
             result = way.loader.from_pretrained(folder, dtype=model.dtype, output_loading_info=True, **way.options)
         loaded, info = result

@@ -150,7 +150,7 @@ def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[st
     """
     surplus = {name: found for name in sorted(unread) if (found := _surplus(model, name)) is not None}
     needed = {name: tensor.lacking for name, tensor in surplus.items() if tensor.needed}
-    for name in _constants(needed, path, **hub):
+    for name in list(_constants(needed, path, **hub)):
         del needed[name]
     if needed:
         raise RequestError(
@@ -196,8 +196,8 @@ def _surplus(model: PreTrainedModel, name: str) -> _Surplus | None:
     if _UNUSED.search(name) or isinstance(getattr(module, key, None), Tensor):  # the latter is a buffer
         return None
     if isinstance(module, nn.ModuleList):
-        fields = [field for config in configs_in(model.config) for field in vars(config).items()]
-        further = max((value for name, value in fields if _FURTHER.search(name) and isinstance(value, int)), default=0)
+        items = [item for config in configs_in(model.config) for item in vars(config).items()]
+        further = max((value for field, value in items if _FURTHER.search(field) and isinstance(value, int)), default=0)
         predicts_further = key.isdigit() and int(key) < len(module) + further
         return None if predicts_further else _Surplus(lacking, needed=True)
     of_leaf = path == keys and not any(module.children())  # such as the bias of a projection
@@ -206,15 +206,14 @@ def _surplus(model: PreTrainedModel, name: str) -> _Surplus | None:
     return _Surplus(lacking, needed=False) if in_base else None
 
 
-def _constants(names: Iterable[str], path: str | Path, **hub: Any) -> list[str]:
-    """Return the names of tensors that add nothing to a layer: integers, biases of zeros, and masks named bias."""
-    wanted, constants = set(names), []
+def _constants(names: Iterable[str], path: str | Path, **hub: Any) -> Iterator[str]:
+    """Yield the names of tensors that add nothing to a layer: integers, biases of zeros, and masks named bias."""
+    wanted = set(names)
     for file in weight_files(path, **hub) if wanted else ():
         for name, tensor in _tensors_in(file, wanted):
             is_mask = tensor.dim() == 4
             if not tensor.is_floating_point() or (name.endswith("bias") and (is_mask or not tensor.any())):
-                constants.append(name)
-    return constants
+                yield name
 
 
 def _tensors_in(file: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
