@@ -32,7 +32,7 @@ from .delivery import Delivery, on_rows
 from .draw import FLOPS_TO_TRY, all_looks
 from .pruning import Pruning, check_pruning
 from .search import Cuts, TriedCut, guess, largest, nothing, promise_of
-from .stages import Choice, Key, judging, score, select, trial_model
+from .stages import Choice, Key, judge_fields, score, select, trial_model
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, f
     looks = looks_of(pruning, delivery)
     promise = promise_of(pruning, looks.confidence)
     pruning.progress.stage("evaluate the dense model on the held-out rows")
-    judge = pruning.judge(pruning.rows.held_out, **judging(promise), progress=pruning.progress)
+    judge = pruning.judge(pruning.rows.held_out, **judge_fields(promise), progress=pruning.progress)
     ways = find_ways(type(pruning.task), delivery.deploy.runtimes)
     tried = try_dense(forms, judge, ways, partial(quick_times, pruning, delivery))
     able = _that_keep(promise, delivery.deploy.keep, tried, trimmed=pruning.trimming is not None)

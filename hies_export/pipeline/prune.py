@@ -301,7 +301,7 @@ def prune(
         flops = count_both_flops(pruning.dense, slim.model, {counted: batch})[counted]
         parameters = count_both_parameters(pruning.dense, slim.model)
         held_out = compare(pruning, slim.model) if pruning.rows.held_out else None
-        return PruneResult(pruning, given, choice.done(slim), slim, parameters, flops, held_out)
+        return PruneResult(pruning, given, choice.after_cut(slim), slim, parameters, flops, held_out)
 
 
 def _prune_section(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection:

@@ -1,4 +1,4 @@
-"""Hold all that choosing, cutting and comparing need: a `Pruning`, made and checked before the first computation."""
+"""Make and check a `Pruning`: the model, rows and options that scoring, choosing, cutting and comparing take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ class Rows:
     held_out: list[Batch] = field(default_factory=list)
     # What cut models are refitted on, without labels of classes or numbers.
     refit: list[Batch] = field(default_factory=list)
-    # What the promise of a compound is made on, and nothing else.
+    # What the promise of a `Compound` (a cascade of the slim and the dense model) is made on, and nothing else.
     promise: list[Batch] = field(default_factory=list)
     # What both models are compared on.
     evaluation: list[Batch] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Rows:
 class Pruning:
     """A dense model to prune, its rows, and how units are scored and selected; everything was checked.
 
-    How the slim model is delivered is another value, the `Delivery`. What choosing needs of it is given as functions.
+    How the slim model is exported and timed is another value, the `Delivery`: `serve` and `time_cuts` are its methods.
     """
 
     model: PreTrainedModel
@@ -128,10 +128,10 @@ class Pruning:
         """What every bundle of units saves of the FLOPs at the first shape."""
         batch = next(iter(self.shapes.values()))
         table = flops_table(self.model, self.scored, batch=batch, unit=self.options.unit)
-        return replace(table, dense=self._trimmed_to(lambda model: count_flops(model, batch)))
+        return replace(table, dense=self._share_after_trimming(lambda model: count_flops(model, batch)))
 
-    def _trimmed_to(self, count: Callable[[PreTrainedModel], int]) -> float:
-        """Return the share of the untrimmed model's count that trimming the vocabulary left."""
+    def _share_after_trimming(self, count: Callable[[PreTrainedModel], int]) -> float:
+        """Return the share of the untrimmed model's cost, by a function that counts it, that trimming left."""
         return 1.0 if self.trimming is None else count(self.model) / count(self.trimming.dense)
 
     @cached_property
@@ -139,7 +139,7 @@ class Pruning:
         """What every bundle of units saves of what the budget counts; None for a budget that counts no cost."""
         if self.budget.parameters is not None:
             table = parameters_table(self.model, self.scored, unit=self.options.unit)
-            return replace(table, dense=self._trimmed_to(count_parameters))
+            return replace(table, dense=self._share_after_trimming(count_parameters))
         return None if self.budget.flops is None else self.flops_table
 
     def flops_left(self, selection: Selection) -> float:
@@ -149,15 +149,16 @@ class Pruning:
     def shape_of(self, timed: TimedSection) -> Shape:
         """Return which of `shapes` a budget times: one with its batch and, if there is one, its sequence."""
         of_batch = [shape for shape in self.shapes if shape[0] == timed.batch]
-        return next((shape for shape in of_batch if shape[1] == (timed.sequence or self.length)), of_batch[0])
+        sequence = timed.sequence or self.length
+        return next((shape for shape in of_batch if shape[1] == sequence), of_batch[0])
 
-    def judge(self, batches: Sequence[Batch], *, progress: Progress = SILENT, **how: Any) -> Judge:
-        """Return the judge of other models on some rows; `how` are fields of `Judge`.
+    def judge(self, batches: Sequence[Batch], *, progress: Progress = SILENT, **fields: Any) -> Judge:
+        """Return the judge of other models on these batches; `fields` of `Judge` go before those of the pruning.
 
         With the index "dense", which is the default, the judge leaves out batches of documents.
         """
-        dense = self.dense_predictions(batches, progress)
-        judge = Judge(batches, dense, **{"metrics": self.metrics, "task": self.task, **how})
+        fields = {"metrics": self.metrics, "task": self.task, **fields}
+        judge = Judge(batches, self.dense_predictions(batches, progress), **fields)
         return judge.on_dense_index() if judge.index == "dense" else judge
 
     def dense_predictions(self, batches: Sequence[Batch], progress: Progress = SILENT) -> Predictions:
@@ -165,20 +166,22 @@ class Pruning:
 
         If the vocabulary was trimmed, they are of the model as it was, on the batches as it reads them.
         """
-        own = next((of for name, of in self.rows.untrimmed.items() if getattr(self.rows, name) is batches), None)
-        model, read = (self.dense, own) if own else (self.model, batches)
-        for of, rows, predictions in self.predicted:
-            if of is model and rows is read:
+        model, inputs = self.model, batches
+        for name, untrimmed in self.rows.untrimmed.items():
+            if untrimmed and getattr(self.rows, name) is batches:
+                model, inputs = self.dense, untrimmed
+        for known_model, known_inputs, predictions in self.predicted:
+            if known_model is model and known_inputs is inputs:
                 return predictions
-        found = predict(model, read, task=self.task, progress=progress)
-        if self.trimming is not None and own and found.kind == "tokens":
-            found = self.trimming.renumbered(found, self.task.references(read))
+        predictions = predict(model, inputs, task=self.task, progress=progress)
+        if self.trimming is not None and inputs is not batches and predictions.kind == "tokens":
+            predictions = self.trimming.renumbered(predictions, self.task.references(inputs))
         if any(rows is batches for rows in (self.rows.held_out, self.rows.promise, self.rows.evaluation)):
-            self.predicted.append((model, read, found))
-            warn_if_no_better_than_commonest(self.task, found, batches)
-        return found
+            self.predicted.append((model, inputs, predictions))
+            warn_if_no_better_than_commonest(self.task, predictions, batches)
+        return predictions
 
-    def kind(self, batches: Sequence[Batch]) -> RowsKind | None:
+    def rows_kind(self, batches: Sequence[Batch]) -> RowsKind | None:
         """Return how rows of texts to embed, or of candidates to rank, belong together; None for other tasks."""
         return kind_of_rows(batches, embeds=self.task.embeds)
 
@@ -187,7 +190,7 @@ class Pruning:
         """The metric of which `keep` keeps a share; None if it keeps a share of the predictions."""
         keep = self.budget.keep
         assert keep is not None
-        return promised_metric(self.metrics, keep.metric, self.kind(self.rows.held_out))
+        return promised_metric(self.metrics, keep.metric, self.rows_kind(self.rows.held_out))
 
 
 def promised_metric(metrics: Sequence[str], asked: str | None, kind: RowsKind | None) -> str | None:
@@ -195,9 +198,10 @@ def promised_metric(metrics: Sequence[str], asked: str | None, kind: RowsKind | 
 
     `asked` is the metric that the promise names, if any, and `kind` how the held-out rows belong together.
     """
-    # What is kept of rankings is a share of a metric.
-    of_first = kind is not None or METRICS[metrics[0]].terms is not None
-    return metrics[0] if asked is None and of_first else asked
+    if asked is not None:
+        return asked
+    # What is kept of rankings is a share of a metric, and so is that of metrics with `terms`.
+    return metrics[0] if kind is not None or METRICS[metrics[0]].terms is not None else None
 
 
 def make_pruning(
@@ -208,27 +212,31 @@ def make_pruning(
     task: Task,
     shapes: Sequence[tuple[int, ...]] = (),
     fast: bool = False,
-    **known: Any,
+    **fields: Any,
 ) -> Pruning:
-    """Find the modules of a model that may lose units, and check that it runs on the rows, and at the shapes to time.
+    """Return a pruning, after finding the modules that may lose units and checking that the model runs on the rows.
 
-    These are the `shapes` given, or the usual ones, and that of a budget of time. Where a budget of time has no
-    sequence, or a search of the fastest form no shapes, their length is that of the rows.
+    The model is also checked at the shapes to time: the `shapes` given, or the usual ones, and that of a budget of
+    time. Where a budget of time has no sequence, or a search of the fastest form no shapes, their length is that of the
+    rows. `fields` are further fields of the pruning, taken as they are.
     """
     timed = None if options.budget is None else options.budget.timed
     length, first = None, rows.score[0]
     if not task.in_parts and ((fast and not shapes) or (timed is not None and timed.sequence is None)):
         length = row_length(model, rows.held_out or rows.score)
-    batches = _batches_to_time(model, shapes, task, timed, length, first)
+    if task.in_parts:
+        batches = _repeated_rows(first, shapes, timed)
+    else:
+        batches = _random_batches(model, shapes, timed, length, first)
     if task.predicts == "classes":
         warn_of_one_class(rows.score, "calibration", "heads are scored")
         warn_of_one_class(rows.held_out, "held-out", "cuts are judged")
         warn_of_one_class(rows.evaluation, "evaluated", "both models are judged")
     check_model(model, rows.score, task)
     check_shapes(model, batches)
-    options = _with_enough_to_refit(options, rows)
+    options = _without_refit_of_few_rows(options, rows)
     modules, scored, options = _find_modules(model, first_samples(first), options)
-    options = _with_order(options, model, scored, first_samples(first), task)
+    options = _with_sequential_decided(options, model, scored, first_samples(first), task)
     return Pruning(
         model=model,
         task=task,
@@ -239,12 +247,12 @@ def make_pruning(
         shapes=batches,
         length=length,
         fast=fast,
-        **known,
+        **fields,
     )
 
 
-def _with_enough_to_refit(options: PruneSection, rows: Rows) -> PruneSection:
-    """Return the options without the default refit, if there are too few rows for one."""
+def _without_refit_of_few_rows(options: PruneSection, rows: Rows) -> PruneSection:
+    """Return the options without the default refit, and the criterion that assumes it, if there are too few rows."""
     count = samples_of(rows.refit)
     if options.compensation is None or count >= HELD_OUT_EVERY or "compensation" in options.model_fields_set:
         return options
@@ -253,28 +261,28 @@ def _with_enough_to_refit(options: PruneSection, rows: Rows) -> PruneSection:
     return options.model_copy(update={"compensation": None, "criterion": criterion})
 
 
-def _with_order(
+def _with_sequential_decided(
     options: PruneSection, model: PreTrainedModel, modules: Sequence[PrunableModule], sample: Batch, task: Task
 ) -> PruneSection:
     """Return the options with `compensation.sequential` decided, if it was left open."""
-    how = options.compensation
-    if how is None or how.sequential is not None:
+    compensation = options.compensation
+    if compensation is None or compensation.sequential is not None:
         return options
-    sequential = task.generative and how.method == "least_squares" and how.token_weights is None
+    sequential = task.generative and compensation.method == "least_squares" and compensation.token_weights is None
     if sequential:
         try:
             residual_places(model, modules, sample)
-        except RequestError:  # a layer runs more than once, or never
+        except RequestError:  # a layer runs more than once, or never, so the layers have no order to refit them in
             sequential = False
-    return options.model_copy(update={"compensation": how.model_copy(update={"sequential": sequential})})
+    return options.model_copy(update={"compensation": compensation.model_copy(update={"sequential": sequential})})
 
 
 def _find_modules(
     model: PreTrainedModel, sample: Batch, options: PruneSection
 ) -> tuple[tuple[PrunableModule, ...], tuple[PrunableModule, ...], PruneSection]:
-    """Return the modules of the kinds to prune, those that may lose units, and the options with these kinds.
+    """Return all modules of the kinds to prune, those of them that may lose units, and the options with these kinds.
 
-    If nobody named the kinds, units that cannot go are left alone, but for heads.
+    If the request named no kinds, a kind whose units cannot go is left out with a warning; heads must be able to go.
     """
     by_default = "modules" not in options.model_fields_set
     modules: tuple[PrunableModule, ...] = ()
@@ -298,57 +306,59 @@ def _find_modules(
     return modules, scored, options
 
 
-def _batches_to_time(
+def _random_batches(
     model: PreTrainedModel,
     shapes: Sequence[tuple[int, ...]],
-    task: Task,
     timed: TimedSection | None,
     length: int | None,
     first: Batch,
 ) -> dict[Shape, Batch]:
-    """Return a batch for each shape that is given, or for the usual ones, and for the shape of a budget of time.
+    """Return a random batch for each shape, or for the usual ones, and for the shape of a budget of time.
 
-    They have random tokens, or random pixels in the size of the images of `first`, or copies of its longest sample.
+    Texts have `length` tokens where no sequence is given, and images the size of those in the batch `first`.
     """
-    if not task.in_parts:
-        image = image_shape(first)
-        wanted = model_shapes(model, shapes, sequence=length, image=image)
-        if timed is not None:
-            shape = timed.shape if timed.sequence or length is None else (timed.batch, length)
-            wanted = [*wanted, *model_shapes(model, [shape], image=image)]
-        random = partial(synthetic_batch, model, image=image)
-        return {(size, sequence): random(batch=size, sequence=sequence) for size, sequence in wanted}
+    image = image_shape(first)
+    wanted = model_shapes(model, shapes, sequence=length, image=image)
+    if timed is not None:
+        shape = timed.shape if timed.sequence or length is None else (timed.batch, length)
+        wanted += model_shapes(model, [shape], image=image)
+    return {shape: synthetic_batch(model, batch=shape[0], sequence=shape[1], image=image) for shape in wanted}
+
+
+def _repeated_rows(batch: Batch, shapes: Sequence[tuple[int, ...]], timed: TimedSection | None) -> dict[Shape, Batch]:
+    """Return copies of a batch's longest row for each shape, or for 1 and 8 rows, and for a budget of time.
+
+    For models of images and text: random tokens would contain no image tokens.
+    """
     check_sizes(shapes)
-    # Random tokens would contain no image tokens.
-    longest = int(first["attention_mask"].sum(-1).argmax()) if "attention_mask" in first else 0
-    return {
-        (shape[0], first["input_ids"].shape[-1]): {
-            key: value[longest : longest + 1].repeat(shape[0], *[1] * (value.dim() - 1))
-            for key, value in inputs_of(first).items()
-        }
-        for shape in (*(shapes or ((1,), (8,))), *([] if timed is None else [timed.shape]))
-    }
+    longest = int(batch["attention_mask"].sum(-1).argmax()) if "attention_mask" in batch else 0
+    row = {key: value[longest : longest + 1] for key, value in inputs_of(batch).items()}
+    sizes = [shape[0] for shape in shapes] or [1, 8]
+    if timed is not None:
+        sizes.append(timed.batch)
+    sequence = batch["input_ids"].shape[-1]
+    return {(size, sequence): {key: value.repeat_interleave(size, 0) for key, value in row.items()} for size in sizes}
 
 
 def _in_towers(
     model: PreTrainedModel, modules: tuple[PrunableModule, ...], towers: tuple[str, ...]
 ) -> tuple[PrunableModule, ...]:
     """Return the modules in the given towers of a composite model; by default in the language model."""
-    of = {module.name: tower_of(model, module) for module in modules}
-    known = list(dict.fromkeys(of.values()))
+    tower_by_module = {module.name: tower_of(model, module) for module in modules}
+    known = list(dict.fromkeys(tower_by_module.values()))
     for tower in towers:
         if tower not in known:
             raise RequestError(
                 f"prune.towers must be among {', '.join(known)}, the towers of this model, got {tower!r}"
             )
     wanted = towers or (("language",) if "language" in known else tuple(known))
-    return tuple(module for module in modules if of[module.name] in wanted)
+    return tuple(module for module in modules if tower_by_module[module.name] in wanted)
 
 
 def check_pruning(pruning: Pruning, fewest: Looks = Looks()) -> None:  # noqa: B008 (it is frozen)
     """Refuse, before anything is computed, options that do not suit the model or its rows, by a RequestError.
 
-    `fewest` are the looks that a promise takes at least, and so how many held-out rows.
+    `fewest` says how often the held-out rows must be looked at for a promise at least, and so how many rows it takes.
     """
     options, budget = pruning.options, pruning.budget
     if options.criterion in (COMPENSATED, AUTO) and options.compensation is None:
@@ -360,7 +370,7 @@ def check_pruning(pruning: Pruning, fewest: Looks = Looks()) -> None:  # noqa: B
     check_criteria(pruning, options.criterion)
     if options.compensation is not None:
         check_biases(pruning.model, pruning.scored, options.compensation.method)
-    if budget.keep is not None and budget.keep.index and pruning.kind(pruning.rows.held_out) not in SEARCHED:
+    if budget.keep is not None and budget.keep.index and pruning.rows_kind(pruning.rows.held_out) not in SEARCHED:
         raise RequestError(
             "keep.index says which vectors of documents queries search, and only embeddings of queries and "
             "documents, or of texts alone, have these; leave it out"
@@ -384,7 +394,7 @@ def _check_enough_rows(pruning: Pruning, fewest: Looks) -> None:
     keep, count = pruning.budget.keep, samples_of(pruning.rows.held_out)
     if keep is None:
         return
-    what = "rows" if pruning.kind(pruning.rows.held_out) is None else "queries"
+    what = "rows" if pruning.rows_kind(pruning.rows.held_out) is None else "queries"
     if keep.predictions is None:
         asked, needed = loss_words(keep), LEAST_FOR_LOSS
     else:
@@ -400,36 +410,44 @@ def check_apart(pruning: Pruning) -> None:
     """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
 
     Rows are identified by what the model reads, whichever files they come from. Rows that recur within one use, as
-    short texts do, are not counted, because new rows may equal them too; of many that are judged it warns, as intervals
-    count each row for itself.
+    short texts do, are not counted, because new rows may equal them too. Where many judged rows recur, it warns, as
+    intervals count each row for itself.
     """
     rows = pruning.rows
-    uses = [sample_contents(use) for use in (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)]
-    judged = [*zip(("held-out", "held-out", "evaluated"), uses[2:], strict=True)]
+    by_use = [sample_contents(use) for use in (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)]
+    judged = [*zip(("held-out", "held-out", "evaluated"), by_use[2:], strict=True)]
+    _warn_of_repeats(judged)
+    counts = [Counter(chain.from_iterable(samples)) for samples in by_use]
+    recurring = {content for count_by_content in counts for content, count in count_by_content.items() if count > 1}
+    scored, refitted, held_out, promised, _ = counts
+    fitted_on = {*scored, *refitted} - recurring
+    chosen_on = {*scored, *refitted, *held_out, *promised} - recurring
     for name, samples in judged:
-        if (repeats := len(samples) - len(set(samples))) > MOST_REPEATED * len(samples):
-            logger.warning(
-                "%s of the %s %s rows repeat others, so what stays is only known for new rows that repeat as often; "
-                "leave copies out, such as those of an oversampled class, before the data are split",
-                *(f"{repeats:,}", f"{len(samples):,}", name),
-            )
-            break
-    times = [Counter(chain.from_iterable(samples)) for samples in uses]
-    recurring = {content for use in times for content, count in use.items() if count > 1}
-    fitted, chosen = (set().union(*use) - recurring for use in (times[:2], times[:4]))
-    for name, samples in judged:
-        known, of = (
-            (chosen, "scored, refitted or chosen on") if name == "evaluated" else (fitted, "scored or refitted on")
-        )
-        count, shared = len(samples), sum(known.issuperset(sample) for sample in samples)
-        if shared <= MOST_SHARED * count:
+        known, use = fitted_on, "scored or refitted on"
+        if name == "evaluated":
+            known, use = chosen_on, "scored, refitted or chosen on"
+        shared = sum(known.issuperset(sample) for sample in samples)
+        if shared <= MOST_SHARED * len(samples):
             continue
-        what = f"{shared:,} of the {count:,} {name} rows are among those that units are {of}"
+        what = f"{shared:,} of the {len(samples):,} {name} rows are among those that units are {use}"
         how = "give files that share no rows, or slices such as train[:80%] and train[80%:]"
         if rows.promise or pruning.budget.searched:
             raise RequestError(f"a promise must be judged on rows of its own, but {what}; {how}")
         logger.warning("%s, and new rows may keep less; %s", what, how)
         return
+
+
+def _warn_of_repeats(judged: Sequence[tuple[str, list[tuple[bytes, ...]]]]) -> None:
+    """Warn of the first use of judged rows, given as its name and `sample_contents`, in which many rows are equal."""
+    for name, samples in judged:
+        repeats = len(samples) - len(set(samples))
+        if repeats > MOST_REPEATED * len(samples):
+            logger.warning(
+                "%s of the %s %s rows repeat others, so what stays is only known for new rows that repeat as often; "
+                "leave copies out, such as those of an oversampled class, before the data are split",
+                *(f"{repeats:,}", f"{len(samples):,}", name),
+            )
+            return
 
 
 def check_criteria(pruning: Pruning, *criteria: str) -> None:

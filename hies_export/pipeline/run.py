@@ -85,7 +85,7 @@ def run(
                     decision = find_fastest(pruning, delivery, calibrate(pruning, reported=False), forms)
             with pruning.clock("cut"):
                 slim = cut(pruning, decision.choice)
-                decision = replace(decision, choice=decision.choice.done(slim))
+                decision = replace(decision, choice=decision.choice.after_cut(slim))
                 saved = save(pruning, delivery, slim, folder / "slim", refit_file=folder / REFIT)
             progress.stage("evaluate both models")
             uncompensated = None if slim.refitted is None else slim.plan.kept

@@ -21,7 +21,7 @@ from ..score.criteria import Scores
 from ..select.cost import CostTable, Goal
 from ..tasks.given import first_rows
 from .pruning import SEARCHED, Pruning
-from .stages import Choice, Key, Trial, choice_of, judging, predict_trial, select, token_weights_of
+from .stages import Choice, Key, Trial, choice_of, judge_fields, predict_trial, select, token_weights_of
 
 # A guess assumes that a cut loses at least this many times as much of nDCG@10 against the dense model's ranking as
 # against the relevant documents: 3.5 to 9 times for MiniLM on BoolQ (bench/results/embedding-quality.txt), and a fifth
@@ -44,7 +44,7 @@ def search(
     guessed = guess(pruning, statistics, promise, scored, sizes)
     where = "" if served is None else f", on {served.runtime}"
     pruning.progress.stage(f"judge cuts near that size on held-out rows{where}")
-    judge = pruning.judge(pruning.rows.held_out, **judging(promise))
+    judge = pruning.judge(pruning.rows.held_out, **judge_fields(promise))
     choice = Cuts(pruning, statistics, promise, judge, sizes, served).near(guessed)
     if table is None:
         return choice
@@ -79,7 +79,7 @@ def guess(
     assert keep is not None
     if pruning.kind(rows) in (None, "texts"):
         rows = first_rows(rows, GUESS_ROWS)
-    judge = pruning.judge(rows, **judging(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
+    judge = pruning.judge(rows, **judge_fields(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
     if by_own and keep.metric != "own_ndcg@10" and keep.predictions is not None:
         asked = keep.model_copy(update={"predictions": 1 - OWN_LOSS * (1 - keep.predictions)})
         promise = replace(promise, budget=Budget(keep=asked))

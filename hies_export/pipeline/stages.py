@@ -41,7 +41,7 @@ from .pruning import Pruning
 
 # Refits a model that was cut by a selection, in place.
 Refit = Callable[[PreTrainedModel, Selection], list[LayerFit]]
-# What a cut model follows from: how its refit weighs tokens, and the kept units of every module.
+# What tells cut models apart: how the refit weighs tokens, and the kept units of every module.
 Key = tuple[float, tuple[tuple[int, ...], ...]]
 # Weights of tokens that deployments and `criterion: auto` try, see `CompensationSection`.
 TOKEN_WEIGHTS = (1.0, 0.3, 0.1)
@@ -86,9 +86,9 @@ class Choice:
         assert self.scores is not None
         return Trial(self.scores, self.plan.kept, self.token_weights)
 
-    def done(self, slim: Slim) -> Choice:
+    def after_cut(self, slim: Slim) -> Choice:
         """Return the choice with the slim model's plan and outcome, without moments (gigabytes)."""
-        statistics = self.statistics and replace(self.statistics, moments=None)
+        statistics = None if self.statistics is None else replace(self.statistics, moments=None)
         return replace(self, plan=slim.plan, outcome=slim.outcome, statistics=statistics)
 
 
@@ -103,25 +103,25 @@ def calibrate(pruning: Pruning, *, reported: bool = True) -> Statistics:
         return Statistics({}, calibration_of(pruning.model, pruning.rows.score), moments_of(pruning))
     pruning.progress.stage("score units: calibration rows forward and backward")
     tried = AUTO_CRITERIA if criterion == AUTO else (criterion,)
-    found = collect_statistics(
+    statistics = collect_statistics(
         pruning.model,
         pruning.rows.score,
         pruning.scored,
         needs=(*DEFAULT_NEEDS, *needs_of(*tried)),
         progress=pruning.progress,
     )
-    return replace(found, moments=moments_of(pruning))
+    return replace(statistics, moments=moments_of(pruning))
 
 
 def moments_of(pruning: Pruning) -> MomentStore | None:
     """Return the moments of the rows to refit on, collected when first read; None without such rows or compensation."""
-    how = pruning.options.compensation
-    if how is None or not pruning.rows.refit:
+    compensation = pruning.options.compensation
+    if compensation is None or not pruning.rows.refit:
         return None
-    # Layers that are refitted one after the other have moments of their own, so these are read for scores alone.
-    once = how.sequential and not pruning.budget.searched and pruning.options.criterion != AUTO
-    weighted = min(token_weights_of(pruning)) < 1
-    return MomentStore(pruning.model, pruning.scored, pruning.rows.refit, weighted=weighted, keep=not once)
+    # Layers that are refitted one after the other have moments of their own, so these are read once, for scores alone.
+    read_once = compensation.sequential and not pruning.budget.searched and pruning.options.criterion != AUTO
+    weighted = min(token_weights_to_try(pruning)) < 1
+    return MomentStore(pruning.model, pruning.scored, pruning.rows.refit, weighted=weighted, keep=not read_once)
 
 
 def score(pruning: Pruning, statistics: Statistics, criterion: str | None = None) -> list[Scores]:
@@ -130,26 +130,23 @@ def score(pruning: Pruning, statistics: Statistics, criterion: str | None = None
     `criterion` is by default that of the options.
     """
     options, criterion = pruning.options, criterion or pruning.options.criterion
-    by = partial(score_units, statistics, pruning.scored, normalize=options.normalize, seed=pruning.seed)
+    score_by = partial(score_units, statistics, pruning.scored, normalize=options.normalize, seed=pruning.seed)
     if criterion == COMPENSATED:
         return [score_by_removal(pruning, statistics)]
     if criterion == AUTO:
-        simple = [
-            by(criterion=name, alpha=alpha)
-            for name in AUTO_CRITERIA
-            if name != "hies" or ("attention" in options.modules and "entropy" in statistics.values)
-            for alpha in (AUTO_ALPHAS if name == "hies" else (0.0,))
-        ]
+        can_use_hies = "attention" in options.modules and "entropy" in statistics.values
+        alphas = {"hies": AUTO_ALPHAS if can_use_hies else ()}  # other criteria ignore alpha, and are tried once
+        simple = [score_by(criterion=name, alpha=alpha) for name in AUTO_CRITERIA for alpha in alphas.get(name, (0.0,))]
         removal = score_by_removal(pruning, statistics)
         # The first is taken unless another is clearly better; greedy removal assumes a refit.
         return [removal, *simple] if options.compensation else [*simple, removal]
     if not isinstance(options.alpha, str):
-        return [by(criterion=criterion, alpha=options.alpha)]
-    return [by(criterion=criterion, alpha=alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
+        return [score_by(criterion=criterion, alpha=options.alpha)]
+    return [score_by(criterion=criterion, alpha=alpha) for alpha in (ALPHAS if uses_alpha(criterion) else (0.0,))]
 
 
 def score_by_removal(pruning: Pruning, statistics: Statistics) -> Scores:
-    """Return the scores of greedy removal."""
+    """Return the scores of `compensated`: the order in which greedy removal takes the units."""
     pruning.progress.stage("rank units by greedy removal")
     return score_compensated(
         pruning.model,
@@ -163,50 +160,52 @@ def score_by_removal(pruning: Pruning, statistics: Statistics) -> Scores:
 
 
 def effect_batches(pruning: Pruning) -> list[Batch]:
-    """Return the batches whose gradients greedy removal takes.
+    """Return the batches that `compensated` takes gradients on to estimate the effect of each removal.
 
     These are the calibration batches or, if there are more rows to refit on, the first batches of these, until they
     have as many rows as the calibration batches and `EFFECT_TOKENS` tokens: both are drawn in the same order. Where
     labels say what is predicted, as those of a language model do, only the calibration batches will do.
     """
-    scored, more = pruning.rows.score, pruning.rows.refit
-    count = sum(map(size_of, scored))
-    if pruning.task.places_by_labels or sum(map(size_of, more)) <= count:
-        return scored
-    enough: list[Batch] = []
-    samples = tokens = 0
-    for batch in more:
-        if samples >= count and tokens >= EFFECT_TOKENS:
+    score_rows, refit_rows = pruning.rows.score, pruning.rows.refit
+    score_count = sum(map(size_of, score_rows))
+    if pruning.task.places_by_labels or sum(map(size_of, refit_rows)) <= score_count:
+        return score_rows
+    first_batches: list[Batch] = []
+    rows = tokens = 0
+    for batch in refit_rows:
+        if rows >= score_count and tokens >= EFFECT_TOKENS:
             break
-        enough.append(batch)
-        samples, tokens = samples + size_of(batch), tokens + count_tokens(pruning.model, batch)
-    return enough
+        first_batches.append(batch)
+        rows, tokens = rows + size_of(batch), tokens + count_tokens(pruning.model, batch)
+    return first_batches
 
 
 def select(pruning: Pruning, scores: Scores, goal: Goal) -> Selection:
     """Return the units that stay to reach a goal, by their scores and within the constraints."""
-    return select_units(scores, pruning.modules, constraints=pruning.options, **vars(goal))
+    return select_units(
+        scores, pruning.modules, heads=goal.heads, table=goal.table, ratio=goal.ratio, constraints=pruning.options
+    )
 
 
-def token_weights_of(pruning: Pruning) -> tuple[float, ...]:
-    """Return the weights of tokens that refits try: one, or several in a deployment and under `criterion: auto`."""
-    how = pruning.options.compensation
-    if how is None or how.method != "least_squares" or how.sequential:
+def token_weights_to_try(pruning: Pruning) -> tuple[float, ...]:
+    """Return the `token_weights` that refits try: one, or several in a deployment and under `criterion: auto`."""
+    compensation = pruning.options.compensation
+    if compensation is None or compensation.method != "least_squares" or compensation.sequential:
         return (1.0,)
-    if how.token_weights is not None:
-        return (how.token_weights,)
+    if compensation.token_weights is not None:
+        return (compensation.token_weights,)
     return TOKEN_WEIGHTS if pruning.fast or pruning.options.criterion == AUTO else (1.0,)
 
 
 def _compensation(pruning: Pruning, token_weights: float) -> CompensationSection:
-    """Return how layers are refitted, with these weights of tokens unless the options name others."""
-    how = pruning.options.compensation
-    assert how is not None
-    return how.model_copy(update={"token_weights": how.token_weights or token_weights})
+    """Return the options of the refit, which must be asked for, with these `token_weights` unless they name others."""
+    compensation = pruning.options.compensation
+    assert compensation is not None
+    return compensation.model_copy(update={"token_weights": compensation.token_weights or token_weights})
 
 
 def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.0) -> Refit | None:
-    """Return what refits a cut model from the moments, and rounds it as it will be saved; None without compensation.
+    """Return a function that refits a cut model in place, and rounds it as it will be saved; None without compensation.
 
     The layers are refitted independently of each other, also where the final cut refits them one after the other.
     """
@@ -214,16 +213,16 @@ def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.
     if pruning.options.compensation is None or moments is None:
         return None
 
-    def refitted(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
-        how = _compensation(pruning, token_weights).model_copy(update={"sequential": False})
-        fits = refit(slim, selection, pruning.modules, moments, how)
+    def refit_and_round(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
+        compensation = _compensation(pruning, token_weights).model_copy(update={"sequential": False})
+        fits = refit(slim, selection, pruning.modules, moments, compensation)
         if pruning.dtype is not None:
             for name in _changed_by(slim, pruning.modules, fits):
                 parameter = slim.get_parameter(name)
                 parameter.data = parameter.data.to(pruning.dtype).to(parameter.dtype)
         return fits
 
-    return refitted
+    return refit_and_round
 
 
 def cut_beside(pruning: Pruning, selection: Selection, refit: Refit | None) -> PreTrainedModel:
@@ -242,7 +241,7 @@ def trial_model(pruning: Pruning, statistics: Statistics, trial: Trial) -> PreTr
 def predict_pruned(
     pruning: Pruning, selection: Selection, batches: Sequence[Batch], refit: Refit | None, by: Predictor = predict
 ) -> Predictions:
-    """Return the predictions of the model that keeps only the units of a selection.
+    """Return the predictions of the model that keeps only the units of a selection, computed `by` torch or a runtime.
 
     Without a refit, and in torch, units are masked instead of cut: that predicts the same at less cost.
     """
@@ -255,19 +254,26 @@ def predict_pruned(
 def predict_trial(
     pruning: Pruning, statistics: Statistics, trial: Trial, batches: Sequence[Batch], *, by: Predictor = predict
 ) -> Predictions:
-    """Return the predictions of the model of a trial."""
+    """Return the predictions of the model of a trial; see `predict_pruned`."""
     return predict_pruned(pruning, trial.selection, batches, refit_of(pruning, statistics, trial.token_weights), by)
 
 
-def choice_of(pruning: Pruning, statistics: Statistics, trial: Trial, **more: Any) -> Choice:
-    """Return a trial as a choice, with its plan; `more` are further fields of it."""
+def choice_of(
+    pruning: Pruning,
+    statistics: Statistics,
+    trial: Trial,
+    *,
+    outcome: Outcome | None = None,
+    tried: tuple[Tried, ...] = (),
+) -> Choice:
+    """Return a trial as a choice, with a plan that records how it was made."""
     scores, calibration = trial.scores, statistics.calibration
-    if scores.criterion == COMPENSATED:
+    if scores.criterion == COMPENSATED:  # it reads other rows, and no labels
         rows = effect_batches(pruning)
         calibration = replace(
             calibration, samples=sum(map(size_of, rows)), labels="predictions", fingerprint=batches_fingerprint(rows)
         )
-    how = pruning.options.compensation
+    compensation = pruning.options.compensation
     plan = PruningPlan(
         kept=trial.selection,
         criterion=scores.criterion,
@@ -276,10 +282,10 @@ def choice_of(pruning: Pruning, statistics: Statistics, trial: Trial, **more: An
         calibration=asdict(calibration),
         versions=library_versions(),
         model=fingerprint(pruning.model, pruning.modules),
-        compensation={} if how is None else {"method": how.method},
+        compensation={} if compensation is None else {"method": compensation.method},
         vocabulary=() if pruning.trimming is None else pruning.trimming.kept.rows,
     )
-    return Choice(plan, scores, statistics, token_weights=trial.token_weights, **more)
+    return Choice(plan, scores, statistics, outcome, tried, trial.token_weights)
 
 
 @dataclass(frozen=True)
@@ -299,50 +305,56 @@ def cut(pruning: Pruning, choice: Choice) -> Slim:
     """Cut, compare with the masked model, refit and round; refuse a result that breaks its promise, see `confirm`."""
     pruning.progress.stage("cut, and compare with the masked model")
     model, modules, plan = pruning.model, pruning.modules, choice.plan
-    asked = pruning.options.compensation if plan.removes else None
+    compensation = pruning.options.compensation if plan.removes else None
     # Only a plan that was given has to be checked against the model, which `prune_units` does with a whole plan.
     slim = prune_units(share_weights(model), plan if choice.scores is None else plan.kept, modules, inplace=True)
     cut_max_abs = compare_cut(model, slim, plan, modules, pruning.sample)
-    fits, logit_scale = list[LayerFit](), 1.0
-    if asked is not None:
-        pruning.progress.stage("refit the output projections")
-        fits = _refit(pruning, choice, slim)
-        logit_scale, scaled = fit_logit_scale(model, slim, pruning.rows.refit)
-        names = [*_changed_by(slim, modules, fits), *scaled]
-    dtypes = _round(slim, pruning.dtype or slim.dtype)
-    stored = None
-    if asked is None:
-        # The plan was made for a compensated model, but only the cut was done.
+    dtype = pruning.dtype or slim.dtype
+    if compensation is None:
+        _round(slim, dtype)
+        # The plan may have been made for a compensated model, but only the cut was done.
         plan = replace(plan, compensation={})
-    else:
-        stored = {
-            name: slim.get_parameter(name).detach().to(device="cpu", dtype=dtypes.get(name)).contiguous()
-            for name in names
-        }
-        plan = replace(plan, compensation={"method": asked.method, "refit": digest_tensors(stored)})
-    return confirm(pruning, Slim(slim, plan, choice.outcome, stored, fits, cut_max_abs, logit_scale))
+        return confirm(pruning, Slim(slim, plan, choice.outcome, None, [], cut_max_abs))
+    pruning.progress.stage("refit the output projections")
+    fits = _refit(pruning, choice, slim)
+    logit_scale, scaled = fit_logit_scale(model, slim, pruning.rows.refit)
+    dtypes = _round(slim, dtype)
+    refitted = {
+        name: slim.get_parameter(name).detach().to(device="cpu", dtype=dtypes.get(name)).contiguous()
+        for name in (*_changed_by(slim, modules, fits), *scaled)
+    }
+    plan = replace(plan, compensation={"method": compensation.method, "refit": digest_tensors(refitted)})
+    return confirm(pruning, Slim(slim, plan, choice.outcome, refitted, fits, cut_max_abs, logit_scale))
 
 
 def _refit(pruning: Pruning, choice: Choice, slim: PreTrainedModel) -> list[LayerFit]:
     """Refit a cut model in place, from the moments that were collected to choose the cut if they serve."""
-    how, statistics, plan = _compensation(pruning, choice.token_weights), choice.statistics, choice.plan
-    if statistics and statistics.moments and statistics.moments.kept and not how.sequential:
+    compensation, statistics = _compensation(pruning, choice.token_weights), choice.statistics
+    if statistics and statistics.moments and statistics.moments.kept and not compensation.sequential:
         refit = refit_of(pruning, statistics, choice.token_weights)
         assert refit is not None
-        return refit(slim, plan.kept)
-    dense, modules, rows = pruning.model, pruning.modules, pruning.rows.refit
-    return compensate(dense, slim, plan, modules, rows, how, known=pruning.fits, progress=pruning.progress)
+        return refit(slim, choice.plan.kept)
+    return compensate(
+        pruning.model,
+        slim,
+        choice.plan,
+        pruning.modules,
+        pruning.rows.refit,
+        compensation,
+        known=pruning.fits,
+        progress=pruning.progress,
+    )
 
 
 def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
     """Return the names of the parameters that refits changed."""
     consumers = {module.name: module.consumer for module in modules}
+    changed_by_method = {"none": (), "bias": ("bias",), "least_squares": ("weight", "bias")}
     names = []
     for fit in fits:
         consumer = consumers[fit.name]
-        found = dict(slim.get_submodule(consumer).named_parameters(recurse=False))
-        changed = {"none": (), "bias": ("bias",)}.get(fit.method, ("weight", "bias"))
-        names += [f"{consumer}.{name}" for name in found if name in changed]
+        parameters = dict(slim.get_submodule(consumer).named_parameters(recurse=False))
+        names += [f"{consumer}.{name}" for name in parameters if name in changed_by_method[fit.method]]
     return names
 
 
@@ -362,13 +374,16 @@ def _round(slim: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def judging(promise: Outcome) -> dict[str, Any]:
-    """Return the options of `Pruning.judge` for the judge that decides about a promise."""
+def judge_fields(promise: Outcome) -> dict[str, Any]:
+    """Return the fields of the `Judge` that decides about a promise, for `Pruning.judge`."""
     keep = promise.budget.keep
     assert keep is not None
-    metrics = {} if keep.metric is None else {"metrics": (keep.metric,)}
-    index = {} if keep.index is None else {"index": keep.index}
-    return {**metrics, **index, "confidence": promise.confidence, "as_of": promise.samples}
+    fields: dict[str, Any] = {"confidence": promise.confidence, "as_of": promise.samples}
+    if keep.metric is not None:
+        fields["metrics"] = (keep.metric,)
+    if keep.index is not None:
+        fields["index"] = keep.index
+    return fields
 
 
 def confirm(pruning: Pruning, slim: Slim) -> Slim:
@@ -381,9 +396,9 @@ def confirm(pruning: Pruning, slim: Slim) -> Slim:
     if outcome is None or not outcome.budget.searched or not slim.plan.removes:
         return slim
     pruning.progress.stage("evaluate the slim model on the held-out rows")
-    judge = pruning.judge(pruning.rows.held_out, **judging(outcome))
-    by = predict if outcome.budget.timed is None else pruning.serve(outcome.budget.timed)
-    found = judge.found(outcome.budget, by(slim.model, judge.batches))
+    judge = pruning.judge(pruning.rows.held_out, **judge_fields(outcome))
+    predict_served = predict if outcome.budget.timed is None else pruning.serve(outcome.budget.timed)
+    found = judge.found(outcome.budget, predict_served(slim.model, judge.batches))
     confirmed = replace(outcome, found=found)
     if not confirmed.met:
         what, remedy = "compensated", "compensate on more samples, or not at all"
@@ -412,8 +427,9 @@ def try_metrics(pruning: Pruning) -> None:
     """Judge the dense model by all metrics on the rows that `compare` reads, so that what fails there fails early."""
     if rows := pruning.rows.evaluation or pruning.rows.held_out:
         pruning.progress.stage("evaluate the dense model")
-        limited = pruning.options.budget and pruning.options.budget.metric
-        metrics = tuple(dict.fromkeys(filter(None, (*pruning.metrics, limited))))
+        metrics, budget = pruning.metrics, pruning.options.budget
+        if budget is not None and budget.metric is not None and budget.metric not in metrics:
+            metrics = (*metrics, budget.metric)
         judge = pruning.judge(rows, index=None, metrics=metrics, progress=pruning.progress)
         judge.of(judge.dense)
 
@@ -421,22 +437,22 @@ def try_metrics(pruning: Pruning) -> None:
 def compare(pruning: Pruning, slim: PreTrainedModel, *, uncompensated: Selection | None = None) -> Evaluation:
     """Compare the slim model with the dense one on the evaluation rows, or without these on the held-out ones.
 
-    `uncompensated` is a selection to judge beside them without a refit.
+    `uncompensated` are the units that stay in a third model, which is judged beside them without a refit.
     """
     judge = pruning.judge(pruning.rows.evaluation or pruning.rows.held_out, index=None, progress=pruning.progress)
     predictions_of = partial(predict, batches=judge.batches, progress=pruning.progress)
-    same = pruning.trimming is None and same_weights(slim, pruning.model)
-    predictions = judge.dense if same else predictions_of(slim)
-    dense, pruned, masked = judge.of(judge.dense), judge.of(predictions), None
+    unchanged = pruning.trimming is None and same_weights(slim, pruning.model)
+    predictions = judge.dense if unchanged else predictions_of(slim)
+    dense_quality, slim_quality, masked_quality = judge.of(judge.dense), judge.of(predictions), None
     if uncompensated is not None:
         # Masked and cut models predict the same: `compare_cut` has checked that.
         with masked_units(pruning.model, uncompensated, pruning.modules):
-            masked = judge.of(predictions_of(pruning.model))
-    metrics = {name: Both(value, pruned.metrics[name]) for name, value in dense.metrics.items()}
+            masked_quality = judge.of(predictions_of(pruning.model))
+    metrics = {name: Both(value, slim_quality.metrics[name]) for name, value in dense_quality.metrics.items()}
     ranking = judge.ranking(predictions)
     # Rankings are compared by their order, whatever the logits.
     tolerance = None if ranking else judge.task.tolerance_on(judge.dense)
     low, high = judge.kept_ends(predictions)
     # The upper end is infinite if so few rows are ranked that the dense model finds nothing in some resamples.
     ends = (low, high) if math.isfinite(high) else None
-    return Evaluation(metrics, pruned.stability, ends, masked, ranking, tolerance)
+    return Evaluation(metrics, slim_quality.stability, ends, masked_quality, ranking, tolerance)

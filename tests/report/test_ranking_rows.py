@@ -8,7 +8,7 @@ import yaml
 from support.reports import SERVED, make_report
 
 from hies_export.evaluate.promise import asked_words
-from hies_export.pipeline.stages import judging
+from hies_export.pipeline.stages import judge_fields
 from hies_export.recipe.budget import Budget, Found, KeepBudget, Outcome
 from hies_export.report.card import render_card
 from hies_export.report.html import render_html
@@ -79,7 +79,7 @@ def test_a_loss_of_a_metric_of_rankings_names_the_index() -> None:
     keep = KeepBudget(metric="ndcg@10", by=0.01, index="slim")
     promise = Outcome(Budget(keep=keep), found=Found(0.002, 0.011), samples=9, confidence=0.95)
     assert asked_words(promise) == "a loss of at most 0.01 of nDCG@10 with everything re-embedded"
-    assert judging(promise) == {"metrics": ("ndcg@10",), "index": "slim", "confidence": 0.95, "as_of": 9}
+    assert judge_fields(promise) == {"metrics": ("ndcg@10",), "index": "slim", "confidence": 0.95, "as_of": 9}
     assert not promise.met
     assert Outcome(Budget(keep=KeepBudget(predictions=0.99, metric="ndcg@10")), found=Found(1.002, 0.9901)).met
 
