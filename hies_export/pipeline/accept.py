@@ -30,11 +30,11 @@ def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) ->
     check_runs(model, sample, "the calibration rows")
     output = _predicted(model, sample, task)
     if task.predicts in ("classes", "labels"):
-        classes, given = ClassNames(model.config), output.shape[-1]
-        if len(classes.names) != given:
+        classes, outputs = ClassNames(model.config), output.shape[-1]
+        if len(classes.names) != outputs:
             raise RequestError(
                 f"id2label must name every class of the model, but its config names {len(classes.names)} ({classes}), "
-                f"and the head of {name} gives {given}; name as many"
+                f"and the head of {name} gives {outputs}; name as many"
             )
     if model.can_generate():  # some generation configs are read with a warning, but cannot be saved
         must = f"a generation config must be one that transformers saves, but that of this {name} is not"
@@ -43,14 +43,14 @@ def check_model(model: PreTrainedModel, batches: Sequence[Batch], task: Task) ->
             model.generation_config.save_pretrained(folder)
 
 
-def warn_of_one_class(batches: Sequence[Batch], what: str, so: str) -> None:
-    """Warn if all labels are of one class; the warning calls the rows `what`, and says in `so` what follows."""
+def warn_of_one_class(batches: Sequence[Batch], use: str, consequence: str) -> None:
+    """Warn if all labels are of one class; the warning names the use of the rows, and what follows."""
     classes = torch.cat([batch["labels"] for batch in batches if "labels" in batch] or [torch.empty(0)])
     if len(classes) > 1 and len(classes.unique()) == 1:
         logger.warning(
             "all %s %s rows are of class %d, so %s by that class alone; give rows of all classes: shuffle the data, "
             "take more rows, or set data.shuffled if they are a slice",
-            *(f"{len(classes):,}", what, classes[0].item(), so),
+            *(f"{len(classes):,}", use, classes[0].item(), consequence),
         )
 
 
@@ -59,9 +59,9 @@ def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> No
     if not finds_end_by_padding(model):
         return
     pad = model.config.get_text_config().pad_token_id
-    # Without one, it reads the last token of a text that is alone in its batch.
-    alone = pad is None and all(len(batch["input_ids"]) == 1 for batch in batches)
-    if not alone and not is_token(pad, model.config):
+    # Without a padding token, it reads the last token of a text that is alone in its batch.
+    unneeded = pad is None and all(len(batch["input_ids"]) == 1 for batch in batches)
+    if not unneeded and not is_token(pad, model.config):
         raise RequestError(
             f"{type(model).__name__} finds the end of a text by its config's pad_token_id, which must be one of its "
             f"tokens, got {quoted(pad)}; set it to the token that texts are padded with"
@@ -70,15 +70,14 @@ def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> No
 
 def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor:
     """Return the output for the last part of a batch; refuse a model that fails on one, or has weights of NaN."""
-    must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
+    must, finite = f"a model must run on the calibration rows, but {type(model).__name__} does not", True
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
         for part in task.parts(batch):
             output = task.output(model, part)
-            if not output.isfinite().all():
-                break
-        else:
-            return output
-    if wrong := [name for name, weights in model.named_parameters() if not weights.isfinite().all()]:
+            finite = finite and bool(output.isfinite().all())
+    # An output may be infinite by itself: only weights are refused for it.
+    wrong = [] if finite else [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
+    if wrong:
         raise RequestError(
             f"the weights must be finite, but {listed(wrong, most=3)} of this {type(model).__name__} have NaN or "
             "infinity; take an earlier checkpoint"
@@ -109,15 +108,15 @@ def check_in_memory(model: PreTrainedModel) -> None:
     built = dict(empty_model(type(inner), inner.config).named_parameters(remove_duplicate=False))
     surplus, lost = sorted(parameters.keys() - built.keys()), sorted(built.keys() - parameters.keys())
     if surplus or (lost and not lacks_pooler(inner, lost)):
-        differs = [f"has {listed(surplus, most=3)}"] * bool(surplus) + [f"lacks {listed(lost, most=3)}"] * bool(lost)
+        differs = [f"{verb} {listed(names, most=3)}" for verb, names in (("has", surplus), ("lacks", lost)) if names]
         raise RequestError(
             "a model must have the parameters that its class and config give it, because no others come back from a "
             f"checkpoint, but this {type(inner).__name__} {' and '.join(differs)}; change the config or the model back "
             "(torch.nn.utils.prune.remove and remove_parametrizations make plain weights)"
         )
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}  # id of a parameter -> the first of the names that share it
     for name, parameter in parameters.items():
-        other = first.setdefault(id(parameter), name)
+        other = first_names.setdefault(id(parameter), name)
         if built[name] is not built[other]:
             raise RequestError(
                 f"parameters may be shared only as the config says, as a checkpoint holds them once, but {name} of "

@@ -15,8 +15,8 @@ from ..select.constraints import check_budget
 from ..select.cost import CostTable, Goal, check_reachable, lowest_ratio, shares_to_try
 from ..units.units import Selection
 from .pruning import Pruning
-from .search import budget_where, nothing, search
-from .stages import Choice, Trial, choice_of, predict_trial, score, select, token_weights_of
+from .search import budget_as_timed, choose_nothing, search
+from .stages import Choice, Trial, choice_of, predict_trial, score, select, token_weights_to_try
 from .trials import Trials, choose_alpha, choose_by_agreement
 
 # If held-out rows decide how much to remove, the removable cost is divided into this many sizes.
@@ -26,8 +26,8 @@ SIZES = 100
 def choose(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores] = ()) -> Choice:
     """Choose the units that stay as the options ask, by scores that are computed if not given."""
     budget = pruning.budget
-    if budget.heads == 0:
-        return nothing(pruning, statistics, Scores(pruning.options.criterion, {}, {}))
+    if budget.heads == 0:  # only tokens go
+        return choose_nothing(pruning, statistics, Scores(pruning.options.criterion, {}, {}))
     table = _cost_table(pruning)
     scored = scored or score(pruning, statistics)
     if budget.searched:
@@ -36,7 +36,7 @@ def choose(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores] = 
     if table is not None:
         assert budget.ratio is not None
         goal = Goal(ratio=budget.ratio / table.dense, table=table)
-    return _of_size(pruning, statistics, scored, goal)
+    return _choose_for(goal, pruning, statistics, scored)
 
 
 def choose_within(pruning: Pruning, statistics: Statistics, share: float, like: Choice) -> Choice:
@@ -48,9 +48,9 @@ def choose_within(pruning: Pruning, statistics: Statistics, share: float, like: 
     return choice_of(pruning, statistics, Trial(like.scores, selection, like.token_weights), outcome=outcome)
 
 
-def _of_size(pruning: Pruning, statistics: Statistics, scored: Sequence[Scores], goal: Goal) -> Choice:
-    """Choose the only scores, or those whose cut does best on held-out rows, with the weights of tokens."""
-    weights, *others = token_weights_of(pruning)
+def _choose_for(goal: Goal, pruning: Pruning, statistics: Statistics, scored: Sequence[Scores]) -> Choice:
+    """Choose the units that stay to reach a goal: of several scores, by those whose cut does best on held-out rows."""
+    weights, *others = token_weights_to_try(pruning)
     tried: tuple[Tried, ...] = ()
     if len(scored) == 1:
         trial = Trial(scored[0], select(pruning, scored[0], goal), weights)
@@ -75,7 +75,7 @@ def sizes_of(pruning: Pruning, table: CostTable | None) -> list[Goal]:
     timed, each removes one more bundle of heads. Raises PlanError if the constraints allow no cut.
     """
     scored, constraints = pruning.scored, pruning.options
-    found: list[Goal] = []
+    goals: list[Goal] = []
     if table is None and any(module.kind != ATTENTION for module in scored):
         table = pruning.flops_table
     if table is not None:
@@ -83,15 +83,15 @@ def sizes_of(pruning: Pruning, table: CostTable | None) -> list[Goal]:
         if least < 1:
             # In floats, 1 - (1 - least) may be slightly less than least, which no selection reaches.
             ratios = [max(least, 1 - (1 - least) * step / SIZES) for step in range(1, SIZES + 1)]
-            found = [Goal(ratio=ratio, table=table) for ratio in ratios]
+            goals = [Goal(ratio=ratio, table=table) for ratio in ratios]
     else:
         for share in shares_to_try(scored, constraints):
             with contextlib.suppress(PlanError):  # more than the constraints allow
                 check_budget(scored, heads=share, constraints=constraints)
-                found.append(Goal(heads=share))
-    if not found:
+                goals.append(Goal(heads=share))
+    if not goals:
         raise PlanError(f"{pruning.budget.kind} needs units that may go, but the constraints leave none; loosen them")
-    return found
+    return goals
 
 
 def _cost_table(pruning: Pruning) -> CostTable | None:
@@ -111,10 +111,10 @@ def _cost_table(pruning: Pruning) -> CostTable | None:
 
 def _outcome(pruning: Pruning, table: CostTable | None, selection: Selection) -> Outcome:
     """Return the budget with the predicted cost of a selection, or of a budget of heads with the share removed."""
-    budget = budget_where(pruning, pruning.budget)
+    budget = budget_as_timed(pruning, pruning.budget)
     if table is None:
-        heads = [selection[module.name] for module in pruning.scored]  # other towers do not count
-        removed = sum(len(kept.removed) for kept in heads) / sum(kept.total for kept in heads)
+        by_layer = [selection[module.name] for module in pruning.scored]  # other towers do not count
+        removed = sum(len(kept.removed) for kept in by_layer) / sum(kept.total for kept in by_layer)
         return Outcome(budget, found=Found(removed))
     predicted = table.left(selection, pruning.scored, unit=pruning.options.unit)
     return Outcome(budget, predicted=predicted * table.dense, table=table.measured or ())

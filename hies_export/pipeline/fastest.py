@@ -31,7 +31,7 @@ from .choose import choose, choose_within, sizes_of
 from .delivery import Delivery, on_rows
 from .draw import FLOPS_TO_TRY, all_looks
 from .pruning import Pruning, check_pruning
-from .search import Cuts, TriedCut, guess, largest, nothing, promise_of
+from .search import Cuts, TriedCut, choose_nothing, guess, largest, promise_of
 from .stages import Choice, Key, judge_fields, score, select, trial_model
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, f
         fastest = able[0]
         assert fastest.kept is not None
         outcome = replace(promise, found=Found(fastest.kept, fastest.at_least))
-        decision = Decision(nothing(pruning, statistics, scored[0], outcome))
+        decision = Decision(choose_nothing(pruning, statistics, scored[0], outcome))
     return replace(decision, ways=tuple(tried))
 
 

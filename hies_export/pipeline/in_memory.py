@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from .delivery import Delivery
 
 
-def accept(given: Unwrapped, processor: Any) -> Unwrapped:
-    """Refuse a model that cannot be pruned in memory, and return it with the processor that reads its inputs.
-
-    If `processor` is None, this is the processor that came with the model.
-    """
+def accept_model(given: Unwrapped, processor: Any) -> Unwrapped:
+    """Return a model with this processor, by default its own, after checking that it can be pruned in memory."""
     model, processor = given.model, processor or given.processor
     if torch.is_inference_mode_enabled():
         raise RequestError(
@@ -48,7 +45,7 @@ def accept(given: Unwrapped, processor: Any) -> Unwrapped:
     return replace(given, processor=processor)
 
 
-def take(
+def make_pruning_in_memory(
     given: Unwrapped,
     options: PruneSection,
     rows: Rows,
@@ -61,8 +58,7 @@ def take(
 ) -> Pruning:
     """Return the pruning of a model in memory, checked before anything is computed.
 
-    Other arguments than `rows`, see `read_rows`, are as for `prune`. Options without a budget are those of a model that
-    a plan cuts.
+    `rows` are from `read_rows`; the other arguments are as for `prune`. The options have no budget if a plan is given.
     """
     model = given.model
     timed = None if options.budget is None else options.budget.timed
@@ -74,8 +70,8 @@ def take(
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
     kind, labels = kind_of_rows(rows.held_out, embeds=task.embeds), getattr(model.config, "num_labels", None)
     metrics = evaluation.metrics or task.usual_metrics(rows=kind)
-    named = (*metrics, *([options.budget.metric] if options.budget and options.budget.metric else []))
-    check_metrics(named, predicts=task.predicts, rows=kind, labels=labels)
+    budgeted = () if options.budget is None or options.budget.metric is None else (options.budget.metric,)
+    check_metrics((*metrics, *budgeted), predicts=task.predicts, rows=kind, labels=labels)
     # Made when first asked for, as it imports exporters, and only once, as its exporter keeps graphs of other cuts.
     delivery = cache(partial(delivery_of, rows, given))
     pruning = make_pruning(
@@ -112,13 +108,13 @@ def read_rows(
     given: Unwrapped,
     options: PruneSection,
     batches: Any,
-    *,
-    task: Task,
     held_out: Any,
     compensation_batches: Any,
+    *,
+    task: Task,
     columns: Mapping[str, Any] | None,
 ) -> Rows:
-    """Return the rows by use, as the task reads them; the other arguments are as for `prune`.
+    """Return the batches by use, as the task reads them; the arguments are as for `prune`.
 
     If `held_out` is None, a quarter of `batches` is held out. A data set is divided before it is read if its rows can
     be, and rows of one query or group stay together.
@@ -129,27 +125,28 @@ def read_rows(
     if columns is None and task.embeds and is_data_set(batches):
         fields = usual_columns(batches, type(task))
     together = None if fields is None else fields.get("query") or fields.get("group")
-    divided = held_out is None and is_data_set(batches) and len(batches) > 1
-    if divided and (task.a_row_is_a_sample or task.rows_together or together is not None):
+    to_divide = held_out is None and is_data_set(batches) and len(batches) > 1
+    if to_divide and (task.a_row_is_a_sample or task.rows_together or together is not None):
         batches, held_out = _divided(number_rows(batches, source="batches"), together)
-    score = read(batches, what="batches")
-    apart: list[Batch] = []
+    score_rows = read(batches, what="batches")
+    held_out_rows: list[Batch] = []
     if held_out is None:
-        score, apart = split_held_out(score)
-    elif not isinstance(held_out, (list, tuple)) or held_out:
-        apart = read(held_out, what="held_out", use="judge")
-    if not apart and (choice := options.judged_on_held_out):
+        score_rows, held_out_rows = split_held_out(score_rows)
+    elif not isinstance(held_out, (list, tuple)) or held_out:  # an empty list asks for none
+        held_out_rows = read(held_out, what="held_out", use="judge")
+    if not held_out_rows and (choice := options.judged_on_held_out):
         raise RequestError(f"{choice} is chosen on held-out rows, and there are none; pass held_out=, or more batches")
-    refit: list[Batch] = []
+    refit_rows: list[Batch] = []
     if options.compensation is not None:
-        more = compensation_batches
-        refit = score if more is None else read(more, what="compensation_batches")
-        refit = first_rows(unlabelled(refit, task), options.compensation.samples)
-    return Rows(score, apart, refit)
+        refit_rows = score_rows
+        if compensation_batches is not None:
+            refit_rows = read(compensation_batches, what="compensation_batches")
+        refit_rows = first_rows(unlabelled(refit_rows, task), options.compensation.samples)
+    return Rows(score_rows, held_out_rows, refit_rows)
 
 
 def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Divide rows at random into three quarters to score on and a quarter to hold out; None if all are of one query.
+    """Return a random three quarters of the rows to score on, and a quarter to hold out; None if all are of one query.
 
     Rows with the same value in the column `together` stay on one side. Of those without a value, which are documents to
     search in, a quarter is held out too.
@@ -164,9 +161,6 @@ def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dat
     split_of_others = len(rows) - (len(rows) - grouped) // 4
     if not split:
         return rows, None
-    parts = (
-        [*range(split), *range(grouped, split_of_others)],
-        [*range(split, grouped), *range(split_of_others, len(rows))],
-    )
-    scored, held_out = (rows.select(np.sort(order[part])) for part in parts)
-    return scored, held_out
+    scored = np.concatenate([order[:split], order[grouped:split_of_others]])
+    held_out = np.concatenate([order[split:grouped], order[split_of_others:]])
+    return rows.select(np.sort(scored)), rows.select(np.sort(held_out))

@@ -85,40 +85,44 @@ def propose_recipe(
     embeds = is_sentence_transformer(model)
     config = None if embeds else load_config(model)
     task = TASKS["feature-extraction"] if embeds else _task_of(model, config)
-    splits = [*(hub_splits(str(name)) if files is None else files)]
+    splits = list(hub_splits(str(name)) if files is None else files)
     first = "train" if "train" in splits else splits[0]
     last = next((split for split in _EVALUATED if split in splits and split != first), None)
-    calibration, evaluation = (f"{first}{_FIRST}", f"{first}{_LAST}") if last is None else (first, last)
+    calibration_split, evaluation_split = (first, last) if last is not None else (f"{first}{_FIRST}", f"{first}{_LAST}")
     source: dict[str, Any] = {"name": name} if files is None else {"files": dict(files)}
     if last is None and task.a_row_is_a_sample:
         source["shuffled"] = True
-    rows, evaluated = (load_rows(**source, split=split, samples=_LOOKED_AT) for split in (calibration, evaluation))
-    columns = _columns(named, task, config, rows, evaluated)
+    rows = load_rows(**source, split=calibration_split, samples=_LOOKED_AT)
+    evaluated_rows = load_rows(**source, split=evaluation_split, samples=_LOOKED_AT)
+    columns = _columns(named, task, config, rows, evaluated_rows)
     if task.generative:
-        scored, judged, refitted = _SCORED_BLOCKS, _JUDGED_BLOCKS, _REFITTED_BLOCKS
-        at_once: dict[str, Any] = {"batch_size": _BLOCKS_AT_ONCE}
+        samples_to_score, samples_to_judge, refitted = _SCORED_BLOCKS, _JUDGED_BLOCKS, _REFITTED_BLOCKS
+        batch_size: dict[str, Any] = {"batch_size": _BLOCKS_AT_ONCE}
         measure: dict[str, Any] = {"measure": {"repeats": _REPEATS_OF_BLOCKS}}
     else:
         # At most as many as there are: no run should warn of a count that nobody chose. Two thirds of few rows are left
         # for the promise, which may have to be made on them.
-        scored = max(1, min(_SCORED, taken_from(rows) // 3))
-        judged, refitted = min(_JUDGED, taken_from(evaluated)), max(5, min(_REFITTED, taken_from(rows)))
-        at_once, measure = {}, {}
+        samples_to_score = max(1, min(_SCORED, taken_from(rows) // 3))
+        samples_to_judge = min(_JUDGED, taken_from(evaluated_rows))
+        refitted = max(5, min(_REFITTED, taken_from(rows)))
+        batch_size, measure = {}, {}
     of_queries = columns.get("query") or columns.get("group")
     # Of a slice of whole queries, the number of rows is not known in advance.
-    all_of_them = source.get("shuffled") and of_queries and taken_from(evaluated) < _JUDGED
+    judges_all = source.get("shuffled") and of_queries and taken_from(evaluated_rows) < _JUDGED
     prune: dict[str, Any] = {} if budget is None else {"budget": budget}
     if not (isinstance(budget, Mapping) and "heads" in budget):
         prune["compensation"] = {"method": "least_squares", "samples": refitted}
+    if not sections:
+        sections = {"deploy": {}} if budget is None else {}
     return PruningRecipe(
         model=model,
         task=task.name,
         data={**source, **columns},
-        calibration={"split": calibration, "samples": scored, **at_once},
-        evaluation={"split": evaluation, "samples": None if all_of_them else judged, **at_once},
+        calibration={"split": calibration_split, "samples": samples_to_score, **batch_size},
+        evaluation={"split": evaluation_split, "samples": None if judges_all else samples_to_judge, **batch_size},
         prune=prune,
         **measure,
-        **(sections or ({"deploy": {}} if budget is None else {})),
+        **sections,
         output=output,
     )
 
@@ -130,7 +134,7 @@ def _columns(
     given = check({key: value for key, value in named.items() if value}, Columns, _NAMED, where="the columns")
     columns: dict[str, Any] = given.model_dump(exclude_unset=True)
     label_named = columns.get("label") is not None
-    if columns.keys() <= {"label", "document", "group"}:
+    if columns.keys() <= {"label", "document", "group"}:  # what each row is read from was not named
         usual = usual_columns(rows, task, preferred=_PAIRS)
         if usual is None:
             raise DataError(
@@ -141,17 +145,18 @@ def _columns(
         columns = {key: value for key, value in usual.items() if value} | columns
     predicts = task(config).predicts
     if predicts == "numbers" and len(columns.get("text", ())) == 2 and "group" not in columns:
-        group = next((name for name in _GROUPS if name in rows.column_names), None)
-        columns |= {} if group is None else {"group": group}
+        groups = [name for name in _GROUPS if name in rows.column_names]
+        if groups:
+            columns["group"] = groups[0]
     if predicts in CLASSIFIED and columns.get("label") and not label_named:
         return _without_foreign_labels(columns, task(config), rows, evaluated)
     return columns
 
 
-def _without_foreign_labels(columns: dict[str, Any], task: Task, *parts: datasets.Dataset) -> dict[str, Any]:
+def _without_foreign_labels(columns: dict[str, Any], task: Task, *splits: datasets.Dataset) -> dict[str, Any]:
     """Return the columns, without that of the labels if some rows have labels that the model does not know."""
     try:
-        for rows in parts:
+        for rows in splits:
             task.to_read(Columns(**columns)).check_rows(rows)
     except DataError as error:
         why = str(error).partition(";")[0]
@@ -162,7 +167,7 @@ def _without_foreign_labels(columns: dict[str, Any], task: Task, *parts: dataset
 
 def _task_of(model: str, config: Any) -> type[Task]:
     """Return the task that the model class in a config is for; refuse encoder-decoders and classes of no task."""
-    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    name = (getattr(config, "architectures", None) or [""])[0]
     refuse_encoder_decoder(config, name)
     task = task_by_class(name, config, embeds=True)
     if task is None:

@@ -30,7 +30,7 @@ from ..select.plan import PruningPlan
 from ..tasks import task_of
 from ..units.counts import Counted, FlopCount, count_both_flops, count_both_parameters, si
 from .choose import choose
-from .in_memory import accept, delivery_of, read_rows, take
+from .in_memory import accept_model, delivery_of, make_pruning_in_memory, read_rows
 from .options import PruneSection, sentences
 from .price import Priced, size_of_pruning
 from .pruning import Pruning
@@ -45,10 +45,6 @@ if TYPE_CHECKING:  # what delivers a slim model is imported when it is first ask
 logger = logging.getLogger(__name__)
 
 AnySection = TypeVar("AnySection", PruneSection, ComparisonSection)
-# The default of `multiple_of`, which restricts nothing.
-ANY_NUMBER = MultipleOf()
-# Width of the table of a result, in characters.
-WIDTH = 100
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,12 +165,12 @@ class PruneResult:
         counted = ("parameters", self.parameters), (f"FLOPs at {batch} x {sequence}", self.flops)
         for name, size in with_backbone(counted, generative=self.pruning.task.generative):
             rows.append((name, si(size.dense), si(size.slim), change(size.dense, size.slim)))
-        if (found := self.held_out) is not None:
+        if self.held_out is not None:
             samples, labelled = samples_of(self.pruning.rows.held_out), has_references(self.pruning.rows.held_out[0])
-            same = f"same prediction, {samples:,} held-out {'row' if samples == 1 else 'rows'}", found.stability
-            rows += quality_rows(found.metrics, found.ranking, labelled=labelled, same=same)
+            same = f"same prediction, {samples:,} held-out {'row' if samples == 1 else 'rows'}", self.held_out.stability
+            rows += quality_rows(self.held_out.metrics, self.held_out.ranking, labelled=labelled, same=same)
         file = io.StringIO()
-        console = Console(file=file, width=WIDTH, color_system=None)
+        console = Console(file=file, width=100, color_system=None)  # in characters
         for units in plan_maps(self.plan):
             console.print(map_text(units, console.width))
             console.print()
@@ -196,7 +192,7 @@ def prune(
     towers: Sequence[str] = (),
     min_heads: int = 1,
     keep_layers: Sequence[int] = (),
-    multiple_of: MultipleOf | Mapping[str, int] = ANY_NUMBER,
+    multiple_of: MultipleOf | Mapping[str, int] = MultipleOf(),  # noqa: B008 (it is frozen)
     compensation: CompensationSection | Mapping[str, Any] | Literal["usual"] | None = "usual",
     plan: PruningPlan | None = None,
     held_out: Any = None,
@@ -275,6 +271,7 @@ def prune(
         >>> result.plan.removed, type(result.model).__name__
         (9, 'BertForSequenceClassification')
     """
+    # First of all, while the only locals are the arguments: those that a recipe's `prune` section has too.
     options = {name: value for name, value in locals().items() if name in PruneSection.model_fields}
     section = _prune_section(options, plan)
     comparison = _section(ComparisonSection, evaluation or {}, "evaluation.")
@@ -287,25 +284,26 @@ def prune(
         given = unwrap(model)
     priced = Priced(progress)
     with evaluating(given.model), uncompiled(given.model), buffers_as_loaded(given.model):
-        given = accept(given, processor)
+        given = accept_model(given, processor)
         task = task_of(given.model, tolerance=comparison.stability_tolerance, threshold=comparison.threshold)
-        more = {"held_out": held_out, "compensation_batches": compensation_batches, "columns": columns}
-        rows = read_rows(given, section, batches, task=task, **more)
-        pruning = take(given, section, rows, task=task, evaluation=comparison, shape=shape, seed=seed, progress=priced)
+        rows = read_rows(given, section, batches, held_out, compensation_batches, task=task, columns=columns)
+        pruning = make_pruning_in_memory(
+            given, section, rows, task=task, evaluation=comparison, shape=shape, seed=seed, progress=priced
+        )
         try_metrics(pruning)
         if plan is None:
             priced.expect(size_of_pruning(pruning))
         choice = choose(pruning, calibrate(pruning, reported=False)) if plan is None else Choice(plan)
         slim = cut(pruning, choice)
-        counted, batch = next(iter(pruning.shapes.items()))
-        flops = count_both_flops(pruning.dense, slim.model, {counted: batch})[counted]
+        first_shape, batch = next(iter(pruning.shapes.items()))
+        flops = count_both_flops(pruning.dense, slim.model, {first_shape: batch})[first_shape]
         parameters = count_both_parameters(pruning.dense, slim.model)
-        held_out = compare(pruning, slim.model) if pruning.rows.held_out else None
-        return PruneResult(pruning, given, choice.after_cut(slim), slim, parameters, flops, held_out)
+        quality = compare(pruning, slim.model) if pruning.rows.held_out else None
+        return PruneResult(pruning, given, choice.after_cut(slim), slim, parameters, flops, quality)
 
 
 def _prune_section(options: Mapping[str, Any], plan: PruningPlan | None) -> PruneSection:
-    """Return the options as a section, after the checks of a recipe; with a plan, it has no budget."""
+    """Return the options of `prune` as a checked `prune` section of a recipe; with a plan, it has no budget."""
     if plan is not None and plan.vocabulary:
         raise RequestError("plan= cuts heads and neurons, and tokens are to go too; use apply_plan, which cuts all")
     changed = {name: value for name, value in options.items() if value != signature(prune).parameters[name].default}
@@ -317,8 +315,8 @@ def _prune_section(options: Mapping[str, Any], plan: PruningPlan | None) -> Prun
     elif "budget" not in changed:
         raise RecipeError("budget must be given")
     section = _section(PruneSection, changed)
-    keep = section.budget and section.budget.keep
-    if keep and "samples" in keep.model_fields_set:
+    keep = None if section.budget is None else section.budget.keep
+    if keep is not None and "samples" in keep.model_fields_set:
         raise RequestError("keep.samples says how many rows a recipe draws; pass that many as held_out= instead")
     return section
 

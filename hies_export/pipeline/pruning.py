@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Shapes as they are asked for: (batch, sequence), or (batch,) where the model or its rows say how long they are.
+AskedShapes = Sequence[tuple[int, ...]]
 # Kinds of rows whose predictions rank documents for queries.
 SEARCHED = ("queries", "texts")
 
@@ -61,14 +63,10 @@ class Rows:
     """The batches of a pruning by use, shortest samples first where they are judged."""
 
     score: list[Batch]
-    # What alphas, criteria and sizes are chosen on; disjoint from `score`.
-    held_out: list[Batch] = field(default_factory=list)
-    # What cut models are refitted on, without labels of classes or numbers.
-    refit: list[Batch] = field(default_factory=list)
-    # What the promise of a `Compound` (a cascade of the slim and the dense model) is made on, and nothing else.
-    promise: list[Batch] = field(default_factory=list)
-    # What both models are compared on.
-    evaluation: list[Batch] = field(default_factory=list)
+    held_out: list[Batch] = field(default_factory=list)  # to choose alphas, criteria and sizes; disjoint from `score`
+    refit: list[Batch] = field(default_factory=list)  # to refit cut models on, without labels of classes or numbers
+    promise: list[Batch] = field(default_factory=list)  # what a cascade's promise is made on, and nothing else
+    evaluation: list[Batch] = field(default_factory=list)  # what both models are compared on
     # Name of a field -> the same samples in the tokens of the whole vocabulary, if it was trimmed.
     untrimmed: Mapping[str, list[Batch]] = field(default_factory=dict)
 
@@ -149,8 +147,7 @@ class Pruning:
     def shape_of(self, timed: TimedSection) -> Shape:
         """Return which of `shapes` a budget times: one with its batch and, if there is one, its sequence."""
         of_batch = [shape for shape in self.shapes if shape[0] == timed.batch]
-        sequence = timed.sequence or self.length
-        return next((shape for shape in of_batch if shape[1] == sequence), of_batch[0])
+        return next((shape for shape in of_batch if shape[1] == (timed.sequence or self.length)), of_batch[0])
 
     def judge(self, batches: Sequence[Batch], *, progress: Progress = SILENT, **fields: Any) -> Judge:
         """Return the judge of other models on these batches; `fields` of `Judge` go before those of the pruning.
@@ -210,7 +207,7 @@ def make_pruning(
     options: PruneSection,
     *,
     task: Task,
-    shapes: Sequence[tuple[int, ...]] = (),
+    shapes: AskedShapes = (),
     fast: bool = False,
     **fields: Any,
 ) -> Pruning:
@@ -224,7 +221,7 @@ def make_pruning(
     length, first = None, rows.score[0]
     if not task.in_parts and ((fast and not shapes) or (timed is not None and timed.sequence is None)):
         length = row_length(model, rows.held_out or rows.score)
-    if task.in_parts:
+    if task.in_parts:  # images and text: random tokens would contain no image tokens
         batches = _repeated_rows(first, shapes, timed)
     else:
         batches = _random_batches(model, shapes, timed, length, first)
@@ -307,11 +304,7 @@ def _find_modules(
 
 
 def _random_batches(
-    model: PreTrainedModel,
-    shapes: Sequence[tuple[int, ...]],
-    timed: TimedSection | None,
-    length: int | None,
-    first: Batch,
+    model: PreTrainedModel, shapes: AskedShapes, timed: TimedSection | None, length: int | None, first: Batch
 ) -> dict[Shape, Batch]:
     """Return a random batch for each shape, or for the usual ones, and for the shape of a budget of time.
 
@@ -325,11 +318,8 @@ def _random_batches(
     return {shape: synthetic_batch(model, batch=shape[0], sequence=shape[1], image=image) for shape in wanted}
 
 
-def _repeated_rows(batch: Batch, shapes: Sequence[tuple[int, ...]], timed: TimedSection | None) -> dict[Shape, Batch]:
-    """Return copies of a batch's longest row for each shape, or for 1 and 8 rows, and for a budget of time.
-
-    For models of images and text: random tokens would contain no image tokens.
-    """
+def _repeated_rows(batch: Batch, shapes: AskedShapes, timed: TimedSection | None) -> dict[Shape, Batch]:
+    """Return copies of a batch's longest row for each shape, or for 1 and 8 rows, and for a budget of time."""
     check_sizes(shapes)
     longest = int(batch["attention_mask"].sum(-1).argmax()) if "attention_mask" in batch else 0
     row = {key: value[longest : longest + 1] for key, value in inputs_of(batch).items()}
@@ -346,11 +336,10 @@ def _in_towers(
     """Return the modules in the given towers of a composite model; by default in the language model."""
     tower_by_module = {module.name: tower_of(model, module) for module in modules}
     known = list(dict.fromkeys(tower_by_module.values()))
-    for tower in towers:
-        if tower not in known:
-            raise RequestError(
-                f"prune.towers must be among {', '.join(known)}, the towers of this model, got {tower!r}"
-            )
+    unknown = [tower for tower in towers if tower not in known]
+    if unknown:
+        names = ", ".join(known)
+        raise RequestError(f"prune.towers must be among {names}, the towers of this model, got {unknown[0]!r}")
     wanted = towers or (("language",) if "language" in known else tuple(known))
     return tuple(module for module in modules if tower_by_module[module.name] in wanted)
 

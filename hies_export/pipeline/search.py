@@ -21,7 +21,7 @@ from ..score.criteria import Scores
 from ..select.cost import CostTable, Goal
 from ..tasks.given import first_rows
 from .pruning import SEARCHED, Pruning
-from .stages import Choice, Key, Trial, choice_of, judge_fields, predict_trial, select, token_weights_of
+from .stages import Choice, Key, Trial, choice_of, judge_fields, predict_trial, select, token_weights_to_try
 
 # A guess assumes that a cut loses at least this many times as much of nDCG@10 against the dense model's ranking as
 # against the relevant documents: 3.5 to 9 times for MiniLM on BoolQ (bench/results/embedding-quality.txt), and a fifth
@@ -60,7 +60,7 @@ class Guess:
     scores: Scores
     token_weights: float
     size: int
-    rows: tuple[dict[str, Any], ...] = ()  # how the cuts were judged that the guess is based on, see `Cuts.rows`
+    report_rows: tuple[dict[str, Any], ...] = ()  # of the cuts that the guess is based on, see `Cuts.report_rows`
 
 
 def guess(
@@ -70,27 +70,29 @@ def guess(
 
     Without such rows, or if no cut keeps the promise on them, the guess is the smallest size by the first scores.
     """
-    weights, rows = token_weights_of(pruning), _rows_to_guess_on(pruning, promise)
+    weights, rows = token_weights_to_try(pruning), _rows_to_guess_on(pruning, promise)
     smallest = Guess(scored[0], weights[0], 1)
     if rows is None:
         return smallest
     pruning.progress.stage("guess how much to remove, on rows that are not held out")
-    by_own, keep = pruning.kind(rows) in ("texts", "groups"), promise.budget.keep
+    kind, keep, fields = pruning.rows_kind(rows), promise.budget.keep, judge_fields(promise)
     assert keep is not None
-    if pruning.kind(rows) in (None, "texts"):
+    if kind in ("texts", "groups"):  # no label says which document is relevant, so the dense model's ranking stands in
+        fields["metrics"] = ("own_ndcg@10",)
+        if keep.metric != "own_ndcg@10" and keep.predictions is not None:
+            asked = keep.model_copy(update={"predictions": 1 - OWN_LOSS * (1 - keep.predictions)})
+            promise = replace(promise, budget=Budget(keep=asked))
+    if kind in (None, "texts"):
         rows = first_rows(rows, GUESS_ROWS)
-    judge = pruning.judge(rows, **judge_fields(promise) | ({"metrics": ("own_ndcg@10",)} if by_own else {}))
-    if by_own and keep.metric != "own_ndcg@10" and keep.predictions is not None:
-        asked = keep.model_copy(update={"predictions": 1 - OWN_LOSS * (1 - keep.predictions)})
-        promise = replace(promise, budget=Budget(keep=asked))
+    judge = pruning.judge(rows, **fields)
     cuts = Cuts(pruning, statistics, promise, judge, sizes, guess=True)
     best = cuts.largest(pruning.progress.track(scored, "guess how much to remove"), weights)
     if best is None:
-        return replace(smallest, rows=cuts.rows)
-    return Guess(best.trial.scores, best.trial.token_weights, best.size, cuts.rows)
+        return replace(smallest, report_rows=cuts.report_rows)
+    return Guess(best.trial.scores, best.trial.token_weights, best.size, cuts.report_rows)
 
 
-def nothing(pruning: Pruning, statistics: Statistics, scores: Scores, promise: Outcome | None = None) -> Choice:
+def choose_nothing(pruning: Pruning, statistics: Statistics, scores: Scores, promise: Outcome | None = None) -> Choice:
     """Return the choice to remove nothing."""
     whole = {module.name: module.kept(range(module.units)) for module in pruning.modules}
     return choice_of(pruning, statistics, Trial(scores, whole), outcome=promise)
@@ -103,10 +105,9 @@ def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
     """
     rows, keep = pruning.rows.held_out, pruning.budget.keep
     assert keep is not None
-    index = keep.index or ("dense" if pruning.kind(rows) in SEARCHED else None)
-    left_open = {"metric": pruning.promised_metric, "index": index}
+    index = keep.index or ("dense" if pruning.rows_kind(rows) in SEARCHED else None)
     return Outcome(
-        Budget(keep=keep.model_copy(update=left_open)),
+        Budget(keep=keep.model_copy(update={"metric": pruning.promised_metric, "index": index})),
         samples=samples_of(rows),
         confidence=confidence_of_each(FAILURES) if confidence is None else confidence,
         # What a language model predicts may be answers or choices.
@@ -114,17 +115,15 @@ def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
     )
 
 
-def budget_where(pruning: Pruning, budget: Budget, served: TimedSection | None = None) -> Budget:
-    """Return a budget with the runtime, shape and dtype that it is timed in; unchanged if nothing is timed.
-
-    They are those of `served`, by default the budget's own.
-    """
+def budget_as_timed(pruning: Pruning, budget: Budget, served: TimedSection | None = None) -> Budget:
+    """Return a budget with the runtime, shape and dtype of its timing, or of `served`, filled in; as it is without."""
     timed = served or budget.timed
     if timed is None:
         return budget
     batch, sequence = pruning.shape_of(timed)
-    where = {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
-    return budget.model_copy(update={budget.kind: getattr(budget, budget.kind).model_copy(update=where)})
+    filled_in = {"runtime": timed.runtime, "batch": batch, "sequence": sequence, "dtype": timed.dtype}
+    section = getattr(budget, budget.kind)  # `latency` or `keep`: both are a `TimedSection`
+    return budget.model_copy(update={budget.kind: section.model_copy(update=filled_in)})
 
 
 def _rows_to_guess_on(pruning: Pruning, promise: Outcome) -> list[Batch] | None:
@@ -135,12 +134,12 @@ def _rows_to_guess_on(pruning: Pruning, promise: Outcome) -> list[Batch] | None:
     """
     rows, metric = pruning.rows, promise.budget.metric
     unlabelled = rows.refit or rows.score
-    if pruning.kind(rows.held_out) is None:
-        if metric is None or METRICS[metric].own:
+    if pruning.rows_kind(rows.held_out) is None:
+        if metric is None or METRICS[metric].own:  # compared with the dense model's own predictions
             return unlabelled
         return None if METRICS[metric].of == "choices" else rows.score
-    kind, count = pruning.kind(unlabelled), sum(map(size_of, unlabelled))
-    return unlabelled if kind in ("texts", "queries") or count >= 2 * samples_of(unlabelled) else None
+    kind, candidates = pruning.rows_kind(unlabelled), sum(map(size_of, unlabelled))
+    return unlabelled if kind in ("texts", "queries") or candidates >= 2 * samples_of(unlabelled) else None
 
 
 @dataclass(frozen=True)
@@ -177,15 +176,16 @@ class Cuts:
         for scores in scored:
             best = self._larger(scores, first, best)
         for other in others:
-            best = best and self._larger(best.trial.scores, other, best)
+            if best is not None:
+                best = self._larger(best.trial.scores, other, best)
         return best
 
     def _larger(self, scores: Scores, weights: float, best: TriedCut | None) -> TriedCut | None:
         """Return the largest cut by other scores or weights that keeps the promise; `best` if it is not larger."""
-        known = 0 if best is None else best.size
+        best_size = 0 if best is None else best.size
         within = max(1, round(GUESS_WITHIN * len(self.sizes))) if self.guess else 1
-        size = largest(len(self.sizes), partial(self._holds, scores, weights), at_least=known, within=within)
-        return best if size == known else self._judged(scores, weights, size)
+        size = largest(len(self.sizes), partial(self._holds, scores, weights), at_least=best_size, within=within)
+        return best if size == best_size else self._judged(scores, weights, size)
 
     def near(self, guessed: Guess, at_least: int = 0) -> Choice:
         """Return the largest cut that keeps the promise and is larger than a size, searching near a guess.
@@ -196,15 +196,16 @@ class Cuts:
         holds = partial(self._holds, scores, weights)
         size = largest(len(self.sizes), holds, near=guessed.size, at_least=at_least, failures=FAILURES)
         if size == at_least:
-            slower = "no cut that keeps the promise here is faster than what was found in another form"
-            raise PlanError(slower if at_least else self._none_keeps())
-        cut, promise = self._judged(scores, weights, size), self.promise
-        budget = budget_where(pruning, promise.budget, self.served)
-        outcome = replace(promise, budget=budget, found=cut.found, judged=(*guessed.rows, *self.rows))
+            none_faster = "no cut that keeps the promise here is faster than what was found in another form"
+            raise PlanError(none_faster if at_least else self._none_keeps())
+        cut = self._judged(scores, weights, size)
+        budget = budget_as_timed(pruning, self.promise.budget, self.served)
+        judged = (*guessed.report_rows, *self.report_rows)
+        outcome = replace(self.promise, budget=budget, found=cut.found, judged=judged)
         return choice_of(pruning, self.statistics, cut.trial, outcome=outcome)
 
     def _none_keeps(self) -> str:
-        """Return the error if no cut keeps the promise."""
+        """Return the message of the error that no cut keeps the promise."""
         promise, mildest = self.promise, min(self.known.values(), key=lambda cut: cut.size)
         return (
             f"keep asks for {asked_words(promise)} on {promise.samples:,} held-out rows, and the mildest cut has "
@@ -213,15 +214,16 @@ class Cuts:
         )
 
     def _holds(self, scores: Scores, weights: float, size: int) -> bool:
+        """Return whether the cut of a size keeps the promise."""
         return self.promise.budget.met(self._judged(scores, weights, size).found)
 
     def _judged(self, scores: Scores, weights: float, size: int) -> TriedCut:
         """Return the judged cut of a size; sizes that keep the same units are judged once."""
         trial = Trial(scores, select(self.pruning, scores, self.sizes[size - 1]), weights)
         if (key := trial.key) not in self.known:
-            by = predict if self.served is None else self.pruning.serve(self.served)
-            predicted = predict_trial(self.pruning, self.statistics, trial, self.judge.batches, by=by)
-            found = self.judge.found(self.promise.budget, predicted)
+            predict_served = predict if self.served is None else self.pruning.serve(self.served)
+            predictions = predict_trial(self.pruning, self.statistics, trial, self.judge.batches, by=predict_served)
+            found = self.judge.found(self.promise.budget, predictions)
             self.known[key] = TriedCut(trial, size, found, self._runtime)
             self._show(trial, found)
         return replace(self.known[key], trial=trial, size=size)
@@ -237,31 +239,33 @@ class Cuts:
         else:
             result = f"{100 * found.value:.2f} % {stays_words(self.promise)}"
             result += "" if found.bound is None else f", at least {100 * found.bound:.2f} %"
-        left = self.pruning.flops_left(trial.selection)
-        self.pruning.progress.stage(f"{name}, {left:.2f} of the FLOPs in {where}: {result}")
+        flops_left = self.pruning.flops_left(trial.selection)
+        self.pruning.progress.stage(f"{name}, {flops_left:.2f} of the FLOPs in {where}: {result}")
 
     @property
     def _runtime(self) -> str | None:
+        """The runtime that a report names beside each cut; None where it need not say it."""
         if self.guess:
             return "torch" if self.pruning.fast or self.pruning.budget.timed else None
         return None if self.served is None else self.served.runtime
 
     @property
-    def rows(self) -> tuple[dict[str, Any], ...]:
+    def report_rows(self) -> tuple[dict[str, Any], ...]:
         """What a report says of every judged cut, in order: how it was made and judged, and what it keeps or loses."""
         value, bound = ("lost", "at_most") if self.promise.budget.share is None else ("kept", "at_least")
-        return tuple(
-            {
+        rows = []
+        for cut in self.known.values():
+            row: dict[str, Any] = {
                 "criterion": cut.trial.scores.criterion,
                 "alpha": cut.trial.scores.parameters.get("alpha"),
                 "removed": sum(len(kept.removed) for kept in cut.trial.selection.values()),
-                **({} if cut.runtime is None else {"runtime": cut.runtime}),
-                **({"guess": True} if self.guess else {}),
+                "runtime": cut.runtime,
+                "guess": True if self.guess else None,
                 value: cut.found.value,
-                **({} if cut.found.bound is None else {bound: cut.found.bound}),
+                bound: cut.found.bound,
             }
-            for cut in self.known.values()
-        )
+            rows.append({name: entry for name, entry in row.items() if entry is not None or name == "alpha"})
+        return tuple(rows)
 
 
 def largest(
@@ -281,21 +285,21 @@ def largest(
     from the largest size that held, in the steps that take the fewest trials in the worst case: for 100 sizes and 3
     failures at most 14.
 
-    Args:
-        count: Number of sizes.
-        holds: Returns whether a size holds; called at most once for each size.
-        near: A guess of the size.
-        at_least: A size that is taken to hold without a trial; smaller ones are not tried.
-        failures: How many sizes may fail.
-        within: The result may be too small by less than this.
+    `holds` is called at most once for each size. `at_least` is taken to hold without a trial, and smaller sizes are not
+    tried. `failures` is how many sizes may fail. The result may be too small by less than `within`.
     """
-    low, high, step = at_least, count + 1, max(1, count // 16) if at_least else count
-    size = (low + 1 if low else high // 2) if near is None else max(low + 1, round(0.9 * near))
+    low, high = at_least, count + 1  # the largest size that held, and the smallest that failed
+    step = max(1, count // 16) if at_least else count  # the most that a bisection goes up; no limit after a failure
+    size = low + 1 if at_least else high // 2
+    if near is not None:
+        size = max(low + 1, round(0.9 * near))
     while high - low > within:
         if holds(size):
             low = size
         else:
-            high, step, failures = size, count, None if failures is None else failures - 1
+            high, step = size, count
+            if failures is not None:
+                failures -= 1
         if failures is None:
             size, step = min((low + high) // 2, low + step), 2 * step
         else:

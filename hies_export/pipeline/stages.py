@@ -125,10 +125,7 @@ def moments_of(pruning: Pruning) -> MomentStore | None:
 
 
 def score(pruning: Pruning, statistics: Statistics, criterion: str | None = None) -> list[Scores]:
-    """Return the scores to choose from: several for `alpha: auto` and the criterion `auto`, otherwise one.
-
-    `criterion` is by default that of the options.
-    """
+    """Return the scores to choose from: several for `alpha: auto` and the criterion `auto`, otherwise one."""
     options, criterion = pruning.options, criterion or pruning.options.criterion
     score_by = partial(score_units, statistics, pruning.scored, normalize=options.normalize, seed=pruning.seed)
     if criterion == COMPENSATED:
@@ -205,15 +202,13 @@ def _compensation(pruning: Pruning, token_weights: float) -> CompensationSection
 
 
 def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.0) -> Refit | None:
-    """Return a function that refits a cut model in place, and rounds it as it will be saved; None without compensation.
-
-    The layers are refitted independently of each other, also where the final cut refits them one after the other.
-    """
+    """Return what refits a cut model in place, and rounds it as it will be saved; None without compensation."""
     moments = statistics.moments
     if pruning.options.compensation is None or moments is None:
         return None
 
     def refit_and_round(slim: PreTrainedModel, selection: Selection) -> list[LayerFit]:
+        # The layers independently of each other, also where the final cut refits them one after the other.
         compensation = _compensation(pruning, token_weights).model_copy(update={"sequential": False})
         fits = refit(slim, selection, pruning.modules, moments, compensation)
         if pruning.dtype is not None:
@@ -241,11 +236,8 @@ def trial_model(pruning: Pruning, statistics: Statistics, trial: Trial) -> PreTr
 def predict_pruned(
     pruning: Pruning, selection: Selection, batches: Sequence[Batch], refit: Refit | None, by: Predictor = predict
 ) -> Predictions:
-    """Return the predictions of the model that keeps only the units of a selection, computed `by` torch or a runtime.
-
-    Without a refit, and in torch, units are masked instead of cut: that predicts the same at less cost.
-    """
-    if refit is None and by is predict:
+    """Return the predictions of the model that keeps only the units of a selection, `by` torch or a runtime."""
+    if refit is None and by is predict:  # masked units predict the same as cut ones, at less cost
         with masked_units(pruning.model, selection, pruning.modules):
             return predict(pruning.model, batches)
     return by(cut_beside(pruning, selection, refit), batches)
@@ -259,12 +251,7 @@ def predict_trial(
 
 
 def choice_of(
-    pruning: Pruning,
-    statistics: Statistics,
-    trial: Trial,
-    *,
-    outcome: Outcome | None = None,
-    tried: tuple[Tried, ...] = (),
+    pruning: Pruning, statistics: Statistics, trial: Trial, outcome: Outcome | None, tried: tuple[Tried, ...] = ()
 ) -> Choice:
     """Return a trial as a choice, with a plan that records how it was made."""
     scores, calibration = trial.scores, statistics.calibration
@@ -334,16 +321,8 @@ def _refit(pruning: Pruning, choice: Choice, slim: PreTrainedModel) -> list[Laye
         refit = refit_of(pruning, statistics, choice.token_weights)
         assert refit is not None
         return refit(slim, choice.plan.kept)
-    return compensate(
-        pruning.model,
-        slim,
-        choice.plan,
-        pruning.modules,
-        pruning.rows.refit,
-        compensation,
-        known=pruning.fits,
-        progress=pruning.progress,
-    )
+    dense, modules, rows, known = pruning.model, pruning.modules, pruning.rows.refit, pruning.fits
+    return compensate(dense, slim, choice.plan, modules, rows, compensation, known=known, progress=pruning.progress)
 
 
 def _changed_by(slim: PreTrainedModel, modules: Sequence[PrunableModule], fits: Sequence[LayerFit]) -> list[str]:
@@ -378,12 +357,9 @@ def judge_fields(promise: Outcome) -> dict[str, Any]:
     """Return the fields of the `Judge` that decides about a promise, for `Pruning.judge`."""
     keep = promise.budget.keep
     assert keep is not None
-    fields: dict[str, Any] = {"confidence": promise.confidence, "as_of": promise.samples}
-    if keep.metric is not None:
-        fields["metrics"] = (keep.metric,)
-    if keep.index is not None:
-        fields["index"] = keep.index
-    return fields
+    metrics = None if keep.metric is None else (keep.metric,)
+    fields = {"metrics": metrics, "index": keep.index, "confidence": promise.confidence, "as_of": promise.samples}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def confirm(pruning: Pruning, slim: Slim) -> Slim:

@@ -1,10 +1,9 @@
-"""Judge cuts on held-out rows, each once, and choose among them."""
+"""Choose among cuts of the same budget (`alpha: auto`, `criterion: auto`) by judging each on held-out rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
 
 from torch import Tensor
 
@@ -16,25 +15,25 @@ from .stages import Key, Trial
 
 
 class Trials:
-    """Cuts of a model, each judged once on the rows of a judge; `predict` returns what the model of a cut predicts."""
+    """Judge cuts on the rows of a judge, each once; `predict` returns the predictions of a cut model on these."""
 
     def __init__(self, judge: Judge, predict: Callable[[Trial], Predictions]):
         self.judge, self._predict = judge, predict
-        self._found: dict[Key, tuple[Judgement, Tensor]] = {}
+        self._judged: dict[Key, tuple[Judgement, Tensor]] = {}
 
     def judged(self, trial: Trial) -> tuple[Judgement, Tensor]:
         """Return a cut's judgement, and which of its predictions equal the dense model's, (predictions,) bool."""
-        if (key := trial.key) not in self._found:
+        if trial.key not in self._judged:
             predictions = self._predict(trial)
-            self._found[key] = self.judge.judgement(predictions), self.judge.agreement(predictions)
-        return self._found[key]
+            self._judged[trial.key] = self.judge.judgement(predictions), self.judge.agreement(predictions)
+        return self._judged[trial.key]
 
 
-def _tried(number: int, trial: Trial, trials: Trials) -> Tried:
-    """Return how a candidate of a number was judged."""
-    scores, (found, _) = trial.scores, trials.judged(trial)
-    alpha = scores.parameters.get("alpha")
-    return Tried(number, scores.criterion, alpha, trial.token_weights, found.quality, found.stability)
+def _tried(number: int, trial: Trial, trials: Trials, *, chosen: bool) -> Tried:
+    """Return how a trial was judged, for the report; `number` is its position among the candidates."""
+    scores, (judgement, _) = trial.scores, trials.judged(trial)
+    alpha, quality, stability = scores.parameters.get("alpha"), judgement.quality, judgement.stability
+    return Tried(number, scores.criterion, alpha, trial.token_weights, quality, stability, chosen)
 
 
 def choose_alpha(
@@ -47,17 +46,15 @@ def choose_alpha(
     in place of simplicity. Ties go to the better quality, then to the larger alpha. Without labels, stability decides.
     """
     sign = 1.0 if higher_is_better(trials.judge.metrics[0]) else -1.0
-
-    def quality(judgement: Judgement) -> float:
-        return 0.0 if judgement.quality is None else sign * judgement.quality
-
-    tracked = progress.track(candidates, "choose alpha")
-    judged = [(trial.scores.parameters["alpha"], trial, trials.judged(trial)[0]) for trial in tracked]
-    best = max((found for *_, found in judged), key=quality)
-    good = [one for one in judged if quality(one[2]) >= quality(best) - best.standard_error]
-    _, trial, _ = max(good, key=lambda one: (one[2].stability, quality(one[2]), one[0]))
-    tried = (replace(_tried(number, one, trials), chosen=one is trial) for number, (_, one, _) in enumerate(judged))
-    return trial, tuple(tried)
+    judgements = [trials.judged(trial)[0] for trial in progress.track(candidates, "choose alpha")]
+    qualities = [0.0 if judgement.quality is None else sign * judgement.quality for judgement in judgements]
+    best = qualities.index(max(qualities))
+    least = qualities[best] - judgements[best].standard_error
+    good = [number for number, quality in enumerate(qualities) if quality >= least]
+    alphas = [trial.scores.parameters["alpha"] for trial in candidates]
+    chosen = max(good, key=lambda number: (judgements[number].stability, qualities[number], alphas[number]))
+    tried = [_tried(number, trial, trials, chosen=number == chosen) for number, trial in enumerate(candidates)]
+    return candidates[chosen], tuple(tried)
 
 
 def choose_by_agreement(
@@ -71,17 +68,23 @@ def choose_by_agreement(
     """
     sign = 1.0 if higher_is_better(trials.judge.metrics[0]) else -1.0
 
-    def better(best: tuple[int, Trial], other: tuple[int, Trial]) -> tuple[int, Trial]:
-        (of_best, agreement_of_best), (found, agreement) = (trials.judged(trial) for _, trial in (best, other))
-        lost = 0.0 if of_best.quality is None or found.quality is None else sign * (of_best.quality - found.quality)
-        agrees_more = clearly_better(agreement, agreement_of_best, trials.judge.samples)
-        return other if agrees_more and lost <= found.standard_error else best
+    def is_better(other: Trial, best: Trial) -> bool:
+        (judgement, agreement), (best_judgement, best_agreement) = trials.judged(other), trials.judged(best)
+        lost = 0.0
+        if best_judgement.quality is not None and judgement.quality is not None:
+            lost = sign * (best_judgement.quality - judgement.quality)
+        agrees_more = clearly_better(agreement, best_agreement, trials.judge.samples)
+        return agrees_more and lost <= judgement.standard_error
 
     for trial in progress.track(candidates, "choose criterion"):
         trials.judged(trial)
-    numbered = [*enumerate(candidates)]
-    number, best = reduce(better, numbered)
-    weighted = [(number, replace(best, token_weights=other)) for other in weights]
-    _, chosen = reduce(better, weighted, (number, best))
-    tried = (replace(_tried(n, trial, trials), chosen=trial is chosen) for n, trial in (*numbered, *weighted))
-    return chosen, tuple(tried)
+    number, chosen = 0, candidates[0]
+    for other_number, other in enumerate(candidates[1:], start=1):
+        if is_better(other, chosen):
+            number, chosen = other_number, other
+    weighted = [replace(chosen, token_weights=token_weights) for token_weights in weights]
+    for other in weighted:
+        if is_better(other, chosen):
+            chosen = other
+    numbered = [*enumerate(candidates), *((number, trial) for trial in weighted)]
+    return chosen, tuple(_tried(n, trial, trials, chosen=trial is chosen) for n, trial in numbered)

@@ -42,9 +42,9 @@ class Trimming:
         judged = compare_cuts(dense, slim, self.kept) if dense else self.facts.judged
         return replace(self, facts=replace(self.facts, judged=judged))
 
-    def renumbered(self, found: Predictions, labels: Tensor) -> Predictions:
+    def renumbered(self, predictions: Predictions, labels: Tensor) -> Predictions:
         """Return the dense model's predicted tokens by their ids in the trimmed vocabulary; see `in_new_numbers`."""
-        return in_new_numbers(found, labels, self.kept)
+        return in_new_numbers(predictions, labels, self.kept)
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,12 @@ class Reading:
     trimming: Trimming | None
 
     def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
-        """Return batches of samples, with up to `size` samples each, as the model that is pruned reads them.
-
-        Those to score on are `of_similar_length`.
-        """
+        """Return batches of up to `size` samples as the pruned model reads them; to score, of similar length."""
         task = self.task if self._recut is None else self.dense
         batches = task.read(samples, size=size, use=use)
         if use == "score":
             batches = of_similar_length(batches, config=task.config)
-        return batches if self._recut is None else self._recut.batches(batches)[1]
+        return batches if self._recut is None else self._recut.batches(batches)[1]  # the first are the dense model's
 
     def to_judge(self, samples: datasets.Dataset, size: int) -> tuple[list[Batch], list[Batch]]:
         """Return batches to judge predictions on, shortest samples first, and those of the untrimmed model.
@@ -82,14 +79,15 @@ class Reading:
         Both have the samples in the same order. The second list is empty if nothing was trimmed.
         """
         if self._recut is not None:
-            dense = by_length(self.dense.read(samples, size=size, use="judge"), config=self.dense.config)
-            return self._recut.batches(dense)[::-1]
+            whole = by_length(self.dense.read(samples, size=size, use="judge"), config=self.dense.config)
+            dense, slim = self._recut.batches(whole)
+            return slim, dense
         slim = by_length(self.task.read(samples, size=size, use="judge"), config=self.task.config)
         if self.trimming is None or not len(samples):
             return slim, []
-        dense, trimmed = (task.read(samples, size=size, use="time") for task in (self.dense, self.task))
-        # A question may have more windows in other tokens; they carry the number of the question.
-        like = None if self.task.predicts == "spans" else trimmed
+        dense = self.dense.read(samples, size=size, use="time")
+        # In the order of the trimmed lengths. A question may have more windows in other tokens, which carry its number.
+        like = None if self.task.predicts == "spans" else self.task.read(samples, size=size, use="time")
         return slim, by_length(dense, config=self.dense.config, like=like)
 
     @cached_property
@@ -126,12 +124,9 @@ def read_tokens(task: Task, rows: datasets.Dataset) -> Counter[int]:
 
 
 def tokens_in_place(task: Task, texts: Sequence[str]) -> Counter[int]:
-    """Return how often each token id occurs if a task reads the texts in every place: in prompts, pairs, answers.
-
-    Empty for texts to generate, which are read without anything around them.
-    """
+    """Return how often each token id occurs if a task reads the texts in every place: in prompts, pairs, answers."""
     if task.generative and not task.columns.prompt:
-        return Counter()
+        return Counter()  # its texts are read without anything around them
     texts = [text for text in texts if text.strip()]
     rows = datasets.Dataset.from_dict(dict.fromkeys(task.columns_of_text, texts))
     alone = task.columns.model_copy(update={"label": None, "group": None})
@@ -149,8 +144,9 @@ def _texts(values: Iterable[Any]) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, (list, tuple)):
-            inside = [*_texts(value)]
-            yield from (" ".join(inside), *inside)
+            texts = list(_texts(value))
+            yield " ".join(texts)
+            yield from texts
         elif isinstance(value, dict):
             yield from _texts(value.values())
 
@@ -161,12 +157,12 @@ def texts_in(files: Sequence[Path], task: Task) -> Texts:
     read: Counter[int] = Counter()
     for file in files:
         rows = load_rows(files={"texts": file}, split="texts")
-        if not (found := texts_of(rows, own_columns(rows))):
+        texts = texts_of(rows, own_columns(rows))
+        if not texts:
             raise DataError(f"vocabulary.files must have a column of text, but {file} has none; name files of texts")
-        used += found
-        read += tokens_in_place(task, found)
-        asked = task.columns
-        named = {*task.columns_of_text, *filter(None, (asked.image, asked.label, asked.group))}
-        if named <= {*rows.column_names}:
+        used += texts
+        read += tokens_in_place(task, texts)
+        others = filter(None, (task.columns.image, task.columns.label, task.columns.group))
+        if {*task.columns_of_text, *others} <= set(rows.column_names):  # the rows are also counted as the task's rows
             read |= read_tokens(task, rows)
     return Texts(used, read, ", ".join(file.name for file in files))

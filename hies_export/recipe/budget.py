@@ -195,7 +195,7 @@ class Outcome:
     confidence: float | None = None  # of the interval of every cut that was judged on them
     word: str = "prediction"  # what one prediction is called
     table: tuple[Mapping[str, Any], ...] = ()  # the timed cuts behind a prediction of time
-    judged: tuple[Mapping[str, Any], ...] = ()  # the cuts that were judged on held-out rows, as `Cuts.rows` has them
+    judged: tuple[Mapping[str, Any], ...] = ()  # the cuts that were judged on held-out rows, see `Cuts.report_rows`
 
     @property
     def met(self) -> bool:
