@@ -31,7 +31,7 @@ def _with_known_metric(budget: Budget) -> Budget:
     keep, metric = budget.keep, METRICS[known_name(str(budget.metric), METRICS, what="metric")]
     if keep is None or keep.by is not None:
         return budget
-    if not (metric.ranks or metric.terms is not None):
+    if not (metric.ranks or metric.terms is not None):  # a share can be judged of these alone
         given = "metric" if keep.predictions is None else "predictions and metric"
         raise ValueError(f"keep needs predictions, or metric and by, got {given}")
     share = 0.99 if keep.predictions is None else keep.predictions

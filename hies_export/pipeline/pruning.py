@@ -129,7 +129,7 @@ class Pruning:
         return replace(table, dense=self._share_after_trimming(lambda model: count_flops(model, batch)))
 
     def _share_after_trimming(self, count: Callable[[PreTrainedModel], int]) -> float:
-        """Return the share of the untrimmed model's cost, by a function that counts it, that trimming left."""
+        """Return the cost of the model, counted by a function, as a share of the untrimmed model's."""
         return 1.0 if self.trimming is None else count(self.model) / count(self.trimming.dense)
 
     @cached_property
@@ -150,7 +150,7 @@ class Pruning:
         return next((shape for shape in of_batch if shape[1] == (timed.sequence or self.length)), of_batch[0])
 
     def judge(self, batches: Sequence[Batch], *, progress: Progress = SILENT, **fields: Any) -> Judge:
-        """Return the judge of other models on these batches; `fields` of `Judge` go before those of the pruning.
+        """Return the judge of other models on these batches; `fields` are further fields of `Judge`, or other metrics.
 
         With the index "dense", which is the default, the judge leaves out batches of documents.
         """
@@ -218,13 +218,13 @@ def make_pruning(
     rows. `fields` are further fields of the pruning, taken as they are.
     """
     timed = None if options.budget is None else options.budget.timed
-    length, first = None, rows.score[0]
+    length, first_batch = None, rows.score[0]
     if not task.in_parts and ((fast and not shapes) or (timed is not None and timed.sequence is None)):
         length = row_length(model, rows.held_out or rows.score)
     if task.in_parts:  # images and text: random tokens would contain no image tokens
-        batches = _repeated_rows(first, shapes, timed)
+        batches = _repeated_rows(first_batch, shapes, timed)
     else:
-        batches = _random_batches(model, shapes, timed, length, first)
+        batches = _random_batches(model, shapes, timed, length, first_batch)
     if task.predicts == "classes":
         warn_of_one_class(rows.score, "calibration", "heads are scored")
         warn_of_one_class(rows.held_out, "held-out", "cuts are judged")
@@ -232,8 +232,8 @@ def make_pruning(
     check_model(model, rows.score, task)
     check_shapes(model, batches)
     options = _without_refit_of_few_rows(options, rows)
-    modules, scored, options = _find_modules(model, first_samples(first), options)
-    options = _with_sequential_decided(options, model, scored, first_samples(first), task)
+    modules, scored, options = _find_modules(model, first_samples(first_batch), options)
+    options = _with_sequential_decided(options, model, scored, first_samples(first_batch), task)
     return Pruning(
         model=model,
         task=task,
@@ -249,7 +249,7 @@ def make_pruning(
 
 
 def _without_refit_of_few_rows(options: PruneSection, rows: Rows) -> PruneSection:
-    """Return the options without the default refit, and the criterion that assumes it, if there are too few rows."""
+    """Return the options without the default refit, and the criterion that assumes it, if too few rows are for one."""
     count = samples_of(rows.refit)
     if options.compensation is None or count >= HELD_OUT_EVERY or "compensation" in options.model_fields_set:
         return options
@@ -304,13 +304,13 @@ def _find_modules(
 
 
 def _random_batches(
-    model: PreTrainedModel, shapes: AskedShapes, timed: TimedSection | None, length: int | None, first: Batch
+    model: PreTrainedModel, shapes: AskedShapes, timed: TimedSection | None, length: int | None, first_batch: Batch
 ) -> dict[Shape, Batch]:
     """Return a random batch for each shape, or for the usual ones, and for the shape of a budget of time.
 
-    Texts have `length` tokens where no sequence is given, and images the size of those in the batch `first`.
+    Texts have `length` tokens where no sequence is given, and images the size of those in `first_batch`.
     """
-    image = image_shape(first)
+    image = image_shape(first_batch)
     wanted = model_shapes(model, shapes, sequence=length, image=image)
     if timed is not None:
         shape = timed.shape if timed.sequence or length is None else (timed.batch, length)

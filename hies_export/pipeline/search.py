@@ -1,4 +1,7 @@
-"""Search for the largest cut that keeps a promise on held-out rows."""
+"""Search for the largest cut that keeps a promise on held-out rows.
+
+A promise is a budget `keep`, such as a share of the predictions. Size n is the n-th of goals that remove more and more.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +119,7 @@ def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
 
 
 def budget_as_timed(pruning: Pruning, budget: Budget, served: TimedSection | None = None) -> Budget:
-    """Return a budget with the runtime, shape and dtype of its timing, or of `served`, filled in; as it is without."""
+    """Return a budget with the runtime, shape and dtype of `served`, by default its own; unchanged without either."""
     timed = served or budget.timed
     if timed is None:
         return budget
@@ -239,8 +242,8 @@ class Cuts:
         else:
             result = f"{100 * found.value:.2f} % {stays_words(self.promise)}"
             result += "" if found.bound is None else f", at least {100 * found.bound:.2f} %"
-        flops_left = self.pruning.flops_left(trial.selection)
-        self.pruning.progress.stage(f"{name}, {flops_left:.2f} of the FLOPs in {where}: {result}")
+        flops = f"{self.pruning.flops_left(trial.selection):.2f} of the FLOPs"
+        self.pruning.progress.stage(f"{name}, {flops} in {where}: {result}")
 
     @property
     def _runtime(self) -> str | None:

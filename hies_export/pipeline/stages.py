@@ -202,7 +202,7 @@ def _compensation(pruning: Pruning, token_weights: float) -> CompensationSection
 
 
 def refit_of(pruning: Pruning, statistics: Statistics, token_weights: float = 1.0) -> Refit | None:
-    """Return what refits a cut model in place, and rounds it as it will be saved; None without compensation."""
+    """Return a function that refits a cut model in place, and rounds it as it is saved; None without compensation."""
     moments = statistics.moments
     if pruning.options.compensation is None or moments is None:
         return None
@@ -296,16 +296,15 @@ def cut(pruning: Pruning, choice: Choice) -> Slim:
     # Only a plan that was given has to be checked against the model, which `prune_units` does with a whole plan.
     slim = prune_units(share_weights(model), plan if choice.scores is None else plan.kept, modules, inplace=True)
     cut_max_abs = compare_cut(model, slim, plan, modules, pruning.sample)
-    dtype = pruning.dtype or slim.dtype
     if compensation is None:
-        _round(slim, dtype)
+        _round(slim, pruning.dtype or slim.dtype)
         # The plan may have been made for a compensated model, but only the cut was done.
         plan = replace(plan, compensation={})
         return confirm(pruning, Slim(slim, plan, choice.outcome, None, [], cut_max_abs))
     pruning.progress.stage("refit the output projections")
     fits = _refit(pruning, choice, slim)
     logit_scale, scaled = fit_logit_scale(model, slim, pruning.rows.refit)
-    dtypes = _round(slim, dtype)
+    dtypes = _round(slim, pruning.dtype or slim.dtype)
     refitted = {
         name: slim.get_parameter(name).detach().to(device="cpu", dtype=dtypes.get(name)).contiguous()
         for name in (*_changed_by(slim, modules, fits), *scaled)
