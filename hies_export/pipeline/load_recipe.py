@@ -88,7 +88,7 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
         serve=delivery.serve,
         time_cuts=delivery.time_cuts,
         dtype=source.dtype,
-        trimming=reading.trimming and reading.trimming.on(untrimmed, evaluation),
+        trimming=reading.trimming and reading.trimming.with_judged_rows(untrimmed, evaluation),
         seed=recipe.calibration.seed,
         progress=progress,
     )

@@ -37,7 +37,7 @@ class Trimming:
     kept: KeptTokens
     facts: VocabularyFacts  # for the report
 
-    def on(self, dense: Sequence[Batch], slim: Sequence[Batch]) -> Trimming:
+    def with_judged_rows(self, dense: Sequence[Batch], slim: Sequence[Batch]) -> Trimming:
         """Return a trimming whose facts compare the judged rows as the dense and the slim model read them."""
         judged = compare_cuts(dense, slim, self.kept) if dense else self.facts.judged
         return replace(self, facts=replace(self.facts, judged=judged))
@@ -129,8 +129,8 @@ def tokens_in_place(task: Task, texts: Sequence[str]) -> Counter[int]:
         return Counter()  # its texts are read without anything around them
     texts = [text for text in texts if text.strip()]
     rows = datasets.Dataset.from_dict(dict.fromkeys(task.columns_of_text, texts))
-    alone = task.columns.model_copy(update={"label": None, "group": None})
-    return read_tokens(task.to_read(alone, task.processor), rows)
+    text_columns = task.columns.model_copy(update={"label": None, "group": None})
+    return read_tokens(task.to_read(text_columns, task.processor), rows)
 
 
 def texts_of(rows: datasets.Dataset, columns: Sequence[str]) -> list[str]:
@@ -152,7 +152,7 @@ def _texts(values: Iterable[Any]) -> Iterator[str]:
 
 
 def texts_in(files: Sequence[Path], task: Task) -> Texts:
-    """Return the texts in all columns of files, and how often a task reads each token; a DataError refuses no text."""
+    """Return the texts in all columns of files, and how often a task reads each token; refuse a file without text."""
     used: list[str] = []
     read: Counter[int] = Counter()
     for file in files:
