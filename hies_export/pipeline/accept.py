@@ -69,13 +69,14 @@ def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> No
 
 
 def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor:
-    """Return the output for the last part of a batch; refuse a model that fails on one, or has weights of NaN."""
+    """Return the output for a part of a batch; refuse a model that fails on one, or has weights of NaN."""
     must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
-    finite = True
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
         for part in task.parts(batch):
             output = task.output(model, part)
-            finite = finite and bool(output.isfinite().all())
+            finite = bool(output.isfinite().all())
+            if not finite:
+                break
     wrong = [] if finite else [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
     if wrong:  # finite weights may give outputs that are not finite, which is no error
         raise RequestError(

@@ -399,8 +399,7 @@ def check_apart(pruning: Pruning) -> None:
     """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
 
     Rows are identified by what the model reads, whichever files they come from. Rows that recur within one use, as
-    short texts do, are not counted, because new rows may equal them too. Where many judged rows recur, it warns, as
-    intervals count each row for itself.
+    short texts do, are not counted, because new rows may equal them too; of many of these it warns.
     """
     rows = pruning.rows
     by_use = [sample_contents(use) for use in (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)]
@@ -430,7 +429,7 @@ def _warn_of_repeats(judged: Sequence[tuple[str, list[tuple[bytes, ...]]]]) -> N
     """Warn of the first use of judged rows, given as its name and `sample_contents`, in which many rows are equal."""
     for name, samples in judged:
         repeats = len(samples) - len(set(samples))
-        if repeats > MOST_REPEATED * len(samples):
+        if repeats > MOST_REPEATED * len(samples):  # the intervals of metrics count each row for itself
             logger.warning(
                 "%s of the %s %s rows repeat others, so what stays is only known for new rows that repeat as often; "
                 "leave copies out, such as those of an oversampled class, before the data are split",
