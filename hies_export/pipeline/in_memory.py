@@ -124,7 +124,7 @@ def read_rows(
     fields = columns
     if columns is None and task.embeds and is_data_set(batches):
         fields = usual_columns(batches, type(task))
-    together = None if fields is None else fields.get("query") or fields.get("group")
+    together = None if fields is None else fields.get("query") or fields.get("group")  # the column, if any
     to_divide = held_out is None and is_data_set(batches) and len(batches) > 1
     if to_divide and (task.a_row_is_a_sample or task.rows_together or together is not None):
         batches, held_out = _divided(number_rows(batches, source="batches"), together)
@@ -155,7 +155,7 @@ def _divided(rows: datasets.Dataset, together: str | None) -> tuple[datasets.Dat
     values = order  # without a column, every row is a group of its own
     if together is not None and has_one_value(rows, together):  # other columns are refused when they are read
         order, values = side_by_side(order, common_values(rows, together))
-    grouped = sum(value is not None for value in values) or len(rows)  # they come first
+    grouped = sum(value is not None for value in values) or len(rows)  # rows with a value come first
     # From the end, as many rows as a quarter, or more so that no group is divided.
     split = grouped - run_end(values[:grouped][::-1].tolist(), max(1, grouped // 4))
     split_of_others = len(rows) - (len(rows) - grouped) // 4
