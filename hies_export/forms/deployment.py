@@ -1,4 +1,4 @@
-"""Try the dense model in all forms, and record what was found of each, and of compounds of several sizes."""
+"""Try the dense model in all forms, and record how these did, and compounds (slim and dense model in one file)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..tasks import Task
 from ..units.counts import Count, Share
 from .form import Form, Forms
 from .onnx.quantize import check_quantizable
-from .runtimes.base import RUNTIMES, check_runtime, is_for
+from .runtimes.base import RUNTIMES, check_runtime, runs_task
 from .time import Timed, ratios
 
 logger = logging.getLogger(__name__)
@@ -73,29 +73,31 @@ def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
     """Return the (runtime, bits) pairs to try: on `runtimes`, or if empty, on all that are installed and run the task.
 
     Torch is tried on a GPU only. Raises RequestError if one of `runtimes` is unknown, not installed, not for the task
-    or not to be deployed on here.
+    or not deployable on this machine.
     """
     on_gpu = torch.cuda.is_available()
-    able = [name for name, runtime in RUNTIMES.items() if runtime.bits and (on_gpu or not runtime.reads_models)]
-    able.sort(key=lambda name: RUNTIMES[name].reads_models)  # times are relative to the first form, in float32
-    if refused := [name for name in runtimes if name in RUNTIMES and name not in able]:
-        raise RecipeError([f"runtimes to deploy on must be among {', '.join(able)}, got {', '.join(refused)}"])
-    found = []
-    for name in runtimes or able:
+    deployable = [name for name, runtime in RUNTIMES.items() if runtime.bits and (on_gpu or not runtime.reads_models)]
+    # Torch goes last, because it is tried in half precision only, and times are relative to the first pair's.
+    deployable.sort(key=lambda name: RUNTIMES[name].reads_models)
+    refused = [name for name in runtimes if name in RUNTIMES and name not in deployable]
+    if refused:
+        raise RecipeError([f"runtimes to deploy on must be among {', '.join(deployable)}, got {', '.join(refused)}"])
+    pairs = []
+    for name in runtimes or deployable:
         try:
             check_runtime(name, task=task)
         except (MissingRuntimeError, RecipeError):
             if runtimes:
                 raise
             continue
-        found += [(name, bits) for bits in RUNTIMES[name].bits]
-    return found
+        pairs += [(name, bits) for bits in RUNTIMES[name].bits]
+    return pairs
 
 
-def fewer_bits(task: type[Task], runtimes: Sequence[str]) -> int:
-    """Return how many (runtime, bits) pairs have fewer bits than float32, on `runtimes` or all, installed or not."""
-    names = (name for name in runtimes or RUNTIMES if is_for(name, task))
-    return sum(bits != "float32" for name in names for bits in RUNTIMES[name].bits)
+def count_reduced_precision(task: type[Task], runtimes: Sequence[str]) -> int:
+    """Count the (runtime, bits) pairs with fewer bits than float32, on `runtimes` or all, installed or not."""
+    names = (name for name in runtimes or RUNTIMES if runs_task(name, task))
+    return len([bits for name in names for bits in RUNTIMES[name].bits if bits != "float32"])
 
 
 def try_dense(
@@ -103,11 +105,11 @@ def try_dense(
 ) -> list[DeployWay]:
     """Judge and time the dense model in every form; one that fails keeps its `problem`. Raises PlanError if all do."""
     tried: list[DeployWay] = []
-    able: list[Form] = []
+    served: dict[int, Form] = {}  # index in `tried` -> form that did not fail
     for runtime, bits in ways:
         forms.progress.stage(f"try the dense model on {runtime} in {bits}")
         try:
-            if bits == "int8" and bits not in RUNTIMES[runtime].calibrated:
+            if bits == "int8" and bits not in RUNTIMES[runtime].calibrated:  # ONNX Runtime's int8
                 check_quantizable(forms.model("dense"), "int8")
             form = forms.form("dense", runtime, bits)
             kept, low = judge.kept(form.predict(judge.batches, judge.task, forms.progress))
@@ -115,17 +117,18 @@ def try_dense(
             logger.warning("%s in %s is left out: %s", runtime, bits, error)
             tried.append(DeployWay(runtime, bits, problem=str(error)))
             continue
-        able.append(form)
+        served[len(tried)] = form
         tried.append(DeployWay(runtime, bits, kept=kept, at_least=low))
-    if not able:
+    if not served:
         reasons = "; ".join(str(way.problem) for way in tried)
         raise PlanError(f"no runtime here serves the dense model: {reasons or 'none is installed, see the extra cpu'}")
     times = [1.0]
-    if len(able) > 1:
+    if len(served) > 1:
         forms.progress.stage("time all forms of the dense model")
-        times = ratios(timed(able))
-    ratio = iter(times)
-    return [way if way.problem else replace(way, dense_ratio=next(ratio)) for way in tried]
+        times = ratios(timed([*served.values()]))
+    for index, time in zip(served, times, strict=True):
+        tried[index] = replace(tried[index], dense_ratio=time)
+    return tried
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Define a form, which is a model on a runtime in some bits, and export every model of a run once."""
+"""Define a form, which is a model on a runtime in some bits (a dtype), and export every model of a run once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of
 from ..units.counts import Both
-from .formats import Export, Exporter, read_by
+from .formats import Export, Exporter, options_for_runtime
 from .runtimes.base import RUNTIMES, Runtime, load_runtime
 
 
@@ -52,7 +52,7 @@ class Form:
         return load_runtime(self.runtime, self.source, dtype=self.bits)
 
     def predict(self, batches: Sequence[Batch], task: Task, progress: Progress = SILENT) -> Predictions:
-        """Return predictions for batches, made on the runtime in this process alone."""
+        """Return predictions for batches, made on the runtime; batches are not shared out among processes."""
         forward = partial(self.load().prediction, names=task.output_names)
         return predict_by(forward, batches, task, name=f"predict on {self.runtime}", progress=progress)
 
@@ -97,7 +97,7 @@ class Compound(ABC):
     def facts(
         self, exported: Export, batches: Sequence[Batch], *, parts: Both[int], stability: float, tried: Sequence[Any]
     ) -> tuple[Any, Any]:
-        """Return what a report's summary, and what its details say of an export.
+        """Return a report's entries on an export: first the one in its summary, then the one in its details.
 
         `parts` are the sizes of the files of both models alone, in bytes; `stability` is the share of the answers on
         the evaluation batches that equal the dense model's; `tried` are the sizes among which this one was chosen.
@@ -137,7 +137,7 @@ class Forms:
         """Return a model by its name."""
         return self._models[name]
 
-    def map(self, name: str) -> None:
+    def map_weights(self, name: str) -> None:
         """Map the weights of a large model from a file, in place, to leave its memory to exports and runtimes."""
         map_weights(self._models[name], self.folder / f"{Path(name).name}.safetensors")
 
@@ -145,34 +145,37 @@ class Forms:
         """Return whether the export that `plain` returns was made already."""
         return isinstance(self._exports.get((name, self.exporter.options.unquantized)), Export)
 
-    def read_by(self, runtime: str, bits: str | None = None) -> ExportSection:
+    def options_for(self, runtime: str, bits: str | None = None) -> ExportSection:
         """Return the options of the export that a runtime reads to compute in `bits`; None: the export's own dtype.
 
         They are the run's own options if these ask for the bits, in the runtime's format.
         """
-        options, known = self.exporter.options, RUNTIMES[runtime]
-        own = bits is not None and bits == options.quantize and bits not in known.calibrated
-        return options if own and options.format == known.format else read_by(options.unquantized, runtime, bits)
+        options, cls = self.exporter.options, RUNTIMES[runtime]
+        quantised = bits is not None and bits == options.quantize and bits not in cls.calibrated
+        if quantised and options.format == cls.format:
+            return options
+        return options_for_runtime(options.unquantized, runtime, bits)
 
     def export(self, name: str, options: ExportSection) -> Export:
         """Return the export of a model, which the first call makes; later calls raise the HiesError of the first."""
         key = name, options
         if key not in self._exports:
             self.progress.stage(f"export the {name} model")
-            place = self.folder / f"{Path(name).name}-{sum(made == name for made, _ in self._exports)}"
+            earlier = [exported for exported, _ in self._exports if exported == name]
+            folder = self.folder / f"{Path(name).name}-{len(earlier)}"  # a model's name may be a path
             plain = self._exports.get((name, options.unquantized))
             try:
                 if options.quantize and isinstance(plain, Export):
-                    self._exports[key] = self.exporter.quantize(plain, place, options)
+                    self._exports[key] = self.exporter.quantize(plain, folder, options)
                 else:
-                    self._exports[key] = self.exporter.export(self._models[name], place, options)
+                    self._exports[key] = self.exporter.export(self._models[name], folder, options)
                     let_go(self._models[name])
             except HiesError as error:
                 self._exports[key] = error
-        found = self._exports[key]
-        if isinstance(found, HiesError):
-            raise found
-        return found
+        export_or_error = self._exports[key]
+        if isinstance(export_or_error, HiesError):
+            raise export_or_error
+        return export_or_error
 
     def plain(self, name: str) -> Export:
         """Return the export of a model by the options of the exporter, but not quantised."""
@@ -181,17 +184,17 @@ class Forms:
     def form(self, name: str, runtime: str, bits: str | None = None, options: ExportSection | None = None) -> Form:
         """Return a model on a runtime: a copy in `bits` if the runtime reads models, else an export of it.
 
-        `options` are those of the export, by default `read_by(runtime, bits)`.
+        `options` are those of the export, by default `options_for(runtime, bits)`.
         """
         if RUNTIMES[runtime].reads_models:
             dtype = None if bits is None else getattr(torch, bits)
             return Form(name, runtime, convert(self._models[name], dtype=dtype), bits)
-        exported = self.export(name, options or self.read_by(runtime, bits))
+        exported = self.export(name, options or self.options_for(runtime, bits))
         return Form(name, runtime, exported.folder, bits, exported.bytes)
 
 
 def predictor(exporter: Exporter, runtime: str, bits: str | None) -> Predictor:
-    """Return a function that exports a model and predicts batches with the export on a runtime, in one process."""
+    """Return a function by which the first process exports a model, and predicts for all others on a runtime."""
 
     def predict(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:

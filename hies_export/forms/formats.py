@@ -149,35 +149,36 @@ def export_options(
 
 def best_for(runtime: str, dtype: str) -> ExportSection:
     """Return the options of the export that a runtime computes fastest in a dtype."""
-    return read_by(export_options(provider=RUNTIMES[runtime].fused_for), runtime, dtype)
+    return options_for_runtime(export_options(provider=RUNTIMES[runtime].fused_for), runtime, dtype)
 
 
-def read_by(options: ExportSection, runtime: str, dtype: str | None = None) -> ExportSection:
+def options_for_runtime(options: ExportSection, runtime: str, dtype: str | None = None) -> ExportSection:
     """Return the options of the export that a runtime reads to compute in `dtype`, by default that of `options`.
 
-    Weights are stored in float32 if the runtime or its format cannot hold the dtype, or converts them itself.
+    Weights are stored in float32 if the runtime or its format cannot hold the dtype, or if the runtime converts them.
     """
-    known = RUNTIMES[runtime]
-    if dtype is not None and dtype in known.calibrated:
-        return export_options(known.calibrated[dtype], quantize=dtype)
+    cls = RUNTIMES[runtime]
+    if dtype is not None and dtype in cls.calibrated:
+        return export_options(cls.calibrated[dtype], quantize=dtype)
     stored = dtype or options.dtype
-    if dtype in known.hints or stored not in known.dtypes or stored not in FORMATS[known.format].dtypes:
+    if dtype in cls.hints or stored not in cls.dtypes or stored not in FORMATS[cls.format].dtypes:
         stored = "float32"
-    return export_options(known.format, options.provider, stored)
+    return export_options(cls.format, options.provider, stored)
 
 
 def runtime_of(how: ExportSection, bits: str | None = None) -> str | None:
     """Return the first runtime that reads an export, preferring those that compute in `bits`; None without one."""
-    able = [name for name, one in RUNTIMES.items() if how.format in one.formats() and one.fused_for == how.provider]
-    return next((name for name in able if bits in RUNTIMES[name].bits), able[0] if able else None)
+    readers = [name for name, cls in RUNTIMES.items() if how.format in cls.formats() and cls.fused_for == how.provider]
+    readers.sort(key=lambda name: bits not in RUNTIMES[name].bits)  # stable: those with the bits come first
+    return readers[0] if readers else None
 
 
 def export_formats(options: ExportSection, runtimes: Iterable[str], dtypes: Collection[str | None] = ()) -> list[str]:
     """Return the formats of all exports of a run: by its options, and for its runtimes, which compute in `dtypes`."""
-    found = [options.unquantized.format, options.format]
-    for runtime in (RUNTIMES[name] for name in runtimes if not RUNTIMES[name].reads_models):
-        found += [runtime.format, *(format for dtype, format in runtime.calibrated.items() if dtype in dtypes)]
-    return list(dict.fromkeys(found))
+    formats = [options.unquantized.format, options.format]
+    for cls in (RUNTIMES[name] for name in runtimes if not RUNTIMES[name].reads_models):
+        formats += [cls.format, *(format for dtype, format in cls.calibrated.items() if dtype in dtypes)]
+    return list(dict.fromkeys(formats))
 
 
 def require_exporters(formats: Iterable[str]) -> None:
@@ -214,14 +215,15 @@ def export_served(
         raise RequestError(f"an embedding model needs a format that a runtime reads, got {how.format}; give another")
     longest = model.reader.max_length
     sample = synthetic_batch(model, batch=2, sequence=16 if longest is None else min(16, longest))
-    with new_folder(folder, overwrite=overwrite) as written:
-        exported = FORMATS[how.format].write(model, written / "graph", how, Given(sample, processor, rows))
+    with new_folder(folder, overwrite=overwrite) as staging:
+        # An export writes a new folder of its own; sentence-transformers wants its files in the outer one.
+        exported = FORMATS[how.format].write(model, staging / "graph", how, Given(sample, processor, rows))
         for file in exported.folder.iterdir():
-            file.rename(written / file.name)
+            file.rename(staging / file.name)
         exported.folder.rmdir()
-        write_served(written, model, file=exported.file.name, runtime=runtime)
+        write_served(staging, model, file=exported.file.name, runtime=runtime)
         if (how.provider, how.dtype, how.quantize) == ("cpu", "float32", None):
-            check_in_sentence_transformers(model.wrapped(processor), written, limit=OTHER_PROGRAM["float32"])
+            check_in_sentence_transformers(model.wrapped(processor), staging, limit=OTHER_PROGRAM["float32"])
     folder = Path(folder)
     return replace(exported, folder=folder, file=folder / exported.file.name)
 
@@ -229,28 +231,32 @@ def export_served(
 def add_graphs(exports: Iterable[Export], folder: Path) -> None:
     """Link the graphs of a model into `onnx/` and `openvino/` of its checkpoint's folder, where tools look for them."""
     for exported in exports:
-        known, stems = FORMATS[exported.format], {Path(name).stem for name in exported.files}
-        if known.hub_folder is None:
+        format = FORMATS[exported.format]
+        if format.hub_folder is None:
             continue
-        (place := folder / known.hub_folder).mkdir(exist_ok=True)
-        for part in exported.folder.iterdir():
-            if part.stem not in stems:
+        hub_folder = folder / format.hub_folder
+        hub_folder.mkdir(exist_ok=True)
+        stems = {Path(name).stem for name in exported.files}
+        for file in exported.folder.iterdir():
+            if file.stem not in stems:
                 continue
-            # Weights beside a graph keep their name, by which the graph finds them.
-            renamed = known.hub_names.get(str(exported.how.quantize)) if part.name == exported.file.name else None
-            for name in renamed or (part.name,):
-                _link(part, place / name)
+            names: tuple[str, ...] = (file.name,)  # weights beside a graph keep theirs, by which the graph finds them
+            if file.name == exported.file.name:
+                names = format.hub_names.get(str(exported.how.quantize), names)
+            for name in names:
+                _link(file, hub_folder / name)
 
 
 def link_files(source: Path, target: Path) -> None:
     """Create a folder with links to the files of another one, or copies where links are not possible."""
     target.mkdir()
-    for part in source.iterdir():
-        if part.is_file():
-            _link(part, target / part.name)
+    for file in source.iterdir():
+        if file.is_file():
+            _link(file, target / file.name)
 
 
 def _link(source: Path, target: Path) -> None:
+    """Link a file, or copy it where links are not possible."""
     try:
         target.hardlink_to(source)
     except OSError:  # another disk, or one without links

@@ -1,4 +1,4 @@
-"""Judge forms and files by their own predictions, and write what was judged and timed as report.json has it."""
+"""Judge forms (models on runtimes) and exported files by their own predictions, as report.json has the results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Judged:
     at_least: Ratio | None = None
 
     def __post_init__(self) -> None:
-        if self.model not in (known := ("dense", "slim", *COMPOUNDS)):
+        known = ("dense", "slim", *COMPOUNDS)
+        if self.model not in known:
             raise ValueError(one_of("model", known, self.model))
 
 
@@ -88,14 +89,14 @@ class ExportedFile(Record):
 
 
 def judge(
-    forms: Sequence[Form], rows: Judge, held_out: Judge | None = None, *, progress: Progress = SILENT
+    forms: Sequence[Form], evaluation: Judge, held_out: Judge | None = None, *, progress: Progress = SILENT
 ) -> list[Judged]:
-    """Judge every form by its own predictions on `rows`, and if given, by those on `held_out`; `times` stay empty."""
+    """Judge every form by its predictions on the evaluation and, if given, the held-out rows; `times` stay empty."""
     judged = []
     for form in forms:
         progress.stage(f"evaluate the {form.model} model on {form.runtime} in {form.bits}")
-        predictions = form.predict(rows.batches, rows.task, progress)
-        quality, (low, high) = rows.of(predictions), rows.agreement_ends(predictions)
+        predictions = form.predict(evaluation.batches, evaluation.task, progress)
+        quality, (low, high) = evaluation.of(predictions), evaluation.agreement_ends(predictions)
         kept, at_least = None, None
         if held_out is not None:
             kept, at_least = held_out.kept(form.predict(held_out.batches, held_out.task, progress))
@@ -105,7 +106,7 @@ def judge(
                 runtime=form.runtime,
                 bits=str(form.bits),
                 bytes=form.bytes,
-                quality=quality.metrics[rows.metrics[0]],
+                quality=quality.metrics[evaluation.metrics[0]],
                 metrics=quality.metrics,
                 stability=quality.stability,
                 times=[],
@@ -129,14 +130,17 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
     The quality is that of a form that ran the file if there is one; else an export that is not quantised is run.
     """
     metric, how, quantize = judge.metrics[0], exported.how, exported.how.quantize
-    own = (exported.checked_on, how.dtype) if quantize is None else (runtime_of(how, quantize), quantize)
+    runtime, bits = (exported.checked_on, how.dtype) if quantize is None else (runtime_of(how, quantize), quantize)
     quality, stability = None, None
-    # If nothing was cut, the last form in these bits is the dense one's.
-    if ran := [form for form in forms if form.model not in COMPOUNDS and (form.runtime, form.bits) == own]:
-        quality, stability = ran[-1].quality, ran[-1].stability
-    elif quantize is None and exported.checked_on is not None:
-        found = judge.of(Form("slim", exported.checked_on, exported.folder).predict(judge.batches, judge.task))
-        quality, stability = found.metrics[metric], found.stability
+    same_graph = [
+        form for form in forms if form.model not in COMPOUNDS and (form.runtime, form.bits) == (runtime, bits)
+    ]
+    if same_graph:
+        # The last one is the slim model or, if nothing was cut, the dense one, which is then the same.
+        quality, stability = same_graph[-1].quality, same_graph[-1].stability
+    elif quantize is None and runtime is not None:
+        result = judge.of(Form("slim", runtime, exported.folder).predict(judge.batches, judge.task))
+        quality, stability = result.metrics[metric], result.stability
     return ExportedFile(
         file=exported.file.relative_to(folder).as_posix(),
         format=exported.format,
@@ -150,7 +154,7 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
 
 
 def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | None:
-    """Return the path of a form's file, relative to a run's folder; an export that lies elsewhere is moved there.
+    """Move a form's export into a run's folder if it lies elsewhere, and return its file's path relative to that.
 
     In torch, it is the checkpoint of the slim model; None for the dense one. `same` says that nothing was cut, so that
     the slim model's file serves both.
@@ -159,21 +163,21 @@ def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | 
         return f"{COMPOUNDS[form.model].folder}/{ONNX_FILE}"
     if RUNTIMES[form.runtime].reads_models:
         return "slim" if same or form.model == "slim" else None
-    export = forms.export("slim" if same else form.model, forms.read_by(form.runtime, form.bits))
-    place = export.folder
-    if place.parent != folder:
-        place = place.rename(folder / f"{form.model}-{export.format}-{form.bits}")
-    return (place.relative_to(folder) / export.file.relative_to(export.folder)).as_posix()
+    export = forms.export("slim" if same else form.model, forms.options_for(form.runtime, form.bits))
+    kept = export.folder
+    if kept.parent != folder:
+        kept = kept.rename(folder / f"{form.model}-{export.format}-{form.bits}")
+    return (kept.relative_to(folder) / export.file.relative_to(export.folder)).as_posix()
 
 
-def frontier(times: Sequence[float], same: Sequence[float]) -> list[int]:
+def frontier(times: Sequence[float], agreements: Sequence[float]) -> list[int]:
     """Return the indices of forms on the Pareto frontier of time and agreement, fastest first; of equals the first.
 
-    `same` are shares of answers that stay the same, 0 or more.
+    An agreement is the share of answers that stay the same.
     """
-    best, line = -1.0, []
-    for index in sorted(range(len(times)), key=lambda index: (times[index], -same[index])):
-        if same[index] > best:
-            best = same[index]
-            line.append(index)
-    return line
+    best, indices = -1.0, []
+    for index in sorted(range(len(times)), key=lambda index: (times[index], -agreements[index])):
+        if agreements[index] > best:
+            best = agreements[index]
+            indices.append(index)
+    return indices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,7 +45,8 @@ class TimedOn:
     def time(self, forms: Sequence[Form], progress: Progress = SILENT) -> list[Timed]:
         """Return the times of forms on the batch, measured beside each other."""
         batches = {shape_of(self.batch): [self.batch]}
-        return [times for (times,) in time(forms, batches, repeats=self.repeats, progress=progress)]
+        # One shape in one phase, so one time for each form.
+        return [times[0] for times in time(forms, batches, repeats=self.repeats, progress=progress)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def latency_table(
     the runtime computes in the same time; see `Runtime.width_step`.
     """
     cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
-    flops = flops_table(model, modules, batch=where.batch, unit=unit).saved
+    flops = flops_table(model, modules, batch=where.batch, unit=unit)
     step = _width_step(model, where.runtime)
     saved: dict[str, tuple[float, ...]] = {}
     for kind, of_kind in _by_kind(modules).items():
@@ -89,21 +90,18 @@ def latency_table(
 
 
 def _width_step(model: PreTrainedModel, runtime: str) -> int:
-    """Return the runtime's `Runtime.width_step`, or for a model on a GPU that of GPUs if it is larger."""
+    """Return the runtime's `Runtime.width_step`; for a model on a GPU at least `GPU_WIDTH_STEP`."""
     return max(RUNTIMES[runtime].width_step, GPU_WIDTH_STEP if model.device.type == "cuda" else 1)
 
 
 def _by_kind(modules: Sequence[PrunableModule]) -> dict[str, list[PrunableModule]]:
-    return {kind: [module for module in modules if module.kind == kind] for kind in (m.kind for m in modules)}
+    """Return kind of unit -> the modules of that kind, in order."""
+    kinds = dict.fromkeys(module.kind for module in modules)
+    return {kind: [module for module in modules if module.kind == kind] for kind in kinds}
 
 
 def _time_saved(
-    cuts: Sequence[TimedCut],
-    modules: Sequence[PrunableModule],
-    flops: Mapping[str, Sequence[float]],
-    *,
-    step: int,
-    unit: str,
+    cuts: Sequence[TimedCut], modules: Sequence[PrunableModule], flops: CostTable, *, step: int, unit: str
 ) -> dict[str, tuple[float, ...]]:
     """Return module -> share of the time that it saves by losing 0, 1, 2, ... bundles, from the cuts of one kind.
 
@@ -111,34 +109,35 @@ def _time_saved(
     the smallest cut, and `step` is the runtime's width step.
     """
     # A module of one bundle cannot lose it, and saves nothing.
-    weights = {m.name: flops[m.name][-1] if bundle_count(m, unit) > 1 else 0.0 for m in modules}
-    total = sum(weights.values()) or 1.0
-    kept = [cut.kept for cut in reversed(cuts)] + [1.0]  # ascending
-    ratios = [cut.ratio for cut in reversed(cuts)] + [1.0]
+    weights = {m.name: flops.saved[m.name][-1] if bundle_count(m, unit) > 1 else 0.0 for m in modules}
+    total = sum(weights.values()) or 1.0  # 0 if no module can lose a bundle
+    # `np.interp` needs ascending shares; the dense model keeps all in time 1.
+    timed_kept = [cut.kept for cut in reversed(cuts)] + [1.0]
+    timed_ratios = [cut.ratio for cut in reversed(cuts)] + [1.0]
     saved = {}
     for module in modules:
         count = bundle_count(module, unit)
-        widths = [_computed_bundles(module, count - lost, step) / count for lost in range(count)]
+        kept = [_computed_bundles(module, count - lost, step) / count for lost in range(count)]
         share = weights[module.name] / total
-        saved[module.name] = tuple(float(share * (1 - ratio)) for ratio in np.interp(widths, kept, ratios))
+        saved[module.name] = tuple(float(share * (1 - ratio)) for ratio in np.interp(kept, timed_kept, timed_ratios))
     return saved
 
 
 def _computed_bundles(module: PrunableModule, bundles: int, step: int) -> int:
     """Return for how many bundles a runtime takes time: neurons are rounded up to whole steps, heads are not."""
-    if module.unit_width > 1:
+    if module.unit_width > 1:  # heads; a neuron is one column wide
         return bundles
     return min(module.units, math.ceil(bundles / step) * step)
 
 
 def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) -> dict[float, dict[str, int]]:
     """Return the cuts of modules of one kind to be timed: share kept -> how many bundles every module loses."""
-    bundles = {module.name: bundle_count(module, unit) for module in modules}
+    counts = {module.name: bundle_count(module, unit) for module in modules}
     cuts = {}
     for level in LEVELS:
-        kept = {m.name: _computed_bundles(m, max(1, round(level * bundles[m.name])), step) for m in modules}
-        lost = {name: count - kept[name] for name, count in bundles.items()}
-        cuts[1 - sum(lost.values()) / sum(bundles.values())] = lost
+        kept = {m.name: _computed_bundles(m, max(1, round(level * counts[m.name])), step) for m in modules}
+        lost = {name: count - kept[name] for name, count in counts.items()}
+        cuts[1 - sum(lost.values()) / sum(counts.values())] = lost
     cuts.pop(1.0, None)  # rounded up, a cut may remove nothing
     return cuts
 
@@ -160,8 +159,9 @@ def _time_cuts(
     with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:
         forms = Forms({"dense": model}, where.exporter, Path(temporary))
         for kind, kept, removed in progress.track(planned, f"time cuts on {where.runtime}"):
-            forms.add(name := f"{kind}-{kept:.4f}", cut_bundles(model, modules, removed, unit=unit))
-            dense, slim = where.time([forms.form(one, where.runtime, where.dtype) for one in ("dense", name)])
+            name = f"{kind}-{kept:.4f}"
+            forms.add(name, cut_bundles(model, modules, removed, unit=unit))
+            dense, slim = where.time([forms.form(n, where.runtime, where.dtype) for n in ("dense", name)])
             cuts.append(TimedCut(kept, slim.ratio, slim.ratio_low, slim.ratio_high, kind))
             noisy |= dense.noisy
     if noisy:

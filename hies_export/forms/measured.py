@@ -1,4 +1,4 @@
-"""Count both models of a run, and time them on every runtime, as report.json has it."""
+"""Count both models of a run, the dense and the slim one, and time them on every runtime, as report.json has it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict
-from torch import Tensor
 
+from ..data.batches import Batch
 from ..model.memory import let_go
 from ..recipe.budget import LatencyBudget
 from ..recipe.sections import ExportSection
@@ -20,12 +20,12 @@ from .runtimes.base import RUNTIMES
 from .time import Phase, Timed, time
 
 # The (runtime, bits) pair that quantised models and compounds are compared with.
-_FULL = ("onnxruntime-cpu", "float32")
+_FULL_PRECISION = ("onnxruntime-cpu", "float32")
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """Which runtimes to time on, each with bits (None: as the models are), and how often."""
+    """Which (runtime, bits) pairs to time, where bits None leaves the models as they are, and how often."""
 
     ways: tuple[tuple[str, str | None], ...]
     repeats: int = 30
@@ -36,16 +36,18 @@ class MeasureOptions:
         With a quantised export or a compound, float32 on ONNX Runtime comes first. Without either, the list is empty if
         all bits are float32.
         """
-        ways = [(name, bits) for name, bits in self.ways if bits is not None]
+        pairs = [(runtime, bits) for runtime, bits in self.ways if bits is not None]
         if export.quantize is not None:
-            own = runtime_of(export, export.quantize)
-            ways = [way for way in ways if way[1] != "float32"]
-            ways = [_FULL, *([] if own is None else [(own, export.quantize)]), *ways]
+            pairs = [(runtime, bits) for runtime, bits in pairs if bits != "float32"]
+            runtime = runtime_of(export, export.quantize)
+            if runtime is not None:
+                pairs.insert(0, (runtime, export.quantize))
+            pairs.insert(0, _FULL_PRECISION)
         if compound is not None:
-            ways = [_FULL, *ways]
-        elif all(bits == "float32" for _, bits in ways):
+            pairs.insert(0, _FULL_PRECISION)
+        elif all(bits == "float32" for _, bits in pairs):
             return []
-        return list(dict.fromkeys(ways))
+        return list(dict.fromkeys(pairs))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -99,9 +101,9 @@ class LatencyRow(Record):
 
 def budget_rows(timed: LatencyBudget, rows: Iterable[LatencyRow]) -> list[LatencyRow]:
     """Return the rows on the runtime, at the shape and in the dtype of a latency budget, without decode steps."""
-    where = (timed.runtime, timed.batch, timed.sequence)
-    alike = [row for row in rows if (row.runtime, row.batch, row.sequence) == where and row.phase != "decode"]
-    return [row for row in alike if timed.dtype in (None, row.dtype)]
+    asked = (timed.runtime, timed.batch, timed.sequence)
+    at_shape = [row for row in rows if (row.runtime, row.batch, row.sequence) == asked and row.phase != "decode"]
+    return [row for row in at_shape if timed.dtype in (None, row.dtype)]
 
 
 @dataclass(frozen=True)
@@ -120,64 +122,58 @@ class Measurements:
 
 
 def measure_both(
-    forms: Forms,
-    options: MeasureOptions,
-    *,
-    batches: Mapping[Shape, Mapping[str, Tensor]],
-    stored: Both[int],
-    dense: str = "dense",
+    forms: Forms, options: MeasureOptions, *, batches: Mapping[Shape, Batch], stored: Both[int], dense: str = "dense"
 ) -> Measurements:
     """Count parameters, bytes and FLOPs of both models, and time them on every runtime and shape.
 
     `stored` are the bytes of the weights' files; `dense` is the name of the dense model among the forms.
     """
-    names, progress = (dense, "slim"), forms.progress
-    whole, slim = map(forms.model, names)
+    names, models = (dense, "slim"), (forms.model(dense), forms.model("slim"))
     exported = forms.plain("slim")
-    flops = counts.count_both_flops(whole, slim, batches)
-    cache, files = map(counts.cache_bytes_per_token, (whole, slim)), {exported.format: exported.bytes}
+    export_bytes = {exported.format: exported.bytes}
+    flops = counts.count_both_flops(*models, batches)
     latency = []
     # All exports come first, because one may fail; copies in other bits are made for one runtime at a time.
     for runtime, bits in options.ways:
-        for name in () if RUNTIMES[runtime].reads_models else names:
-            forms.export(name, forms.read_by(runtime, bits))
+        if not RUNTIMES[runtime].reads_models:
+            for name in names:
+                forms.export(name, forms.options_for(runtime, bits))
     in_lists = {shape: [batch] for shape, batch in batches.items()}
-    how: dict[str, Any] = {"repeats": options.repeats, "progress": progress}
+    how: dict[str, Any] = {"decode": True, "repeats": options.repeats, "progress": forms.progress}
     for runtime, bits in options.ways:
-        progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
+        forms.progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
         # No variable holds these forms, so that the copies of models in them are freed before the next are made.
-        latency += latency_rows(
-            runtime, time([forms.form(name, runtime, bits) for name in names], in_lists, decode=True, **how), flops
-        )
-        for model in (whole, slim):
+        timed = time([forms.form(name, runtime, bits) for name in names], in_lists, **how)
+        latency += latency_rows(runtime, timed, flops)
+        for model in models:
             let_go(model)  # the next runtime may hold weights of its own
     return Measurements(
-        parameters=counts.count_both_parameters(whole, slim),
-        bytes=StoredBytes(stored.dense, stored.slim, files.get("onnx"), files.get("gguf")),
-        flops=flops[next(iter(batches))],
-        cache_bytes_per_token=_both(*cache),
+        parameters=counts.count_both_parameters(*models),
+        bytes=StoredBytes(stored.dense, stored.slim, export_bytes.get("onnx"), export_bytes.get("gguf")),
+        flops=next(iter(flops.values())),  # of the first shape
+        cache_bytes_per_token=_both(*map(counts.cache_bytes_per_token, models)),
         latency=latency,
     )
 
 
 def _both(dense: int | None, slim: int | None) -> Both[int] | None:
+    """Return both numbers as a pair; None if either is missing."""
     return None if dense is None or slim is None else Both(dense, slim)
 
 
 def latency_rows(runtime: str, timed: Sequence[Sequence[Timed]], flops: Mapping[Shape, FlopCount]) -> list[LatencyRow]:
-    """Return rows of the times of two forms on a runtime, from `time`; without FLOPs of a shape, no `realised`.
-
-    A decode step has none either: its time depends on memory, as it reads all weights to compute one token.
-    """
+    """Return rows of the times of two forms on a runtime, from `time`; without FLOPs of a shape, no `realised`."""
     return [
-        _row(runtime, dense, slim, None if dense.phase == "decode" else flops.get((dense.batch, dense.sequence)))
-        for dense, slim in zip(*timed, strict=True)
+        _row(runtime, dense, slim, flops.get((dense.batch, dense.sequence))) for dense, slim in zip(*timed, strict=True)
     ]
 
 
 def _row(runtime: str, dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
     """Return the times of both models at one shape and phase as a row; without FLOPs it has no `realised`."""
-    tokens = {"decode": dense.batch, "prefill": dense.batch * dense.sequence}.get(dense.phase)
+    if dense.phase == "decode":
+        flops = None  # the time depends on memory: a decode step reads all weights to compute one token
+    tokens_by_phase = {"decode": dense.batch, "prefill": dense.batch * dense.sequence}
+    tokens = tokens_by_phase.get(dense.phase)
     same = ("provider", "phase", "batch", "sequence", "noisy", "repeats", "loads", "threads", "cuda_graph")
     times: dict[str, Any] = {
         **{name: getattr(dense, name) for name in same},

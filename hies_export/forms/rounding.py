@@ -34,13 +34,15 @@ LIMIT_BYTES = 4 << 30
 LARGEST_LEVEL = 15
 
 Batch: TypeAlias = Mapping[str, Any]
-# Opens a model to read what its layers take: names of layers -> a function from a batch to the inputs of each, by name.
-Opens: TypeAlias = Callable[[Sequence[str]], AbstractContextManager[Callable[[Batch], Mapping[str, Tensor]]]]
+# From a batch to the inputs (..., inputs) of some layers, by name.
+ReadInputs: TypeAlias = Callable[[Batch], Mapping[str, Tensor]]
+# Prepares a model for reading: `with open_reader(names of layers) as read: inputs = read(batch)`.
+OpenReader: TypeAlias = Callable[[Sequence[str]], AbstractContextManager[ReadInputs]]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix in levels: in each output, `size` inputs share a scale and a zero point."""
+    """A matrix of weights in levels: in each output, the `size` inputs of a block share a scale and a zero point."""
 
     levels: Tensor  # (blocks, size, outputs), whole numbers from 0 to `LARGEST_LEVEL`
     scale: Tensor  # (blocks, outputs)
@@ -69,32 +71,38 @@ def fit_blocks(
     block may be padded beyond the inputs. `fixed`, (blocks, size, outputs) bool, marks levels that stay; with it, all
     scales stay too.
     """
-    size, hessian = matrix.shape[1], _damped(moments, matrix.shape[0] * matrix.shape[1])
+    count, size, _ = matrix.shape
+    hessian = _damped(moments, count * size)
     levels, scale, error = start.levels.clone(), start.scale.clone(), matrix - start.values
-    slope = hessian @ error.flatten(0, 1)  # half the derivative of the change, (inputs, outputs)
+    slope = hessian @ error.flatten(0, 1)  # half the derivative of the change by the errors, (inputs, outputs)
     for _ in range(sweeps):
-        for number in range(len(matrix)):
-            place = slice(number * size, (number + 1) * size)
-            block = _Block(matrix[number], hessian[place, place], slope[place], error[number])
-            stay = None if fixed is None else fixed[number]
-            block.fit_levels(levels[number], scale[number], start.zero[number], stay)
+        for index in range(count):
+            inputs = slice(index * size, (index + 1) * size)
+            block = _Block(matrix[index], hessian[inputs, inputs], slope[inputs], error[index])
+            stay = None if fixed is None else fixed[index]
+            block.fit_levels(levels[index], scale[index], start.zero[index], stay)
             if fixed is None:
-                block.fit_scale(levels[number] - start.zero[number], scale[number])
-            slope += hessian[:, place] @ (block.error - error[number])
-            error[number] = block.error
+                block.fit_scale(levels[index] - start.zero[index], scale[index])
+            slope += hessian[:, inputs] @ (block.error - error[index])
+            error[index] = block.error
     return replace(start, levels=levels, scale=scale)
 
 
 def _damped(moments: Tensor, inputs: int) -> Tensor:
     """Return moments, padded with zeros to (inputs, inputs), plus a multiple of the identity."""
     mean = moments.diagonal().mean()
-    damped = torch.eye(inputs, dtype=moments.dtype) * (DAMPING * mean if mean > 0 else 1.0)
+    added = DAMPING * mean if mean > 0 else 1.0  # without moments any will do that keeps curves above 0
+    damped = torch.eye(inputs, dtype=moments.dtype) * added
     damped[: len(moments), : len(moments)] += moments
     return damped
 
 
 class _Block:
-    """A block of one sweep: (size, outputs) weights, their errors, and the slope where the block was entered."""
+    """A block of one sweep: its weights (size, outputs), their errors, and the state when the sweep came to it.
+
+    `hessian` (size, size) has the damped moments of its inputs. `slope` (size, outputs), half the derivative of the
+    change by the errors, is that at the errors `before`, while `error` has those of now.
+    """
 
     def __init__(self, matrix: Tensor, hessian: Tensor, slope: Tensor, error: Tensor):
         self.matrix, self.hessian, self.slope, self.before = matrix, hessian, slope, error
@@ -105,6 +113,7 @@ class _Block:
         moved = torch.zeros_like(self.error)
         for row, curve in enumerate(self.hessian.diagonal()):
             slope = self.slope[row] + self.hessian[row] @ moved
+            # A Newton step: with the error minus slope / curve, the change is least.
             wanted = self.matrix[row] - self.error[row] + slope / curve
             best = ((wanted / scale).round() + zero).clamp(0, LARGEST_LEVEL)
             levels[row] = best if stay is None else torch.where(stay[row], levels[row], best)
@@ -114,6 +123,7 @@ class _Block:
     def fit_scale(self, steps: Tensor, scale: Tensor) -> None:
         """Move the scale of each output, (outputs,), to its best value, in place; `steps` are levels minus zero."""
         slope = self.slope + self.hessian @ (self.error - self.before)
+        # A Newton step along the scale, of which the errors are a linear function: matrix - steps * scale.
         curve = ((self.hessian @ steps) * steps).sum(0)
         change = torch.where(curve > 0, (slope * steps).sum(0) / curve, 0.0)
         scale += change
@@ -122,18 +132,19 @@ class _Block:
 
 def spreads(
     widths: Mapping[str, int],
-    opens: Opens,
+    open_reader: OpenReader,
     batches: Sequence[Batch],
     *,
     centred: bool,
     limit_bytes: float = LIMIT_BYTES,
 ) -> Iterator[tuple[str, Spread]]:
-    """Yield the name and spread of each input in `widths`, name -> features, over all tokens that are not padding.
+    """Yield names of layers with the moments of their inputs, over all tokens but padding; `widths` is name -> inputs.
 
-    Each pass over the batches sums the moments of as many inputs as fit the limit.
+    Each pass over the batches sums the moments of as many layers as fit the limit.
     """
-    for group in grouped([*widths], [8 * width**2 for width in widths.values()], limit_bytes):
-        yield from _spreads_of(group, widths, opens, batches, centred)
+    sizes = [8 * width**2 for width in widths.values()]  # bytes of moments in float64
+    for names in grouped([*widths], sizes, limit_bytes):
+        yield from _spreads_in_one_pass(names, widths, open_reader, batches, centred)
 
 
 def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> list[list[str]]:
@@ -149,14 +160,14 @@ def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> l
     return groups
 
 
-def _spreads_of(
-    names: Sequence[str], widths: Mapping[str, int], opens: Opens, batches: Sequence[Batch], centred: bool
+def _spreads_in_one_pass(
+    names: Sequence[str], widths: Mapping[str, int], open_reader: OpenReader, batches: Sequence[Batch], centred: bool
 ) -> Iterator[tuple[str, Spread]]:
-    """Yield the spreads of some inputs, summed in one pass over the batches."""
+    """Yield what `spreads` yields for some layers, summed in one pass over the batches."""
     counts = dict.fromkeys(names, 0)
     means = {name: torch.zeros(widths[name], dtype=torch.float64) for name in names}
     moments = {name: torch.zeros(widths[name], widths[name], dtype=torch.float64) for name in names}
-    with opens(names) as read:
+    with open_reader(names) as read:
         for batch in batches:
             for name, states in read(batch).items():
                 tokens = _real_tokens(states, batch).double()
@@ -164,28 +175,35 @@ def _spreads_of(
                 means[name] += tokens.sum(0)
                 moments[name].addmm_(tokens.T, tokens)
     for name in names:
-        mean, found = means[name] / counts[name], moments.pop(name).div_(counts[name])
-        yield name, Spread(mean, found.sub_(torch.outer(mean, mean)) if centred else found)
+        mean = means[name] / counts[name]
+        second_moments = moments.pop(name).div_(counts[name])
+        if centred:
+            second_moments -= torch.outer(mean, mean)
+        yield name, Spread(mean, second_moments)
 
 
 def _real_tokens(states: Tensor, batch: Batch) -> Tensor:
     """Return states (..., inputs) as (tokens, inputs), without padding if the batch's mask is by these tokens."""
     tokens, mask = states.flatten(0, -2), batch.get("attention_mask")
-    return tokens if mask is None or mask.numel() != len(tokens) else tokens[mask.flatten().bool().to(tokens.device)]
+    if mask is None or mask.numel() != len(tokens):
+        return tokens
+    return tokens[mask.flatten().bool().to(tokens.device)]
 
 
-def read_layers(model: PreTrainedModel) -> Opens:
-    """Return an opener that reads what layers of a torch model take, by their dotted names: (tokens, inputs) on CPU."""
+def read_layers(model: PreTrainedModel) -> OpenReader:
+    """Return a reader of what layers of a torch model take, by their dotted names: (tokens, inputs) on the CPU."""
 
     @contextmanager
-    def opens(names: Sequence[str]) -> Iterator[Callable[[Batch], Mapping[str, Tensor]]]:
-        with torch.no_grad(), evaluating(model), output_alone(model), watch(model, {n: n for n in names}) as seen:
+    def open_reader(names: Sequence[str]) -> Iterator[ReadInputs]:
+        with torch.no_grad(), evaluating(model), output_alone(model), watch(model, {n: n for n in names}) as watched:
 
             def read(batch: Batch) -> Mapping[str, Tensor]:
-                seen.clear()
+                watched.clear()
                 model(**{key: value.to(model.device) for key, value in inputs_of(batch).items()})
-                return {name: torch.cat([x.flatten(0, -2) for x in calls]).cpu() for name, calls in seen.inputs.items()}
+                # A layer that runs several times in a forward pass has the inputs of each call.
+                inputs = watched.inputs.items()
+                return {name: torch.cat([x.flatten(0, -2) for x in calls]).cpu() for name, calls in inputs}
 
             yield read
 
-    return opens
+    return open_reader

@@ -1,4 +1,4 @@
-"""Time forms beside each other: one loop, one bootstrap, one record.
+"""Time forms (models on runtimes) beside each other: one loop, one bootstrap, one record.
 
 Models run in turns, the first one twice. Its second copy is the control, whose ratio to the first is noise. A ratio is
 uncertain because times vary between rounds, and because they vary between loaded copies of a model. Copies of one ONNX
@@ -30,6 +30,7 @@ from .runtimes.base import RUNTIMES, Runtime
 Phase = Literal["forward", "prefill", "decode", "rows"]
 
 BOOTSTRAP_SAMPLES = 2000
+# Most rounds that the bootstrap draws at a time.
 DRAWN_AT_A_TIME = 1 << 20
 # Times are noisy if the interval of their control misses 1 by more than NOISE_LIMIT, or is wider than WIDEST_CONTROL:
 # an interval such as [0.9, 1.1] contains 1, but also savings and losses of a tenth.
@@ -38,7 +39,7 @@ WIDEST_CONTROL = 0.1
 # How many rows are timed in each size of batch.
 ROWS = 512
 # Least number of timed batches of rows; where there are fewer, all are run again.
-LEAST = 48
+LEAST_BATCHES = 48
 # Batches of rows that a model runs after it was loaded, before it is timed; see also `Runtime.compiles_shapes`.
 WARMUP = 3
 
@@ -98,7 +99,7 @@ class _Load(NamedTuple):
 
 def time(
     forms: Sequence[Form],
-    batches: Mapping[Shape, Sequence[Mapping[str, Any]]],
+    batches: Mapping[Shape, Sequence[Batch]],
     *,
     repeats: int = 10,
     loads: int = 100,
@@ -119,45 +120,43 @@ def time(
         repeats: Least number of runs of a batch by each form, divided among the loads.
         loads: How often to load each, at most; fewer loads tell less of how copies of a model differ.
         decode: Whether to time a decode step too, if all forms decode from a cache.
-        progress: Shows the loop.
 
-    Returns:
-        The times of each form, shape by shape, and in it phase by phase ("prefill" and "decode" of models that
-        generate).
-
-    Raises:
-        RecipeError: The forms run on different devices, threads or kinds of graph; those on several runtimes may differ
-            in all but threads.
+    Returns the times of each form, shape by shape, and in it phase by phase (of models that generate "prefill" and
+    "decode"). Raises RecipeError if the forms run on different devices, threads or kinds of graph; those on several
+    runtimes may differ in all but threads.
     """
     runtimes = dict.fromkeys(form.runtime for form in forms)
     loads = min(loads, repeats, max(RUNTIMES[name].loads for name in runtimes))
-    loaded = [*forms] if (forms[0].bytes or 0) > LARGE_BYTES else [*forms, forms[0]]
-    runners: dict[int, Runtime] = {}
-    found: dict[tuple[Shape, Phase], list[_Load]] = {}
+    is_own_control = (forms[0].bytes or 0) > LARGE_BYTES
+    to_load = [*forms] if is_own_control else [*forms, forms[0]]
+    turns = [*range(len(forms)), 0 if is_own_control else len(forms)]  # indices in `to_load`, the control's last
+    runners: dict[int, Runtime] = {}  # by index in `to_load`
+    measured: dict[tuple[Shape, Phase], list[_Load]] = {}
     steps = [(load, shape) for load in range(loads) for shape in batches]
     for load, shape in progress.track(steps, f"measure {', '.join(runtimes)}"):
-        if shape == next(iter(batches)):
+        if shape == next(iter(batches)):  # the first one of a load
             runners.clear()
             # The model that is loaded first tends to run fastest, so the order rotates.
-            runners.update({index: loaded[index].load() for index in balanced_order(len(loaded), 2 * load)})
-        given = batches[shape]
+            runners.update({index: to_load[index].load() for index in balanced_order(len(to_load), 2 * load)})
+        of_shape = batches[shape]
         phases: list[Phase] = ["forward"]
-        if len(given) > 1:
+        if len(of_shape) > 1:
             phases = ["rows"]
-            given = [given[place % len(given)] for place in range(load, max(LEAST, len(given)), loads)]
+            count = max(LEAST_BATCHES, len(of_shape))
+            of_shape = [of_shape[number % len(of_shape)] for number in range(load, count, loads)]
         elif all(runner.decodes for runner in runners.values()):
             phases = ["prefill", "decode"] if decode and shape[1] > 1 else ["prefill"]
         for phase in phases:
-            one = _run_in_turns(
-                [runners[index % len(loaded)] for index in range(len(forms) + 1)],
-                given,
+            times = _run_in_turns(
+                [runners[index] for index in turns],
+                of_shape,
                 phase,
                 repeats=math.ceil(repeats / loads),
                 warmup=2 if load else 5,  # the machine is warm by the second load
                 across=len(runtimes) > 1,
             )
-            found.setdefault((shape, phase), []).append(one)
-    by_step = [_compare(len(forms), shape, phase, of_step) for (shape, phase), of_step in found.items()]
+            measured.setdefault((shape, phase), []).append(times)
+    by_step = [_compare(len(forms), shape, phase, of_step) for (shape, phase), of_step in measured.items()]
     return [list(times) for times in zip(*by_step, strict=True)]
 
 
@@ -172,21 +171,22 @@ def rows_by_shape(rows: Mapping[int, Sequence[Batch]]) -> dict[Shape, Sequence[B
     Where there are fewer rows than a size, the size is that of the largest batch. A lone batch is given twice, because
     `time` would repeat it as the batch of a fixed shape.
     """
-    found = {}
+    by_shape = {}
     for size, batches in rows.items():
         sizes, tokens = zip(*map(shape_of, batches), strict=True)
-        found[min(size, max(sizes)), round(np.mean(tokens))] = batches if len(batches) > 1 else [*batches, *batches]
-    return found
+        shape = min(size, max(sizes)), round(np.mean(tokens))
+        by_shape[shape] = batches if len(batches) > 1 else [*batches, *batches]
+    return by_shape
 
 
 def in_mixed_order(batches: Sequence[Batch], size: int) -> list[Batch]:
-    """Cut batches into smaller ones, and return them in a random order that is the same each time.
+    """Cut batches into smaller ones, and return some in a random order that is the same each time.
 
-    They have `size` rows at most, and `ROWS` in all, or are a single batch of more.
+    They have at most `size` rows each, and `ROWS` together; one is returned even if it has more.
     """
-    parts = [part for batch in batches for part in in_rows(batch, size)]
-    order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(0))
-    return [parts[place] for place in order[: max(1, ROWS // size)].tolist()]
+    smaller = [part for batch in batches for part in in_rows(batch, size)]
+    order = torch.randperm(len(smaller), generator=torch.Generator().manual_seed(0))
+    return [smaller[index] for index in order[: max(1, ROWS // size)].tolist()]
 
 
 def deciding_step(times: Sequence[Timed]) -> int | None:
@@ -223,13 +223,7 @@ def fastest(timed: Sequence[Sequence[Timed]], among: Sequence[int]) -> tuple[int
 
 
 def _run_in_turns(
-    runners: Sequence[Runtime],
-    batches: Sequence[Mapping[str, Any]],
-    phase: Phase,
-    *,
-    repeats: int,
-    warmup: int,
-    across: bool = False,
+    runners: Sequence[Runtime], batches: Sequence[Batch], phase: Phase, *, repeats: int, warmup: int, across: bool
 ) -> _Load:
     """Time one load of models in turns; the last runner is the control, which may be the first one itself.
 
@@ -237,7 +231,8 @@ def _run_in_turns(
     one is repeated, by `repeats` and `warmup`. `across` says that they are on different runtimes.
     """
 
-    def prepare(batch: Mapping[str, Any]) -> list[Any]:
+    def prepare(batch: Batch) -> list[Any]:
+        """Return the feed of each runner; a control that is the first runner itself shares its feed."""
         prepared = {
             runner: runner.prepare_step(batch) if phase == "decode" else runner.prepare(batch)
             for runner in dict.fromkeys(runners)
@@ -245,11 +240,12 @@ def _run_in_turns(
         return [prepared[runner] for runner in runners]
 
     feeds = prepare(batches[0])
-    if rows := phase == "rows":
+    if phase == "rows":
         repeats = len(batches)
-        more = batches[WARMUP:] if any(runner.compiles_shapes for runner in runners) else ()
-        of_each_shape = {tuple(value.shape for value in batch.values()): batch for batch in more}
-        _warm_up(runners, map(prepare, (*batches[:WARMUP], *of_each_shape.values())))
+        one_per_shape: dict[Any, Batch] = {}
+        if any(runner.compiles_shapes for runner in runners):
+            one_per_shape = {tuple(value.shape for value in batch.values()): batch for batch in batches[WARMUP:]}
+        _warm_up(runners, map(prepare, (*batches[:WARMUP], *one_per_shape.values())))
     else:
         _warm_up(runners, [feeds] * warmup)
     # After the warm-up, because `prepare` or the first runs capture a CUDA graph, or give it up.
@@ -260,7 +256,7 @@ def _run_in_turns(
     gc.disable()  # collecting garbage in the middle of a run would count as its time
     try:
         for number in range(repeats):
-            if rows:
+            if phase == "rows":
                 feeds = prepare(batches[number])
             for index in balanced_order(len(runners), number):
                 times_ns[number, index] = runners[index].time_ns(feeds[index])
@@ -268,23 +264,24 @@ def _run_in_turns(
     finally:
         if collecting:
             gc.enable()
-    # The model that is loaded first also accounts for the runtime's kernels, so its memory is read from the control.
-    places = [len(runners) - 1, *range(1, len(runners) - 1)]
-    peaks = [None if rows else runners[place].peak_memory_bytes(feeds[place]) for place in places]
-    facts = [
-        {"peak_bytes": peak} | {name: getattr(runner, name) for name in ("threads", "provider", "dtype", "cuda_graph")}
-        for runner, peak in zip(runners[:-1], peaks, strict=True)
-    ]
+    facts = []
+    for index, runner in enumerate(runners[:-1]):
+        # The model that is loaded first also accounts for the runtime's kernels, so its memory is that of the control.
+        copy = -1 if index == 0 else index
+        peak = None if phase == "rows" else runners[copy].peak_memory_bytes(feeds[copy])
+        names = ("threads", "provider", "dtype", "cuda_graph")
+        facts.append({"peak_bytes": peak, **{name: getattr(runner, name) for name in names}})
     return _Load(times_ns / 1e6, facts)
 
 
 def _check_alike(runners: Sequence[Runtime], *, across: bool) -> None:
-    """Refuse, by a RecipeError, runners that differ in threads or, on one runtime, in provider or CUDA graphs."""
-    places = {(runner.provider, runner.threads, runner.cuda_graph) for runner in runners}
-    if len({threads for _, threads, _ in places} if across else places) > 1:
+    """Refuse, by a RecipeError, runners that differ in threads or, on one runtime, in device or use of CUDA graphs."""
+    modes = {(runner.provider, runner.threads, runner.cuda_graph) for runner in runners}
+    must_agree = {threads for _, threads, _ in modes} if across else modes
+    if len(must_agree) > 1:
         shown = " and ".join(
-            f"{provider} with {threads} threads{', as a CUDA graph' * graph}"
-            for provider, threads, graph in sorted(places)
+            f"{provider} with {threads} threads{', as a CUDA graph' if graph else ''}"
+            for provider, threads, graph in sorted(modes)
         )
         raise RecipeError([f"dense, slim and control must run alike, got {shown}: load them with the same runtime"])
 
@@ -298,29 +295,30 @@ def _warm_up(runners: Sequence[Runtime], rounds: Iterable[Sequence[Any]]) -> Non
 
 
 def balanced_order(count: int, number: int) -> list[int]:
-    """Return the numbers below `count` in the order of round `number`; an odd round reverses the one before it (ABBA).
+    """Return the indices below `count` in the order of round `number`; an odd round reverses the one before (ABBA).
 
-    So a linear drift cancels. Over 2 * count rounds, each number comes equally often at each place, equally often after
+    So a linear drift cancels. Over 2 * count rounds, each index comes equally often at each place, equally often after
     itself, and equally often after each other one. What one model leaves behind, such as a full cache or threads that
     still spin, then costs all others alike. Source: Williams (1949), https://doi.org/10.1071/CH9490149.
     """
-    # 0, 1, n - 1, 2, n - 2, ...: all differences of neighbours differ.
-    first = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
+    # 0, 1, -1, 2, -2, ..., modulo count: all differences of neighbours differ.
+    first = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
     order = [(index + number // 2) % count for index in first]
     return order[::-1] if number % 2 else order
 
 
 def _compare(count: int, shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
-    """Return the times of so many forms at a shape and phase, from all loads."""
-    times, total = [load.times_ms for load in loads], phase == "rows"
-    control = ratio_with_interval([t[:, :1] for t in times], [t[:, -1] for t in times], total=total)
-    found = []
-    for number in range(count):
-        own, copies = [t[:, number] for t in times], [t[:, [0, -1]] for t in times]
-        ratio, low, high = ratio_with_interval(copies, own, total=total) if number else control
-        runs = np.concatenate(own)
+    """Return the times of `count` forms at a shape and phase, from all loads."""
+    times_ms, total = [load.times_ms for load in loads], phase == "rows"
+    control = ratio_with_interval([ms[:, :1] for ms in times_ms], [ms[:, -1] for ms in times_ms], total=total)
+    copies_ms = [ms[:, [0, -1]] for ms in times_ms]  # of the first form
+    timed = []
+    for index in range(count):
+        form_ms = [ms[:, index] for ms in times_ms]
+        ratio, low, high = ratio_with_interval(copies_ms, form_ms, total=total) if index else control
+        runs = np.concatenate(form_ms)
         ms, p90_ms, p99_ms = (runs.mean(), None, None) if total else np.percentile(runs, (50, 90, 99)).tolist()
-        found.append(
+        timed.append(
             Timed(
                 batch=shape[0],
                 sequence=shape[1],
@@ -334,10 +332,10 @@ def _compare(count: int, shape: Shape, phase: Phase, loads: Sequence[_Load]) -> 
                 noisy=is_noisy(*control[1:]),
                 repeats=len(runs),
                 loads=len(loads),
-                **loads[0].facts[number],
+                **loads[0].facts[index],
             )
         )
-    return found
+    return timed
 
 
 def ratio_with_interval(
@@ -355,26 +353,26 @@ def ratio_with_interval(
         """Return the ratio of each sample, (samples,), from times (samples, rounds)."""
         return other.sum(axis=1) / base.sum(axis=1) if total else np.median(other / base, axis=1)
 
-    rounds = np.array([len(times) for times in other_ms])
-    first = rounds.cumsum() - rounds  # of each load, among the rounds of all
+    rounds = np.array([len(times) for times in other_ms])  # of each load
+    first = rounds.cumsum() - rounds  # index of each load's first round among the rounds of all loads
     base, other = np.concatenate(base_ms), np.concatenate(other_ms)
     loads, longest, copies = len(rounds), rounds.max(), base.shape[1]
-    random, found = np.random.default_rng(seed), []
+    random, sampled = np.random.default_rng(seed), []
     # Drawn in parts, so that memory stays at tens of megabytes for any number of rounds.
     size = min(BOOTSTRAP_SAMPLES, max(1, DRAWN_AT_A_TIME // (loads * longest)))
     for done in range(0, BOOTSTRAP_SAMPLES, size):
-        draws = min(size, BOOTSTRAP_SAMPLES - done)
-        load = random.integers(loads, size=(draws, loads, 1))
-        place = first[load] + (random.random((draws, loads, longest)) * rounds[load]).astype(int)
-        copy = random.integers(copies, size=(draws, loads, 1, copies))
-        means = base[place[..., None], copy].mean(axis=-1)
-        found.append(ratio(other[place].reshape(draws, -1), means.reshape(draws, -1)))
-    low, high = np.percentile(np.concatenate(found), (2.5, 97.5))
-    (whole,) = ratio(other[None], base.mean(axis=1)[None])
-    return float(whole), float(low), float(high)
+        samples = min(size, BOOTSTRAP_SAMPLES - done)
+        drawn_load = random.integers(loads, size=(samples, loads, 1))
+        drawn_round = first[drawn_load] + (random.random((samples, loads, longest)) * rounds[drawn_load]).astype(int)
+        drawn_copy = random.integers(copies, size=(samples, loads, 1, copies))
+        means = base[drawn_round[..., None], drawn_copy].mean(axis=-1)
+        sampled.append(ratio(other[drawn_round].reshape(samples, -1), means.reshape(samples, -1)))
+    low, high = np.percentile(np.concatenate(sampled), (2.5, 97.5))
+    (measured,) = ratio(other[None], base.mean(axis=1)[None])
+    return float(measured), float(low), float(high)
 
 
 def is_noisy(control_low: float, control_high: float) -> bool:
-    """Return whether the interval of a model's ratio to itself misses 1, or is wide, beyond the limits above."""
+    """Return whether the interval of a control's ratio misses 1 by `NOISE_LIMIT`, or is wider than `WIDEST_CONTROL`."""
     misses = control_low > 1 + NOISE_LIMIT or control_high < 1 - NOISE_LIMIT
     return misses or control_high - control_low > WIDEST_CONTROL

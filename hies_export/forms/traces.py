@@ -19,6 +19,12 @@ NUMBERS = 64
 TEMPLATES = 3
 
 Place = tuple[str, int, Any]  # what stands there, the number of the node, and the attribute, input or output of it
+# Shapes of parameters by name, and of weights of the graph by ("graph", name).
+Shapes = dict[Hashable, tuple[int, ...]]
+# The weight, as a key of `Shapes`, and the axis to whose width a number of the graph is proportional.
+Rule = tuple[Hashable, int]
+# Parameters as matrices: the name, whether it is transposed, and the array.
+Matrix = tuple[str, bool, np.ndarray]
 
 
 class Traces:
@@ -42,26 +48,30 @@ class Traces:
     def resized(self, key: Hashable, model: torch.nn.Module) -> Any:
         """Return the graph of a model as an `onnx_ir.Model`; None if it does not follow from the traced ones."""
         tensors = _tensors(model)
-        made = (template.resized(tensors) for template in self._templates.get((key, *tensors), ()))
-        return next((program for program in made if program is not None), None)
+        for template in self._templates.get((key, *tensors), ()):
+            program = template.resized(tensors)
+            if program is not None:
+                return program
+        return None
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns of a parameter as a matrix (a vector is one row), or of its transpose."""
+    """Columns of a parameter as a matrix (a vector is one row), or of its transpose; a weight is made of pieces."""
 
     name: str
     transposed: bool
     start: int
     stop: int
-    columns: int  # of the matrix; a cut leaves the same shares of it
+    width: int  # columns of the whole matrix; in a cut one, the piece has the same share of them
 
-    def of(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Return the columns of a cut parameter; None if its shares are not whole numbers of columns."""
+    def columns_of(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Return the piece of a cut parameter; None if its share is no whole number of columns."""
         matrix = _matrix(tensors[self.name])
         matrix = matrix.T if self.transposed else matrix
-        (start, more), (stop, rest) = (divmod(end * matrix.shape[1], self.columns) for end in (self.start, self.stop))
-        return None if more or rest else matrix[:, start:stop]
+        start, start_rest = divmod(self.start * matrix.shape[1], self.width)
+        stop, stop_rest = divmod(self.stop * matrix.shape[1], self.width)
+        return None if start_rest or stop_rest else matrix[:, start:stop]
 
 
 class _Template:
@@ -71,21 +81,22 @@ class _Template:
         self._program = _with_separate_shapes(program)
         matrices = _by_rows(tensors)
         initializers = self._program.graph.initializers
-        self._pieces = {name: pieces for name, value in initializers.items() if (pieces := _pieces(value, matrices))}
-        # A name stands for a parameter, or, in a pair with "graph", for a weight of the graph.
-        self._shapes: dict[Hashable, tuple[int, ...]] = {name: array.shape for name, array in tensors.items()}
-        for name in self._pieces:
-            self._shapes["graph", name] = tuple(initializers[name].shape)
-            initializers[name].const_value = None
+        self._pieces: dict[str, list[_Piece]] = {}  # by name of the graph's weight
+        self._shapes = _shapes(tensors, {})
+        for name, value in initializers.items():
+            pieces = _pieces(value, matrices)
+            if pieces:
+                self._pieces[name] = pieces
+                self._shapes["graph", name] = tuple(value.shape)
+                value.const_value = None
         used = {piece.name for pieces in self._pieces.values() for piece in pieces}
         self._unused = {name: array for name, array in tensors.items() if name not in used}
         self._nodes, inputs = list(self._program.graph.all_nodes()), dict(_inputs(self._program))
         self._places = inputs.keys()
         self._weights = {place: value.name for place, value in inputs.items() if value.name in self._pieces}
         self._contents = dict(_contents(self._program, self._weights))
-        # By place and position there: the name and axis of the weight that a number is proportional to; None for what
-        # is left out of a made graph, which only shapes of values can be.
-        self._rules: dict[tuple[Place, int], tuple[Hashable, int] | None] = {}
+        # By place and position there; None for what is left out of a made graph, which only shapes of values can be.
+        self._rules: dict[tuple[Place, int], Rule | None] = {}
         self._resized: set[str] = set()  # parameters whose shapes differed in a graph that was learned from
 
     def learn(self, program: Any, tensors: Mapping[str, np.ndarray]) -> bool:
@@ -95,23 +106,25 @@ class _Template:
         contents = dict(_contents(program, self._weights))
         if weights is None or contents.keys() != self._contents.keys() or inputs.keys() != self._places:
             return False
-        for key, name in self._weights.items():
-            tensor = inputs[key].const_value
-            if tensor is None or not np.array_equal(tensor.numpy(), weights[name]):
+        for node_and_input, name in self._weights.items():
+            constant = inputs[node_and_input].const_value
+            if constant is None or not np.array_equal(constant.numpy(), weights[name]):
                 return False
         shapes = _shapes(tensors, weights)
-        rules: dict[tuple[Place, int], tuple[Hashable, int] | None] = {}
+        rules: dict[tuple[Place, int], Rule | None] = {}
         for place, before in self._contents.items():
             after = contents[place]
             if len(before) != len(after):
                 return False
             for position, (old, new) in enumerate(zip(before, after, strict=True)):
                 rule = self._rules.get((place, position))
-                if new == (old if rule is None else self._predicted(old, rule, shapes)):
+                expected = old if rule is None else self._predicted(old, rule, shapes)
+                if new == expected:
                     continue
                 are_numbers = isinstance(old, int) and isinstance(new, int)
                 rule = self._explanation(place, old, new, shapes) if are_numbers else None
-                if rule is None and (are_numbers or place[0] != "shape"):
+                can_be_left_out = place[0] == "shape" and not are_numbers
+                if rule is None and not can_be_left_out:
                     return False
                 rules[place, position] = rule
         self._rules |= rules
@@ -122,16 +135,16 @@ class _Template:
         """Return the graph with the weights and widths of a cut model; None if they do not follow from others."""
         different = {name for name, array in tensors.items() if array.shape != self._shapes[name]}
         # A parameter that is no weight of the graph may be folded into a constant, so it must be as it was.
-        known = different <= self._resized and all(np.array_equal(tensors[name], a) for name, a in self._unused.items())
-        weights = self._weights_of(tensors) if known else None
+        same_unused = all(np.array_equal(tensors[name], array) for name, array in self._unused.items())
+        weights = self._weights_of(tensors) if same_unused and different <= self._resized else None
         if weights is None:
             return None
         shapes = _shapes(tensors, weights)
         contents: dict[Place, list[Any]] = {}
         for (place, position), rule in self._rules.items():
-            there = contents.setdefault(place, list(self._contents[place]))
-            there[position] = None if rule is None else self._predicted(there[position], rule, shapes)
-            if rule is not None and there[position] is None:
+            numbers = contents.setdefault(place, list(self._contents[place]))
+            numbers[position] = None if rule is None else self._predicted(numbers[position], rule, shapes)
+            if rule is not None and numbers[position] is None:
                 return None
         program = self._program.clone()
         _fill(program, weights, contents)
@@ -140,30 +153,28 @@ class _Template:
 
     def _weights_of(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
         """Return the weights of the graph of a cut model, by name; None if its parameters do not fit together."""
-        found = {}
+        weights = {}
         for name, pieces in self._pieces.items():
-            parts = [part for piece in pieces if (part := piece.of(tensors)) is not None]
-            if len(parts) < len(pieces) or len({len(part) for part in parts}) > 1:
+            columns = [array for piece in pieces if (array := piece.columns_of(tensors)) is not None]
+            if len(columns) < len(pieces) or len({len(array) for array in columns}) > 1:
                 return None
-            joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+            joined = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
             shape = self._shapes["graph", name]
             if len(shape) != 2:  # a vector, or a tensor that was read as one: its width may change on a single axis
                 wide = [axis for axis, size in enumerate(shape) if size > 1]
                 if joined.size != np.prod(shape) and len(wide) > 1:
                     return None
                 joined = joined.reshape([-1 if [axis] == wide else size for axis, size in enumerate(shape)])
-            found[name] = np.ascontiguousarray(joined)
-        return found
+            weights[name] = np.ascontiguousarray(joined)
+        return weights
 
-    def _predicted(self, number: int, rule: tuple[Hashable, int], shapes: Mapping[Hashable, Any]) -> int | None:
-        """Return a number of the graph in proportion to a width; None if it is not whole."""
+    def _predicted(self, number: int, rule: Rule, shapes: Shapes) -> int | None:
+        """Return a number of the graph at other shapes of the weights, by its rule; None if it is not whole."""
         name, axis = rule
         predicted, rest = divmod(number * shapes[name][axis], self._shapes[name][axis])
         return None if rest else predicted
 
-    def _explanation(
-        self, place: Place, old: int, new: int, shapes: Mapping[Hashable, tuple[int, ...]]
-    ) -> tuple[Hashable, int] | None:
+    def _explanation(self, place: Place, old: int, new: int, shapes: Shapes) -> Rule | None:
         """Return the name and axis of the nearest weight whose width changed by the same factor as a number; else None.
 
         The search visits the number's node, the nodes computed from it, and the nodes that any of these are computed
@@ -171,51 +182,52 @@ class _Template:
         """
         kind, number, _ = place
         starts = self._program.graph.inputs[number].consumers() if kind == "input" else [self._nodes[number]]
-        ahead = deque((node, True) for node in starts)  # a node, and whether those that read it are next to it
-        seen = {*ahead}
-        while ahead:
-            node, onwards = ahead.popleft()
+        queue = deque((node, True) for node in starts)  # a node, and whether to visit those that read its outputs
+        seen = {*queue}
+        while queue:
+            node, follow_outputs = queue.popleft()
             inputs = [value for value in node.inputs if value is not None]
-            for value in inputs:
-                names = [("graph", value.name), *(piece.name for piece in self._pieces.get(value.name, ()))]
-                for name in names if value.name in self._pieces else ():
+            for weight in (value.name for value in inputs if value.name in self._pieces):
+                for name in (("graph", weight), *(piece.name for piece in self._pieces[weight])):
                     for axis, (was, now) in enumerate(zip(self._shapes[name], shapes[name], strict=True)):
                         if was != now and old * now == new * was:
                             return name, axis
-            beside = [(value.producer(), False) for value in inputs if value.producer() is not None]
-            if onwards:
-                beside += [(user, True) for value in node.outputs for user in value.consumers()]
-            ahead.extend(step for step in dict.fromkeys(beside) if step not in seen)
-            seen.update(beside)
+            neighbours = [(value.producer(), False) for value in inputs if value.producer() is not None]
+            if follow_outputs:
+                neighbours += [(user, True) for value in node.outputs for user in value.consumers()]
+            queue.extend(step for step in dict.fromkeys(neighbours) if step not in seen)
+            seen.update(neighbours)
         return None
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Return the parameters and buffers of a model as arrays, by name."""
     return {name: tensor.detach().numpy() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
-def _shapes(tensors: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> dict[Hashable, tuple[int, ...]]:
-    """Return the shapes of parameters and of a graph's weights, by the keys of `_Template._shapes`."""
-    found: dict[Hashable, tuple[int, ...]] = {name: array.shape for name, array in tensors.items()}
-    return found | {("graph", name): array.shape for name, array in weights.items()}
+def _shapes(tensors: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> Shapes:
+    """Return the shapes of parameters and of a graph's weights."""
+    shapes: Shapes = {name: array.shape for name, array in tensors.items()}
+    return shapes | {("graph", name): array.shape for name, array in weights.items()}
 
 
 def _matrix(array: np.ndarray) -> np.ndarray:
+    """Return an array of any other number of axes than two as a matrix of one row."""
     return array if array.ndim == 2 else array.reshape(1, -1)
 
 
-def _by_rows(tensors: Mapping[str, np.ndarray]) -> dict[int, list[tuple[str, bool, np.ndarray]]]:
-    """Return number of rows -> parameters as matrices: their names, whether they are transposed, and the arrays."""
-    found: dict[int, list[tuple[str, bool, np.ndarray]]] = {}
+def _by_rows(tensors: Mapping[str, np.ndarray]) -> dict[int, list[Matrix]]:
+    """Return number of rows -> parameters as matrices, those of two axes also transposed."""
+    matrices: dict[int, list[Matrix]] = {}
     for name, array in tensors.items():
         matrix = _matrix(array)
-        found.setdefault(len(matrix), []).append((name, False, matrix))
+        matrices.setdefault(len(matrix), []).append((name, False, matrix))
         if array.ndim == 2:
-            found.setdefault(len(matrix.T), []).append((name, True, matrix.T))
-    return found
+            matrices.setdefault(len(matrix.T), []).append((name, True, matrix.T))
+    return matrices
 
 
-def _pieces(value: Any, matrices: Mapping[int, list[tuple[str, bool, np.ndarray]]]) -> list[_Piece]:
+def _pieces(value: Any, matrices: Mapping[int, list[Matrix]]) -> list[_Piece]:
     """Return what a constant is made of, from left to right; nothing if it is not of parameters, or of unclear ones.
 
     A single number is not of parameters, because a zero of a bias may equal it by chance.
@@ -224,28 +236,33 @@ def _pieces(value: Any, matrices: Mapping[int, list[tuple[str, bool, np.ndarray]
     constant = value.const_value
     if constant is None or constant.size == 1 or not constant.dtype.is_floating_point():
         return pieces
-    array = _matrix(constant.numpy())
-    while (done := sum(piece.stop - piece.start for piece in pieces)) < array.shape[1]:
-        left = array[:, done:]
-        found = [piece for matrix in matrices.get(len(array), ()) for piece in _first_piece(left, *matrix)]
+    left = _matrix(constant.numpy())
+    while left.shape[1]:
+        fitting = [_first_piece(left, *matrix) for matrix in matrices.get(len(left), ())]
+        found = [piece for piece in fitting if piece is not None]
         found = [piece for piece in found if piece.name == value.name] or found
         if len({piece.name for piece in found}) != 1:
             return []
         pieces.append(found[0])
+        left = left[:, found[0].stop - found[0].start :]
     return pieces
 
 
-def _first_piece(array: np.ndarray, name: str, transposed: bool, matrix: np.ndarray) -> Iterator[_Piece]:
-    """Yield the matrix if an array begins with its columns, or else the first of its columns that equal the array."""
+def _first_piece(array: np.ndarray, name: str, transposed: bool, matrix: np.ndarray) -> _Piece | None:
+    """Return the matrix if an array begins with its columns, or else the first of its columns that equal the array."""
     columns, width = matrix.shape[1], array.shape[1]
     if matrix.dtype != array.dtype:
-        return
-    for start in [0] if columns <= width else np.flatnonzero(matrix[0, : columns - width + 1] == array[0, 0]).tolist():
-        part = slice(start, start + min(columns, width))
-        first, rest = array[:1, : part.stop - start], array[1:, : part.stop - start]
-        if np.array_equal(matrix[:1, part], first) and np.array_equal(matrix[1:, part], rest):
-            yield _Piece(name, transposed, part.start, part.stop, columns)
-            return
+        return None
+    starts = [0]
+    if columns > width:
+        starts = np.flatnonzero(matrix[0, : columns - width + 1] == array[0, 0]).tolist()
+    beginning = array[:, :columns]
+    for start in starts:
+        part = matrix[:, start : start + width]
+        # The first row alone tells most matrices apart.
+        if np.array_equal(part[:1], beginning[:1]) and np.array_equal(part[1:], beginning[1:]):
+            return _Piece(name, transposed, start, start + part.shape[1], columns)
+    return None
 
 
 def _with_separate_shapes(program: Any) -> Any:
@@ -260,10 +277,10 @@ def _with_separate_shapes(program: Any) -> Any:
         if not _is_shape_with_constants(node):
             continue
         for user, index in [*node.outputs[0].uses()]:
-            again = onnx_ir.Node(node.domain, node.op_type, node.inputs, [*node.attributes.values()], name=node.name)
-            (old,), (new,) = node.outputs, again.outputs
+            copy = onnx_ir.Node(node.domain, node.op_type, node.inputs, [*node.attributes.values()], name=node.name)
+            (old,), (new,) = node.outputs, copy.outputs
             new.name, new.type, new.shape = old.name, old.type, old.shape.copy()
-            user.graph.insert_before(user, again)
+            user.graph.insert_before(user, copy)
             user.replace_input_with(index, new)
         node.graph.remove(node, safe=True)
     return copied
@@ -309,9 +326,11 @@ def _merge_shapes(graph: Any) -> None:
 
 
 def _inputs(program: Any) -> Iterator[tuple[tuple[int, int], Any]]:
-    """Yield the inputs of all nodes of a graph by the number of the node and the place there."""
+    """Yield the inputs of all nodes of a graph, after the number of the node and the index of the input."""
     for number, node in enumerate(program.graph.all_nodes()):
-        yield from (((number, place), value) for place, value in enumerate(node.inputs) if value is not None)
+        for index, value in enumerate(node.inputs):
+            if value is not None:
+                yield (number, index), value
 
 
 def _contents(program: Any, weights: Collection[tuple[int, int]]) -> Iterator[tuple[Place, tuple[Any, ...]]]:
@@ -332,7 +351,7 @@ def _contents(program: Any, weights: Collection[tuple[int, int]]) -> Iterator[tu
                 yield ("wire", number, index), (numbers[producer], str(value.index()))
             elif value.const_value is not None:
                 yield ("constant", number, index), _numbers_in(value.const_value)
-            elif node.op_type == "Shape":  # of inputs with the same axis, the exporter reads any
+            elif node.op_type == "Shape":  # the exporter reads an axis from any input that has it: only the axis counts
                 read = slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", None))
                 yield ("wire", number, index), tuple(str(dim) for dim in _dims(value)[read])
             else:
@@ -342,6 +361,7 @@ def _contents(program: Any, weights: Collection[tuple[int, int]]) -> Iterator[tu
 
 
 def _dims(value: Any) -> tuple[Any, ...]:
+    """Return a value's known widths as integers, and the names of its others."""
     return tuple(dim if isinstance(dim, int) else str(dim) for dim in value.shape or ())
 
 
@@ -366,7 +386,7 @@ def _numbers_in(tensor: Any) -> tuple[Any, ...]:
 
 
 def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Place, Sequence[Any]]) -> None:
-    """Put weights, and contents as `_contents` yields them, into a graph in place."""
+    """Put weights by name, and contents by place, as `_contents` yields them, into a graph in place."""
     import onnx_ir
 
     graph, nodes = program.graph, list(program.graph.all_nodes())

@@ -16,7 +16,7 @@ from ..data.rows import common_values, run_end, taken_from, whole_split
 from ..errors import RequestError
 from ..evaluate.interval import LEAST_FOR_LOSS, Looks, rate_rows_needed
 from ..evaluate.promise import loss_words
-from ..forms.deployment import SEARCHED, fewer_bits
+from ..forms.deployment import SEARCHED, count_reduced_precision
 from ..recipe.sections import (
     CalibrationSection,
     CascadeSection,
@@ -179,7 +179,7 @@ def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: boo
     Only a classifier has compounds. A budget of `keep`, without `deploy`, looks as the last one says; the others are
     there so that it holds out the same rows as a deployment, if there are enough.
     """
-    bits = fewer_bits(task, () if deploy is None else deploy.runtimes)
+    bits = count_reduced_precision(task, () if deploy is None else deploy.runtimes)
     compounds = [Looks(SEARCHED, compounds=len(FLOPS_TO_TRY), bits=bits)] if classifies else []
     return (*compounds, Looks(SEARCHED, bits=bits), Looks(bits=bits), *([Looks()] if deploy is None else []))
 

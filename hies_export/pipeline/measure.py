@@ -71,7 +71,7 @@ class Measuring:
             forms.exporter = replace(forms.exporter, options=options)
         dense = "dense" if pruning.trimming is None else "whole"
         forms.add(dense, pruning.dense)
-        forms.map(dense)
+        forms.map_weights(dense)
         exports = self._export(slim)
         assert delivery.source is not None
         with pruning.clock("measure"):
@@ -114,7 +114,7 @@ class Measuring:
                 place = self.folder / f"{options.format}-{options.quantize}"
                 found[options] = exporter.quantize(found[plain], place, options)
         self.forms.add("slim", slim.model, found)
-        self.forms.map("slim")
+        self.forms.map_weights("slim")
         return found
 
     def _join(self) -> Export | None:

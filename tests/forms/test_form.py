@@ -12,9 +12,9 @@ from support.models import bert, text_batch
 
 from hies_export.errors import ExportError, RecipeError
 from hies_export.forms import measured
-from hies_export.forms.deployment import fewer_bits, find_ways
+from hies_export.forms.deployment import count_reduced_precision, find_ways
 from hies_export.forms.form import Form, Forms
-from hies_export.forms.formats import Export, Exporter, Given, export_options, read_by
+from hies_export.forms.formats import Export, Exporter, Given, export_options, options_for_runtime
 from hies_export.forms.judged import judge_exported, keep_file
 from hies_export.forms.measured import MeasureOptions, measure_both
 from hies_export.forms.runtimes.base import RUNTIMES
@@ -50,9 +50,9 @@ def test_a_model_is_exported_once_for_all_runtimes_that_read_the_same(tmp_path: 
 
 
 def test_a_runtime_reads_a_graph_in_a_dtype_that_it_runs() -> None:
-    read = {name: read_by(ExportSection(dtype="float16"), name).dtype for name in ("onnxruntime-cpu", "openvino")}
-    assert read == {"onnxruntime-cpu": "float16", "openvino": "float32"}
-    assert read_by(ExportSection(dtype="float16"), "onnxruntime-cpu-int8").dtype == "float32"
+    half, names = ExportSection(dtype="float16"), ("onnxruntime-cpu", "openvino", "onnxruntime-cpu-int8")
+    stored = [options_for_runtime(half, name).dtype for name in names]
+    assert stored == ["float16", "float32", "float32"]
 
 
 def test_the_neurons_that_an_export_leaves_in_float32_are_told(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_the_forms_in_fewer_bits_are_those_of_a_machine_with_everything(
     for runtime in RUNTIMES.values():
         monkeypatch.setattr(runtime, "require", lambda: None)
     ways = [way for way in find_ways(TASKS[task], []) if way[1] != "float32"]
-    assert fewer_bits(TASKS[task], []) == len(ways) > 0
-    assert fewer_bits(TASKS[task], ["onnxruntime-cpu", "openvino"]) == 2
+    assert count_reduced_precision(TASKS[task], []) == len(ways) > 0
+    assert count_reduced_precision(TASKS[task], ["onnxruntime-cpu", "openvino"]) == 2
 
 
 def test_the_file_of_a_model_in_torch_is_its_checkpoint(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hies_export.forms.measured import latency_rows, realised_share
 from hies_export.forms.runtimes import base as runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime
 from hies_export.forms.time import (
-    LEAST,
+    LEAST_BATCHES,
     WARMUP,
     Timed,
     balanced_order,
@@ -361,7 +361,7 @@ def test_rows_are_run_through_and_the_first_run_of_a_shape_is_not_timed(
         assert (plain.phase, plain.ratio, plain.p90_ms) == ("rows", 1, None)
         assert compiling.ratio == pytest.approx(0.5)
         assert compiling.ms == pytest.approx(plain.ms / 2)
-        assert compiling.repeats == max(count, LEAST)
+        assert compiling.repeats == max(count, LEAST_BATCHES)
     (row, _) = latency_rows("compiling", timed, {})
     assert (row.phase, row.batch, row.sequence, row.dense_ms) == ("rows", 1, mean, timed[0][0].ms)
     assert (row.flops_ratio, row.realised, row.dense_p90_ms, row.tokens_per_second) == (None, None, None, None)

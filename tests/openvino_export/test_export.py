@@ -16,7 +16,7 @@ from support.models import vit as tiny_vit
 from transformers import BertForSequenceClassification
 
 from hies_export import MissingRuntimeError, OutputExistsError, RequestError, quantize_openvino
-from hies_export.forms.formats import Export, Exporter, Given, export_options, read_by
+from hies_export.forms.formats import Export, Exporter, Given, export_options, options_for_runtime
 from hies_export.forms.onnx.export import export_onnx
 from hies_export.forms.openvino import export as export_module
 from hies_export.forms.openvino.export import export_openvino, readers, set_apart, single_rows
@@ -158,7 +158,7 @@ def test_loud_neurons_are_computed_apart_and_cost_the_others_no_levels(
 
 
 def test_an_exporter_makes_it_from_a_model_as_from_its_onnx_export(rows: list[Batch], tmp_path: Path) -> None:
-    options = read_by(ExportSection(), "openvino", "int8")
+    options = options_for_runtime(ExportSection(), "openvino", "int8")
     assert options == ExportSection(format="openvino", quantize="int8")
     assert options.unquantized == ExportSection()
     exporter = Exporter(ExportSection(), Given(rows[0], rows=rows))

@@ -21,7 +21,7 @@ from ...equal import FEWER_BITS
 from ...errors import ExportError, ParityError, RequestError
 from ...recipe.sections import ExportSection
 from ..formats import FORMATS, Export, Format, Given, export_options
-from ..rounding import Opens, spreads
+from ..rounding import OpenReader, spreads
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
 from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime
 from .export import check_traceable, copy_beside, export_onnx, require_onnx, save_program
@@ -29,7 +29,7 @@ from .multimodal import is_vision_language
 from .parity import without_padding
 
 
-def read_values(file: Path) -> Opens:
+def read_values(file: Path) -> OpenReader:
     """Return an opener that reads values of a graph by name, in ONNX Runtime."""
     import onnx_ir
 

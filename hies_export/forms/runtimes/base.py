@@ -141,14 +141,15 @@ class Runtime(ABC):
 def split_last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a batch into a prompt, (batch, sequence - 1), and a decode step, (batch, 1), whose mask is of all tokens.
 
-    Inputs that are not by token, such as images, stay in the prompt alone.
+    Inputs without one value per token, such as images, stay in the prompt alone.
     """
     ids = batch["input_ids"]
     batch = {"attention_mask": torch.ones_like(ids), **batch}
-    by_token = {name for name, value in batch.items() if getattr(value, "shape", ()) == ids.shape}
-    prompt = {name: value[:, :-1] if name in by_token else value for name, value in batch.items()}
-    step = {name: batch[name][:, -1:] for name in by_token}
-    return prompt, step | {"attention_mask": batch["attention_mask"]}
+    per_token = {name for name, value in batch.items() if getattr(value, "shape", ()) == ids.shape}
+    prompt = {name: value[:, :-1] if name in per_token else value for name, value in batch.items()}
+    step = {name: batch[name][:, -1:] for name in per_token}
+    step["attention_mask"] = batch["attention_mask"]  # the cached tokens are attended to as well
+    return prompt, step
 
 
 def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
@@ -158,19 +159,19 @@ def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
     """
     RUNTIMES.check(name, what="a runtime")
     RUNTIMES[name].require()
-    if task is not None and not is_for(name, task):
+    if task is not None and not runs_task(name, task):
         raise RecipeError([f"runtime {name} runs decoders (text-generation), got task: {task.name}; leave it out"])
 
 
-def is_for(name: str, task: type[Task]) -> bool:
+def runs_task(name: str, task: type[Task]) -> bool:
     """Return whether a runtime runs models of a task; those that read GGUF only run models that generate text."""
     return RUNTIMES[name].format != "gguf" or task.decodes_text
 
 
 def check_one_graph(names: Sequence[str], task: type[Task]) -> None:
     """Refuse, by a RequestError, runtimes of exports for a task whose models are not exported as one graph."""
-    exported = [name for name in names if not RUNTIMES[name].reads_models] if task.in_parts else []
-    if exported:
+    exported = [name for name in names if not RUNTIMES[name].reads_models]
+    if exported and task.in_parts:
         raise RequestError(
             f"a model of {task.name} is not exported as one graph, so it can be timed on torch only, got "
             f"{', '.join(exported)}; set the runtime to torch"
@@ -214,5 +215,7 @@ def load_runtime(
     if threads is not None and threads < 1:
         raise RecipeError([f"threads must be at least 1, got {threads}"])
     factory: Callable[..., Runtime] = RUNTIMES[name]
-    hint = {"dtype": dtype} if dtype in RUNTIMES[name].hints else {}
-    return factory(source, threads=torch.get_num_threads() if threads is None else threads, **hint)
+    options: dict[str, Any] = {"threads": torch.get_num_threads() if threads is None else threads}
+    if dtype in RUNTIMES[name].hints:
+        options["dtype"] = dtype
+    return factory(source, **options)
