@@ -1,15 +1,12 @@
 """Hold what runs: a form is a model (dense, slim, or a compound of both) on a runtime, in bits.
 
-The input is models in memory and the runtimes to run them on; the output is their predictions, judged, and their times,
-taken beside each other.
+The input is models in memory and the runtimes to run them on; the output is their predictions and times, compared.
 
 In the order of reading:
 
-- `formats.py`: `Export`, the table `FORMATS` of what writes one, the options of an export, and the folders that other
-  tools read one from.
+- `formats.py`: `Export`, the table `FORMATS` of what writes one, an export's options, and its folders for other tools.
 - `form.py`: `Form`, and `Forms`, which makes them: every model is exported once for what a runtime reads.
-- `time.py`: `time`, which runs forms in turns, loaded as often as a runtime needs, on a batch or on the rows of a data
-  set.
+- `time.py`: `time`, which runs forms in turns, loaded as often as a runtime needs, on a batch or a data set's rows.
 - `judged.py`: `judge`, and what it returns with the times as the `forms` of report.json; the files of a run.
 - `deployment.py`: try the dense model in all forms, and record what a deployment found.
 - `latency.py`: predict the time of a cut. It is not linear in the units: uniform cuts of each kind are timed, and what

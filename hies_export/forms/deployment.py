@@ -31,8 +31,7 @@ class DeployWay:
     """A runtime and bits that were tried, and the result.
 
     Attributes:
-        kept, at_least: Share of the dense model's predictions on the held-out rows that stay in these bits, and the
-            lower end of its 95 % interval.
+        kept, at_least: Share of the dense model's held-out predictions that stay, and the lower end of its 95 % interval.
         dense_ratio: Time of the dense model, relative to the first way's.
         flops: Share of the FLOPs left by the largest cut that keeps the promise; None if no cut was searched for.
         judged: The cuts that were tried, as in `Outcome`.

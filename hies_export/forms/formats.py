@@ -32,8 +32,7 @@ class Export:
     Attributes:
         format: A name in `FORMATS`.
         folder: The folder, with the model, its config.json and the processor's files.
-        file: What a runtime loads, such as `model.onnx`. Of a vision-language model in ONNX it is the decoder,
-            `decoder_model_merged.onnx`.
+        file: What a runtime loads, such as `model.onnx`; of a vision-language model `decoder_model_merged.onnx`.
         files: Names of all files of the model but those of weights beside a graph; a vision-language model in ONNX also
             has `vision_encoder.onnx` and `embed_tokens.onnx`.
         bytes: Size of the model in bytes, weights included.
@@ -72,8 +71,7 @@ class Given:
     Attributes:
         sample: The batch that graphs are traced and compared on.
         processor: The tokenizer or image processor that is saved beside the model, or in its file.
-        rows: Batches that weights in 4 bits are rounded by (without any, to nearest), and that 8 bits on OpenVINO are
-            calibrated on.
+        rows: Batches to round weights in 4 bits by (without any, to nearest), and to calibrate 8 bits on OpenVINO on.
         traces: The graphs that were traced so far, from which those of further cuts of a model are made.
     """
 
@@ -92,10 +90,8 @@ class Format:
         require: Raises MissingRuntimeError, which says what to install, if a package is missing.
         check: Takes (model, how, given), and whether layers may keep different numbers of units (`uneven`); raises
             RequestError, before any work, if the model cannot be exported so.
-        write: Exports a model. It takes (model, folder, how, given) and `overwrite`, and keeps only what it has
-            compared with the model.
-        quantize: Takes (export by the unquantised options, folder, how, given), and writes it in fewer bits. None if
-            the format has no fewer bits.
+        write: Takes (model, folder, how, given) and `overwrite`; keeps only an export that it has compared with the model.
+        quantize: Takes (unquantised export, folder, how, given), and writes it in fewer bits; None if there are none.
         dtypes: The dtypes that weights can be stored in.
         hub_folder: The folder of a checkpoint in which tools look for it; None if they do not.
         hub_names: Bits -> the names under which tools look for a file in these bits, if not its own.

@@ -34,8 +34,7 @@ LIMIT_BYTES = 4 << 30
 LARGEST_LEVEL = 15
 
 Batch: TypeAlias = Mapping[str, Any]
-# From a batch to the inputs (..., inputs) of some layers, by name.
-ReadInputs: TypeAlias = Callable[[Batch], Mapping[str, Tensor]]
+ReadInputs: TypeAlias = Callable[[Batch], Mapping[str, Tensor]]  # name of a layer -> what it takes, (..., inputs)
 # Prepares a model for reading: `with open_reader(names of layers) as read: inputs = read(batch)`.
 OpenReader: TypeAlias = Callable[[Sequence[str]], AbstractContextManager[ReadInputs]]
 

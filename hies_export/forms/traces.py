@@ -19,12 +19,9 @@ NUMBERS = 64
 TEMPLATES = 3
 
 Place = tuple[str, int, Any]  # what stands there, the number of the node, and the attribute, input or output of it
-# Shapes of parameters by name, and of weights of the graph by ("graph", name).
-Shapes = dict[Hashable, tuple[int, ...]]
-# The weight, as a key of `Shapes`, and the axis to whose width a number of the graph is proportional.
-Rule = tuple[Hashable, int]
-# Parameters as matrices: the name, whether it is transposed, and the array.
-Matrix = tuple[str, bool, np.ndarray]
+Shapes = dict[Hashable, tuple[int, ...]]  # of parameters by name, and of weights of the graph by ("graph", name)
+Rule = tuple[Hashable, int]  # the weight, a key of `Shapes`, and the axis to whose width a number is proportional
+Matrix = tuple[str, bool, np.ndarray]  # a parameter as a matrix: its name, whether it is transposed, and the array
 
 
 class Traces:

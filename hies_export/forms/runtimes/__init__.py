@@ -1,8 +1,7 @@
 """Run and time a model on torch, ONNX Runtime, OpenVINO or llama.cpp through one interface.
 
 The input is a `PreTrainedModel`, an ONNX folder or a GGUF file; the output is a `Runtime`: `prepare(batch)` once,
-`run(prepared)` any number of times, `fetch(result)` for the outputs. A runtime never falls back to another device: if
-the device in its name is missing, it raises.
+`run(prepared)` any number of times, `fetch(result)` for the outputs. A runtime raises if its device is missing.
 
 In the order of reading:
 
@@ -17,8 +16,7 @@ In the order of reading:
 To add a runtime, write a subclass of `Runtime` under `@register_runtime("name")`, which takes `(source, *, threads)`.
 For ONNX Runtime, subclass `OnnxRuntime`; for anything else that reads ONNX graphs, `GraphRuntime`, as `openvino.py`
 does. Add its name and module to `RUNTIMES` in `entry_points.py`, or, in another package, an entry point of the group
-`hies_export.runtimes`. Recipes, `bench`, latency budgets and the report then accept it, and a test compares every
-registered runtime with torch.
+`hies_export.runtimes`. Recipes, `bench`, latency budgets and the report then accept it; a test compares it with torch.
 
 If it needs a package, add an extra to pyproject.toml, name the extra in `require`, and list the package in
 `forms/machine.py`, so that reports show its version. A runtime that reads neither models nor ONNX nor GGUF also needs a

@@ -15,17 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import ExportError, MissingRuntimeError, RecipeError
+from ...model import internals
 from ...model.copies import parameter_bytes, refuse_devices, share_weights
-from ...model.internals import (
-    ask_for_output_alone,
-    cache_name,
-    cache_of,
-    compile_many_shapes,
-    configs_of,
-    graphs_skipped,
-    keys_and_values,
-    refused_compilations,
-)
 from ...model.modes import torch_threads
 from ...model.tokens import forward_inputs, positions_of
 from .base import Runtime, register_runtime, split_last_token
@@ -60,9 +51,9 @@ class TorchRuntime(Runtime):
         self._forward: Any = self._model
         self._on_cuda = self._model.device.type == "cuda"
         self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
-        self._cache_name = cache_name(self._model)
+        self._cache_name = internals.cache_name(self._model)
         self.decodes = self._model.can_generate() and self._cache_name is not None
-        ask_for_output_alone(configs_of(self._model), cache=self.decodes)
+        internals.ask_for_output_alone(internals.configs_of(self._model), cache=self.decodes)
 
     @property
     def provider(self) -> str:
@@ -92,7 +83,7 @@ class TorchRuntime(Runtime):
         # Not with the compiled model: a CUDA graph overwrites its earlier outputs when it runs again.
         with torch.inference_mode():
             model: Any = self._model
-            past = cache_of(model(**self.prepare(prompt)))
+            past = internals.cache_of(model(**self.prepare(prompt)))
         if not getattr(past, "layers", ()):
             raise ExportError(f"a decoder must return its cache to be timed, and {type(self._model).__name__} has none")
         return {**self.prepare(step), str(self._cache_name): past}
@@ -126,7 +117,7 @@ class TorchRuntime(Runtime):
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
         """Return float32 arrays by output name; a decoder's cache is `present.{layer}.key` and `.value`."""
         tensors = {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
-        for index, (keys, values) in keys_and_values(result).items():
+        for index, (keys, values) in internals.keys_and_values(result).items():
             tensors |= {f"present.{index}.key": keys, f"present.{index}.value": values}
         return {name: value.detach().float().cpu().numpy() for name, value in tensors.items()}
 
@@ -157,7 +148,7 @@ class CompiledTorchRuntime(TorchRuntime):
             )
         self.cuda_graph = self._on_cuda
         # By default torch compiles eight shapes of all models of a class together, and runs the next ones uncompiled.
-        compile_many_shapes(MOST_COMPILED)
+        internals.compile_many_shapes(MOST_COMPILED)
         mode = "reduce-overhead" if self.cuda_graph else None
         self._for_one_shape = torch.compile(self._model, dynamic=False, mode=mode)
         self._for_any_shape = torch.compile(self._model, dynamic=True)
@@ -170,22 +161,23 @@ class CompiledTorchRuntime(TorchRuntime):
         shape = frozenset((name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         if len(self._shapes) < MOST_SHAPES:
             self._shapes.add(shape)
-        with refused_compilations(f"runtime {self.name!r}"):
+        with internals.refused_compilations(f"runtime {self.name!r}"):
             return self._for_one_shape(**inputs) if shape in self._shapes else self._for_any_shape(**inputs)
 
     def run_once(self, batch: Mapping[str, Any]) -> Any:
         """Run a batch that is not run again by the program for all shapes, and return the model's output."""
         inputs = self.prepare(batch)
-        with torch_threads(self.threads), torch.inference_mode(), refused_compilations(f"runtime {self.name!r}"):
+        refusing = internals.refused_compilations(f"runtime {self.name!r}")
+        with torch_threads(self.threads), torch.inference_mode(), refusing:
             return self._for_any_shape(**inputs)
 
     def run(self, feed: dict[str, Any]) -> Any:
         """Run one forward pass, and note whether torch captured it as a CUDA graph, and the memory it reserved."""
         if not self._on_cuda:
             return super().run(feed)
-        skipped, reserved = graphs_skipped(), torch.cuda.memory_reserved(self._model.device)
+        skipped, reserved = internals.graphs_skipped(), torch.cuda.memory_reserved(self._model.device)
         output = super().run(feed)
-        self.cuda_graph = self.cuda_graph and graphs_skipped() == skipped
+        self.cuda_graph = self.cuda_graph and internals.graphs_skipped() == skipped
         self._pool_bytes += max(0, torch.cuda.memory_reserved(self._model.device) - reserved)
         return output
 
