@@ -31,7 +31,7 @@ class DeployWay:
     """A runtime and bits that were tried, and the result.
 
     Attributes:
-        kept, at_least: Share of the dense model's held-out predictions that stay, and the lower end of its 95 % interval.
+        kept, at_least: Share of the dense model's held-out predictions that stay, and its 95 % interval's lower end.
         dense_ratio: Time of the dense model, relative to the first way's.
         flops: Share of the FLOPs left by the largest cut that keeps the promise; None if no cut was searched for.
         judged: The cuts that were tried, as in `Outcome`.
@@ -71,8 +71,7 @@ class Deployment:
 def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
     """Return the (runtime, bits) pairs to try: on `runtimes`, or if empty, on all that are installed and run the task.
 
-    Torch is tried on a GPU only. Raises RequestError if one of `runtimes` is unknown, not installed, not for the task
-    or not deployable on this machine.
+    Torch is tried on a GPU only. Raises RequestError if one of `runtimes` does not run the task, or not on this machine.
     """
     on_gpu = torch.cuda.is_available()
     deployable = [name for name, runtime in RUNTIMES.items() if runtime.bits and (on_gpu or not runtime.reads_models)]

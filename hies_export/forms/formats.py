@@ -90,7 +90,7 @@ class Format:
         require: Raises MissingRuntimeError, which says what to install, if a package is missing.
         check: Takes (model, how, given), and whether layers may keep different numbers of units (`uneven`); raises
             RequestError, before any work, if the model cannot be exported so.
-        write: Takes (model, folder, how, given) and `overwrite`; keeps only an export that it has compared with the model.
+        write: Takes (model, folder, how, given) and `overwrite`; keeps only what it has compared with the model.
         quantize: Takes (unquantised export, folder, how, given), and writes it in fewer bits; None if there are none.
         dtypes: The dtypes that weights can be stored in.
         hub_folder: The folder of a checkpoint in which tools look for it; None if they do not.

@@ -31,8 +31,8 @@ class Judged:
         stability_low, stability_high: Ends of its 95 % interval.
         times: A row for each shape and phase; of a form that is no candidate to deploy, for the first one only. For the
             first form, its control's.
-        kept, at_least: The share that is kept on the held-out rows, as in `Judge.kept`, and the lower end of its 95 %
-            interval; None if nothing is promised.
+        kept, at_least: Share kept on held-out rows, as in `Judge.kept`, and its 95 % interval's lower end; None if nothing
+            is promised.
     """
 
     model: str
@@ -156,8 +156,7 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
 def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | None:
     """Move a form's export into a run's folder if it lies elsewhere, and return its file's path relative to that.
 
-    In torch, it is the checkpoint of the slim model; None for the dense one. `same` says that nothing was cut, so that
-    the slim model's file serves both.
+    In torch it is the slim checkpoint; None for the dense model. With `same`, nothing was cut, and the slim file serves.
     """
     if form.model in COMPOUNDS:
         return f"{COMPOUNDS[form.model].folder}/{ONNX_FILE}"

@@ -67,8 +67,7 @@ def fit_blocks(
     """Return the blocks that coordinate descent reaches from `start`, in float64.
 
     `matrix` has the weights, (blocks, size, outputs), and `moments` those of the inputs, (inputs, inputs). The last
-    block may be padded beyond the inputs. `fixed`, (blocks, size, outputs) bool, marks levels that stay; with it, all
-    scales stay too.
+    block may be padded. Levels where `fixed`, (blocks, size, outputs) bool, is true stay; with it, all scales stay too.
     """
     count, size, _ = matrix.shape
     hessian = _damped(moments, count * size)
@@ -143,7 +142,22 @@ def spreads(
     """
     sizes = [8 * width**2 for width in widths.values()]  # bytes of moments in float64
     for names in grouped([*widths], sizes, limit_bytes):
-        yield from _spreads_in_one_pass(names, widths, open_reader, batches, centred)
+        counts = dict.fromkeys(names, 0)
+        means = {name: torch.zeros(widths[name], dtype=torch.float64) for name in names}
+        moments = {name: torch.zeros(widths[name], widths[name], dtype=torch.float64) for name in names}
+        with open_reader(names) as read:
+            for batch in batches:
+                for name, states in read(batch).items():
+                    tokens = _real_tokens(states, batch).double()
+                    counts[name] += len(tokens)
+                    means[name] += tokens.sum(0)
+                    moments[name].addmm_(tokens.T, tokens)
+        for name in names:
+            mean = means[name] / counts[name]
+            second_moments = moments.pop(name).div_(counts[name])
+            if centred:
+                second_moments -= torch.outer(mean, mean)
+            yield name, Spread(mean, second_moments)
 
 
 def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> list[list[str]]:
@@ -157,28 +171,6 @@ def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> l
         groups[-1].append(item)
         left -= size
     return groups
-
-
-def _spreads_in_one_pass(
-    names: Sequence[str], widths: Mapping[str, int], open_reader: OpenReader, batches: Sequence[Batch], centred: bool
-) -> Iterator[tuple[str, Spread]]:
-    """Yield what `spreads` yields for some layers, summed in one pass over the batches."""
-    counts = dict.fromkeys(names, 0)
-    means = {name: torch.zeros(widths[name], dtype=torch.float64) for name in names}
-    moments = {name: torch.zeros(widths[name], widths[name], dtype=torch.float64) for name in names}
-    with open_reader(names) as read:
-        for batch in batches:
-            for name, states in read(batch).items():
-                tokens = _real_tokens(states, batch).double()
-                counts[name] += len(tokens)
-                means[name] += tokens.sum(0)
-                moments[name].addmm_(tokens.T, tokens)
-    for name in names:
-        mean = means[name] / counts[name]
-        second_moments = moments.pop(name).div_(counts[name])
-        if centred:
-            second_moments -= torch.outer(mean, mean)
-        yield name, Spread(mean, second_moments)
 
 
 def _real_tokens(states: Tensor, batch: Batch) -> Tensor:

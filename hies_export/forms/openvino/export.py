@@ -1,8 +1,7 @@
 """Quantise an exported encoder to 8 bits for OpenVINO by NNCF's post-training quantisation.
 
 A scale of 8 bits covers the largest activation of all neurons of a layer. In BERT-like models one or two neurons of a
-layer reach four times what any other reaches, and leave a quarter of the levels to the others. So the neurons with the
-largest activations are computed apart.
+layer reach four times what any other reaches, and leave a quarter of the levels to the others. So these are computed apart.
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ def quantize_openvino(
 
     Embeddings, and weights and inputs of linear layers, are in 8 bits: the inputs with scales from the rows, after
     SmoothQuant, and with corrected biases. Where a few neurons reach far more than all others, 16 of the layer are
-    computed apart, in float. Attention and everything else stay in float too, which the runtime computes in bfloat16 on
-    processors that have it.
+    computed apart, in float. Attention and the rest stay in float, which is computed in bfloat16 on processors that have it.
 
     Args:
         exported: An export of an encoder by `export_onnx` for provider cpu in float32; its folder stays as it is.
@@ -139,8 +137,7 @@ def quantize_openvino(
     Raises:
         MissingRuntimeError: OpenVINO or NNCF is not installed.
         OutputExistsError: The folder exists and `overwrite` is off, or it is that of the export.
-        RequestError: There are no rows; or the export decodes, has several graphs, is for another provider, or is not
-            in float32.
+        RequestError: There are no rows; or the export decodes, has several graphs, or is not for provider cpu in float32.
         ExportError: NNCF failed.
         ParityError: The outputs of both graphs are more than 30 % apart (root mean square); nothing is kept.
 

@@ -19,6 +19,5 @@ does. Add its name and module to `RUNTIMES` in `entry_points.py`, or, in another
 `hies_export.runtimes`. Recipes, `bench`, latency budgets and the report then accept it; a test compares it with torch.
 
 If it needs a package, add an extra to pyproject.toml, name the extra in `require`, and list the package in
-`forms/machine.py`, so that reports show its version. A runtime that reads neither models nor ONNX nor GGUF also needs a
-`Format`, see `forms/formats.py`.
+`forms/machine.py`, so that reports show its version. For another format, see `Format` in `forms/formats.py`.
 """

@@ -51,8 +51,7 @@ class Runtime(ABC):
     format: ClassVar[str] = "onnx"  # of that file or folder, in `FORMATS`
     fused_for: ClassVar[Provider] = "cpu"  # for ONNX sources, the provider to export for, as in `export_onnx`
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")  # that it can run a model in
-    # Dtypes in which it can compute a float32 graph; its constructor then also takes `dtype`. For any other dtype, the
-    # graph itself is exported in that dtype.
+    # Dtypes in which it computes a float32 graph: its constructor takes `dtype`. Graphs are exported in other dtypes.
     hints: ClassVar[tuple[str, ...]] = ()
     # Dtypes in which it computes only graphs that are calibrated on rows -> the format of such a graph.
     calibrated: ClassVar[Mapping[str, str]] = {}
@@ -196,8 +195,7 @@ def load_runtime(
         source: A `PreTrainedModel` for `torch` and `torch-compile`; an ONNX file, or a folder with `model.onnx`, for
             ONNX Runtime and OpenVINO; a GGUF file, or a folder with `model.gguf`, for `llamacpp`.
         threads: CPU threads within an operator; by default torch's number, so that runtimes are comparable.
-        dtype: Dtype to compute in, if the runtime can compute a float32 graph in it (`Runtime.hints`); otherwise the
-            source decides.
+        dtype: Dtype to compute a float32 graph in, for runtimes that can (`Runtime.hints`); else the source decides.
 
     Returns:
         The loaded model, with `.prepare(batch)`, `.run(prepared)` and `.fetch(result)`.

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from ...calibrate.moments import Spread
-from ..rounding import Blocks, fit_blocks
+from ..rounding import LARGEST_LEVEL, Blocks, fit_blocks
 from .graphs import Rewrite, drop_unused, weight_of, with_bias
 
 # Names of values of a graph and their widths -> these names and their centred spreads, in the same order.
@@ -47,40 +47,39 @@ def quantize_graph(
     in 4 bits read; without, weights are rounded to nearest. Returns the number of linear layers by dtype: `int8`,
     `int4` if there are any, and `float32` for those of fewer weights than `smallest`, which would not gain.
     """
-    attending = [_replace_attention(graph, node) for node in graph if node.op_type == "MultiHeadAttention"]
+    projections = [_replace_attention(graph, node) for node in graph if node.op_type == "MultiHeadAttention"]
     layers = [node for node in graph if weight_of(node) is not None]
     large = [node for node in layers if weight_of(node).size >= smallest]
     in_4_bits = [node for node in large if bits == 4 and not node.outputs[0].is_graph_output()]
     _quantize_to_4_bits(graph, in_4_bits, spreads)
-    left = [node for node in large if node not in in_4_bits]
-    for products in attending:
+    one_by_one = [node for node in large if node not in in_4_bits]
+    for of_attention in projections:
         by_input = defaultdict(list)
-        for node in products:
-            if node in left:
+        for node in of_attention:
+            if node in one_by_one:
                 by_input[node.inputs[0]].append(node)
-                left.remove(node)
+                one_by_one.remove(node)
         for nodes in by_input.values():
             _quantize_projections(graph, nodes)
-    tokens: dict[Any, tuple[Any, Any]] = {}
+    quantised: dict[Any, tuple[Any, Any]] = {}
     zeros: dict[Any, Any] = {}
-    for node in left:
-        _quantize_layer(graph, node, tokens, zeros)
+    for node in one_by_one:
+        _quantize_layer(graph, node, quantised, zeros)
     for node in [node for node in graph if tables and _is_table(node, smallest)]:
         _quantize_table(graph, node)
     drop_unused(graph)
     graph.sort()
     graph.opset_imports.setdefault("com.microsoft", 1)
     graph.opset_imports[""] = max(_OPSET, graph.opset_imports[""])
-    counts = {"int4": len(in_4_bits), "int8": len(large) - len(in_4_bits), "float32": len(layers) - len(large)}
-    return {name: count for name, count in counts.items() if count or name != "int4"}
+    counts = {"int8": len(large) - len(in_4_bits), "float32": len(layers) - len(large)}
+    return {"int4": len(in_4_bits), **counts} if in_4_bits else counts
 
 
 def quantize_columns(matrix: np.ndarray, *, paired: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Return a matrix (inputs, outputs) as int8, and the float32 scale of each column (outputs,).
 
     If `paired`, as weights of products must be, the sums of rows 0 and 1, 2 and 3, ... are in [-128, 128]. x86 without
-    VNNI adds two products with uint8 in 16 bits, which hold 255 times that, and saturates beyond. Scales are about a
-    third larger for it.
+    VNNI adds two products with uint8 in 16 bits, which hold 255 times that, and saturates beyond. Scales grow by a third.
     """
     largest = np.abs(matrix).max(axis=0)
     if paired:
@@ -90,16 +89,16 @@ def quantize_columns(matrix: np.ndarray, *, paired: bool = False) -> tuple[np.nd
     return np.clip(np.rint(matrix / scale), -LEVELS, LEVELS).astype(np.int8), scale
 
 
-def _quantize_layer(graph: Any, node: Any, tokens: dict[Any, tuple[Any, Any]], zeros: dict[Any, Any]) -> None:
+def _quantize_layer(graph: Any, node: Any, quantised: dict[Any, tuple[Any, Any]], zeros: dict[Any, Any]) -> None:
     """Replace x W + b by (quantised x) (quantised W), times the scales of columns and of tokens, + b.
 
-    `tokens` has the x that were quantised before, by value, and `zeros` is that of `_quantize_tokens`; both grow.
+    `quantised` has what `_quantize_tokens` returned for each x so far, and `zeros` is as there; both grow.
     """
     states, matrix = node.inputs[0], weight_of(node)
     new = Rewrite(graph, node)
-    if states not in tokens:
-        tokens[states] = _quantize_tokens(new, states, matrix.shape[0], zeros)
-    integers, scale = tokens[states]
+    if states not in quantised:
+        quantised[states] = _quantize_tokens(new, states, matrix.shape[0], zeros)
+    integers, scale = quantised[states]
     columns, column_scale = quantize_columns(matrix, paired=True)
     factors = [integers, new.constant(columns), new.constant(np.float32(1)), new.constant(column_scale)]
     product = new("MatMulIntegerToFloat", *factors, new.constant(np.uint8(ZERO)), domain="com.microsoft")
@@ -127,12 +126,12 @@ def _quantize_projections(graph: Any, nodes: list[Any]) -> None:
     columns, column_scale = quantize_columns(np.concatenate(weights, axis=1), paired=True)
     factors = [integers, new.constant(columns), scale, new.constant(column_scale), zero, None]
     product = new("MatMulIntegerToFloat", *factors, new.constant(bias) if bias.any() else None, domain="com.microsoft")
-    parts = (product,)
+    outputs = (product,)
     if len(nodes) > 1:
         sizes = new.constant(np.array([weight.shape[1] for weight in weights]))
-        parts = new.several(len(nodes), "Split", product, sizes, axis=-1)
-    for node, add, part in zip(nodes, adds, parts, strict=True):
-        Rewrite(graph, add or node).finish(part)
+        outputs = new.several(len(nodes), "Split", product, sizes, axis=-1)
+    for node, add, output in zip(nodes, adds, outputs, strict=True):
+        Rewrite(graph, node if add is None else add).finish(output)
         if add is not None:
             graph.remove(node, safe=True)
 
@@ -140,9 +139,10 @@ def _quantize_projections(graph: Any, nodes: list[Any]) -> None:
 def _bias_add(node: Any) -> Any:
     """Return the node that adds a constant bias to a product, if nothing else reads the product; else None."""
     uses = list(node.outputs[0].uses())
-    add = uses[0].node if len(uses) == 1 else None
-    constant = None if add is None or add.op_type != "Add" else add.inputs[1].const_value
-    return add if constant is not None and len(constant.shape) == 1 else None
+    if len(uses) != 1 or uses[0].node.op_type != "Add":
+        return None
+    bias = uses[0].node.inputs[1].const_value
+    return uses[0].node if bias is not None and len(bias.shape) == 1 else None
 
 
 def _quantize_to_4_bits(graph: Any, nodes: list[Any], spreads: Spreads | None) -> None:
@@ -150,12 +150,15 @@ def _quantize_to_4_bits(graph: Any, nodes: list[Any], spreads: Spreads | None) -
 
     Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
     """
-    readers = defaultdict(list)
+    by_input = defaultdict(list)
     for node in nodes:
-        readers[node.inputs[0].name].append(node)
-    widths = {name: weight_of(reading[0]).shape[0] for name, reading in readers.items()}
-    for name, spread in dict.fromkeys(widths).items() if spreads is None else spreads(widths):
-        for node in readers[name]:
+        by_input[node.inputs[0].name].append(node)
+    widths = {name: weight_of(layers[0]).shape[0] for name, layers in by_input.items()}
+    spread_by_input: Iterable[tuple[str, Spread | None]] = [(name, None) for name in widths]
+    if spreads is not None:
+        spread_by_input = spreads(widths)
+    for name, spread in spread_by_input:
+        for node in by_input[name]:
             matrix, new = weight_of(node), Rewrite(graph, node)
             *arrays, bias = quantize_blocks(matrix, spread)
             inputs = [node.inputs[0], *map(new.constant, arrays)]
@@ -167,32 +170,38 @@ def _quantize_to_4_bits(graph: Any, nodes: list[Any], spreads: Spreads | None) -
             new.finish(with_bias(new, node, product))
 
 
-def quantize_blocks(
-    matrix: np.ndarray, spread: Spread | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return a matrix (inputs, outputs) in 4 bits as MatMulNBits takes it: weights, scales, zero points and bias.
+class PackedBlocks(NamedTuple):
+    """A matrix in 4 bits as MatMulNBits takes it; the numbers of blocks (inputs / BLOCK) and pairs are rounded up."""
 
-    Weights are (outputs, blocks, BLOCK / 2) uint8, two to a byte, the first in its lower half. Scales are
-    (outputs, blocks) float32, zero points (outputs, blocks / 2) uint8, packed alike. The numbers of blocks, inputs /
-    BLOCK, and of their pairs are rounded up. With the centred spread of the inputs, weights are rounded by it, and the
-    bias (outputs,) keeps the mean of the output; without a spread, the bias is None.
-    """
+    weights: np.ndarray  # (outputs, blocks, BLOCK / 2) uint8, as `_pack` returns them
+    scales: np.ndarray  # (outputs, blocks) float32
+    zero_points: np.ndarray  # (outputs, blocks / 2) uint8, as `_pack` returns them
+    bias: np.ndarray | None  # (outputs,), by which the output keeps its mean; None without a spread
+
+
+def quantize_blocks(matrix: np.ndarray, spread: Spread | None = None) -> PackedBlocks:
+    """Round a matrix (inputs, outputs) to 4 bits: by the centred spread of the inputs, or else to nearest."""
     inputs, outputs = matrix.shape
     padded = np.pad(matrix, ((0, -inputs % BLOCK), (0, 0))).reshape(-1, BLOCK, outputs)
     low, high = np.minimum(padded.min(axis=1), 0), np.maximum(padded.max(axis=1), 0)
-    scale = np.maximum((high - low) / 15, np.finfo(np.float32).tiny)
-    zero = np.clip(np.rint(-low / scale), 0, 15)
-    weights, *grid = (torch.from_numpy(array.astype(np.float64)) for array in (padded, scale, zero))
-    blocks, bias = Blocks.nearest(weights, *grid), None
+    scale = np.maximum((high - low) / LARGEST_LEVEL, np.finfo(np.float32).tiny)
+    zero = np.clip(np.rint(-low / scale), 0, LARGEST_LEVEL)
+    weights, scales, zeros = (torch.from_numpy(array.astype(np.float64)) for array in (padded, scale, zero))
+    blocks, bias = Blocks.nearest(weights, scales, zeros), None
     if spread is not None:
         blocks = fit_blocks(weights, blocks, spread.moments)
         error = (weights - blocks.values).flatten(0, 1)[:inputs]
         bias = (spread.mean @ error).float().numpy()
-    levels, zero = (tensor.T.numpy().astype(np.uint8) for tensor in (blocks.levels.flatten(0, 1), blocks.zero))
+    levels = blocks.levels.flatten(0, 1).T.numpy().reshape(outputs, -1, BLOCK)
+    zero = blocks.zero.T.numpy()
     zero = np.pad(zero, ((0, 0), (0, zero.shape[1] % 2)))
-    # Numbers below 16, two to a byte.
-    packed, zeros = (part[..., 0::2] | part[..., 1::2] << 4 for part in (levels.reshape(outputs, -1, BLOCK), zero))
-    return packed, blocks.scale.T.float().numpy(), zeros, bias
+    return PackedBlocks(_pack(levels), blocks.scale.T.float().numpy(), _pack(zero), bias)
+
+
+def _pack(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers below 16 as uint8, two neighbours to a byte, the first in its lower half."""
+    numbers = numbers.astype(np.uint8)
+    return numbers[..., 0::2] | (numbers[..., 1::2] << 4)
 
 
 def _quantize_tokens(new: Rewrite, states: Any, width: int, zeros: dict[Any, Any]) -> tuple[Any, Any]:
@@ -207,11 +216,12 @@ def _quantize_tokens(new: Rewrite, states: Any, width: int, zeros: dict[Any, Any
     else:
         largest = new("ReduceMax", new("Abs", states), axes, keepdims=1)
     scale = new("Mul", largest, new.constant(np.float32(1 / LEVELS)))
-    unknown = states.shape is None or states.shape.has_unknown_dim()
-    shape = states if unknown else tuple(states.shape)[:-1]
-    if shape not in zeros:
-        zeros[shape] = new("Expand", new.constant(np.array([ZERO], dtype=np.uint8)), new("Shape", scale))
-    return new("QuantizeLinear", states, scale, zeros[shape], axis=-1, block_size=width), scale
+    key = states  # of a shape that is not known
+    if states.shape is not None and not states.shape.has_unknown_dim():
+        key = tuple(states.shape)[:-1]
+    if key not in zeros:
+        zeros[key] = new("Expand", new.constant(np.array([ZERO], dtype=np.uint8)), new("Shape", scale))
+    return new("QuantizeLinear", states, scale, zeros[key], axis=-1, block_size=width), scale
 
 
 def _replace_attention(graph: Any, node: Any) -> list[Any]:
@@ -220,10 +230,12 @@ def _replace_attention(graph: Any, node: Any) -> list[Any]:
     At 8 x 128 with 12 heads of 32, two cores, ONNX Runtime 1.32: 0.95 ms, MultiHeadAttention 1.78. With a cache, or
     another mask than a bias of scores, the node stays, and the list is empty.
     """
-    # Inputs at the end may be left out.
-    query, key, value, bias, padding, scores, *past = (*node.inputs, *[None] * 6)[:8]
+    inputs = [*node.inputs] + [None] * 8  # those at the end may be left out
+    query, key, value, bias, padding, scores, past_key, past_value = inputs[:8]
     constant = None if bias is None else bias.const_value
-    if padding is not None or any(past) or (bias is not None and constant is None) or key is None or value is None:
+    if any(given is not None for given in (padding, past_key, past_value)) or key is None or value is None:
+        return []
+    if bias is not None and constant is None:
         return []
     if node.attributes.get_int("unidirectional", 0) or any(output.uses() for output in node.outputs[1:]):
         return []
@@ -237,9 +249,11 @@ def _replace_attention(graph: Any, node: Any) -> list[Any]:
         query = new("Add", query, new.constant(array[:width]))
         value = new("Add", value, new.constant(array[2 * width :]))
     heads = node.attributes.get_int("num_heads")
+    attributes = {"q_num_heads": heads, "kv_num_heads": heads}
     scale = node.attributes.get_float("scale", 0.0)
-    given = {"scale": scale} if scale else {}
-    new.finish(new("Attention", query, key, value, scores, q_num_heads=heads, kv_num_heads=heads, **given))
+    if scale:
+        attributes["scale"] = scale
+    new.finish(new("Attention", query, key, value, scores, **attributes))
     return products
 
 
@@ -253,8 +267,9 @@ def _is_table(node: Any, smallest: int) -> bool:
 
 def _quantize_table(graph: Any, node: Any) -> None:
     """Replace rows of a table by its rows in int8, times the scale of each."""
-    new, (table, indices) = Rewrite(graph, node), node.inputs
+    new = Rewrite(graph, node)
+    table, indices = node.inputs
     columns, scale = quantize_columns(table.const_value.numpy().T)
     rows = new("Gather", new.constant(np.ascontiguousarray(columns.T)), indices)
     scales = new("Gather", new.constant(scale[:, None]), indices)
-    new.finish(new("Mul", new("Cast", rows, to=1), scales))
+    new.finish(new("Mul", new("Cast", rows, to=1), scales))  # 1 is ONNX's number of float32

@@ -148,8 +148,7 @@ class CudaOnnxRuntime(OnnxRuntime):
 def _refusal(provider: str) -> str | None:
     """Return why no session starts on a provider; None if one does.
 
-    ONNX Runtime lists the providers that it was built with, loads their libraries for the first session, and goes on
-    without those that do not load.
+    ONNX Runtime lists the providers that it was built with, and goes on without those whose libraries do not load.
     """
     import onnx.parser
     import onnxruntime as ort

@@ -132,8 +132,7 @@ class CompiledTorchRuntime(TorchRuntime):
 
     On a GPU it is compiled to CUDA graphs (mode "reduce-overhead"), unless torch gives that up for this model;
     `cuda_graph` says so after the first run. Batches that are run once, and those of any shape after the first 16,
-    share a program for all shapes, without a CUDA graph. torch's limit on how many shapes are compiled is raised for
-    the whole process.
+    share a program for all shapes, without a CUDA graph. torch's limit on compiled shapes is raised process-wide.
     """
 
     bits: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
@@ -193,8 +192,8 @@ class CompiledTorchRuntime(TorchRuntime):
 def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
     """Return a model's peak device memory during `run` in bytes, of all its devices together; None on the CPU.
 
-    It is the size of the parameters plus the most that torch's allocator holds beyond what it held before, so other
-    models on the devices do not count.
+    It is the size of the parameters plus the most that torch's allocator holds beyond what it held before:
+    other models on the devices do not count.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.max_memory_allocated.html
     """
