@@ -20,8 +20,7 @@ from .time import Timed, ratios
 
 logger = logging.getLogger(__name__)
 
-# A runtime, and the bits that it computes in.
-Way = tuple[str, str]
+Way = tuple[str, str]  # a runtime, and the bits that it computes in
 # A cut is searched for in at most this many forms, the fastest of the dense model; the cut model is then tried in all.
 SEARCHED = 2
 
@@ -71,7 +70,7 @@ class Deployment:
 def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:
     """Return the (runtime, bits) pairs to try: on `runtimes`, or if empty, on all that are installed and run the task.
 
-    Torch is tried on a GPU only. Raises RequestError if one of `runtimes` does not run the task, or not on this machine.
+    Torch is tried on a GPU only. Raises RequestError if one of `runtimes` does not run the task, or not here.
     """
     on_gpu = torch.cuda.is_available()
     deployable = [name for name, runtime in RUNTIMES.items() if runtime.bits and (on_gpu or not runtime.reads_models)]

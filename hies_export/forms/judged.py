@@ -31,8 +31,7 @@ class Judged:
         stability_low, stability_high: Ends of its 95 % interval.
         times: A row for each shape and phase; of a form that is no candidate to deploy, for the first one only. For the
             first form, its control's.
-        kept, at_least: Share kept on held-out rows, as in `Judge.kept`, and its 95 % interval's lower end; None if nothing
-            is promised.
+        kept, at_least: Share kept on held-out rows, as in `Judge.kept`, and its interval's lower end; else None.
     """
 
     model: str
@@ -132,12 +131,10 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
     metric, how, quantize = judge.metrics[0], exported.how, exported.how.quantize
     runtime, bits = (exported.checked_on, how.dtype) if quantize is None else (runtime_of(how, quantize), quantize)
     quality, stability = None, None
-    same_graph = [
-        form for form in forms if form.model not in COMPOUNDS and (form.runtime, form.bits) == (runtime, bits)
-    ]
-    if same_graph:
+    matches = [form for form in forms if form.model not in COMPOUNDS and (form.runtime, form.bits) == (runtime, bits)]
+    if matches:
         # The last one is the slim model or, if nothing was cut, the dense one, which is then the same.
-        quality, stability = same_graph[-1].quality, same_graph[-1].stability
+        quality, stability = matches[-1].quality, matches[-1].stability
     elif quantize is None and runtime is not None:
         result = judge.of(Form("slim", runtime, exported.folder).predict(judge.batches, judge.task))
         quality, stability = result.metrics[metric], result.stability
@@ -156,7 +153,7 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
 def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | None:
     """Move a form's export into a run's folder if it lies elsewhere, and return its file's path relative to that.
 
-    In torch it is the slim checkpoint; None for the dense model. With `same`, nothing was cut, and the slim file serves.
+    In torch it is the slim checkpoint; None for the dense model. With `same`, nothing was cut: the slim file serves.
     """
     if form.model in COMPOUNDS:
         return f"{COMPOUNDS[form.model].folder}/{ONNX_FILE}"

@@ -31,15 +31,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimedOn:
-    """The runtime, batch and number of runs to time cuts with, and the exporter for runtimes that read exports.
-
-    `dtype` is what the runtime computes in; None leaves that to the model or its export.
-    """
+    """The runtime, batch and number of runs to time cuts with, and the exporter for runtimes that read exports."""
 
     runtime: str
     batch: Batch
     exporter: Exporter
-    dtype: str | None = None
+    dtype: str | None = None  # what the runtime computes in; None leaves that to the model or its export
     repeats: int = 30
 
     def time(self, forms: Sequence[Form], progress: Progress = SILENT) -> list[Timed]:
@@ -144,10 +141,7 @@ def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) ->
 def _time_cuts(
     model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, progress: Progress
 ) -> list[TimedCut]:
-    """Time uniform cuts of each kind against the dense model, the smallest cut of a kind first.
-
-    Log a warning if the control of a comparison is noisy.
-    """
+    """Time uniform cuts against the dense model, kind by kind, the smallest first; warn if a control is noisy."""
     step = _width_step(model, where.runtime)
     planned = [
         (kind, kept, removed)

@@ -15,10 +15,7 @@ from .runtimes.llamacpp import installed_version as node_llama_cpp_version
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the processor, GPU and library versions of this machine, without host name, user or paths.
-
-    What is missing is None.
-    """
+    """Return the processor, GPU and library versions of this machine, None if missing; no host name, user or paths."""
     packages = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "openvino", "nncf", "optimum")
     return {
         "python": platform.python_version(),
@@ -35,6 +32,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -42,6 +40,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_name() -> str:
+    """Return the name of the processor, on Linux by /proc/cpuinfo, which is more precise than `platform`."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -28,10 +28,8 @@ from ..model.modes import evaluating, output_alone, torch_threads, watch
 DAMPING = 0.01
 # Passes over all weights. On stories260K one leaves 0.67 of the change by rounding to nearest, four 0.62, twelve 0.62.
 SWEEPS = 4
-# Most bytes of moments that are collected at once.
-LIMIT_BYTES = 4 << 30
-# Of the levels of 4 bits, which begin at 0.
-LARGEST_LEVEL = 15
+LIMIT_BYTES = 4 << 30  # most bytes of moments that are collected at once
+LARGEST_LEVEL = 15  # of the levels of 4 bits, which begin at 0
 
 Batch: TypeAlias = Mapping[str, Any]
 ReadInputs: TypeAlias = Callable[[Batch], Mapping[str, Tensor]]  # name of a layer -> what it takes, (..., inputs)

@@ -30,16 +30,13 @@ from .runtimes.base import RUNTIMES, Runtime
 Phase = Literal["forward", "prefill", "decode", "rows"]
 
 BOOTSTRAP_SAMPLES = 2000
-# Most rounds that the bootstrap draws at a time.
-DRAWN_AT_A_TIME = 1 << 20
+DRAWN_AT_A_TIME = 1 << 20  # most rounds that the bootstrap draws at a time
 # Times are noisy if the interval of their control misses 1 by more than NOISE_LIMIT, or is wider than WIDEST_CONTROL:
 # an interval such as [0.9, 1.1] contains 1, but also savings and losses of a tenth.
 NOISE_LIMIT = 0.02
 WIDEST_CONTROL = 0.1
-# How many rows are timed in each size of batch.
-ROWS = 512
-# Least number of timed batches of rows; where there are fewer, all are run again.
-LEAST_BATCHES = 48
+ROWS = 512  # how many rows are timed in each size of batch
+LEAST_BATCHES = 48  # least number of timed batches of rows; where there are fewer, all are run again
 # Batches of rows that a model runs after it was loaded, before it is timed; see also `Runtime.compiles_shapes`.
 WARMUP = 3
 

@@ -15,8 +15,7 @@ from .runtimes.graphs import add_constant, drop_unused, read_instead
 
 # Largest number of elements of an integer constant that is read as numbers, such as the shape of a Reshape.
 NUMBERS = 64
-# How many graphs with different operators are remembered.
-TEMPLATES = 3
+TEMPLATES = 3  # how many graphs with different operators are remembered
 
 Place = tuple[str, int, Any]  # what stands there, the number of the node, and the attribute, input or output of it
 Shapes = dict[Hashable, tuple[int, ...]]  # of parameters by name, and of weights of the graph by ("graph", name)
@@ -45,11 +44,8 @@ class Traces:
     def resized(self, key: Hashable, model: torch.nn.Module) -> Any:
         """Return the graph of a model as an `onnx_ir.Model`; None if it does not follow from the traced ones."""
         tensors = _tensors(model)
-        for template in self._templates.get((key, *tensors), ()):
-            program = template.resized(tensors)
-            if program is not None:
-                return program
-        return None
+        made = (template.resized(tensors) for template in self._templates.get((key, *tensors), ()))
+        return next((program for program in made if program is not None), None)
 
 
 @dataclass(frozen=True)
@@ -89,8 +85,8 @@ class _Template:
         used = {piece.name for pieces in self._pieces.values() for piece in pieces}
         self._unused = {name: array for name, array in tensors.items() if name not in used}
         self._nodes, inputs = list(self._program.graph.all_nodes()), dict(_inputs(self._program))
-        self._places = inputs.keys()
-        self._weights = {place: value.name for place, value in inputs.items() if value.name in self._pieces}
+        self._inputs = inputs.keys()  # (number of the node, index of its input)
+        self._weights = {key: value.name for key, value in inputs.items() if value.name in self._pieces}
         self._contents = dict(_contents(self._program, self._weights))
         # By place and position there; None for what is left out of a made graph, which only shapes of values can be.
         self._rules: dict[tuple[Place, int], Rule | None] = {}
@@ -101,10 +97,10 @@ class _Template:
         program = _with_separate_shapes(program)
         weights, inputs = self._weights_of(tensors), dict(_inputs(program))
         contents = dict(_contents(program, self._weights))
-        if weights is None or contents.keys() != self._contents.keys() or inputs.keys() != self._places:
+        if weights is None or contents.keys() != self._contents.keys() or inputs.keys() != self._inputs:
             return False
-        for node_and_input, name in self._weights.items():
-            constant = inputs[node_and_input].const_value
+        for key, name in self._weights.items():
+            constant = inputs[key].const_value
             if constant is None or not np.array_equal(constant.numpy(), weights[name]):
                 return False
         shapes = _shapes(tensors, weights)
@@ -225,12 +221,10 @@ def _by_rows(tensors: Mapping[str, np.ndarray]) -> dict[int, list[Matrix]]:
 
 
 def _pieces(value: Any, matrices: Mapping[int, list[Matrix]]) -> list[_Piece]:
-    """Return what a constant is made of, from left to right; nothing if it is not of parameters, or of unclear ones.
-
-    A single number is not of parameters, because a zero of a bias may equal it by chance.
-    """
+    """Return what a constant is made of, from left to right; nothing if it is not of parameters, or of unclear ones."""
     pieces: list[_Piece] = []
     constant = value.const_value
+    # A single number is not taken for a parameter, because a zero of a bias may equal it by chance.
     if constant is None or constant.size == 1 or not constant.dtype.is_floating_point():
         return pieces
     left = _matrix(constant.numpy())

@@ -1,7 +1,7 @@
 """Quantise an exported encoder to 8 bits for OpenVINO by NNCF's post-training quantisation.
 
 A scale of 8 bits covers the largest activation of all neurons of a layer. In BERT-like models one or two neurons of a
-layer reach four times what any other reaches, and leave a quarter of the levels to the others. So these are computed apart.
+layer reach four times what any other reaches, and leave a quarter of the levels to the others. They are computed apart.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from ..runtimes.graphs import Rewrite, weight_of, with_bias
 from ..runtimes.openvino import OPENVINO_FILE, OpenVinoRuntime, name_tensors
 from ..runtimes.ort import OnnxRuntime, input_array
 
-# Rows to calibrate on, at most: the default of NNCF's `subset_size`.
-ROWS = 300
+ROWS = 300  # rows to calibrate on, at most: the default of NNCF's `subset_size`
 # How much of an activation's range SmoothQuant moves to the weights: half, as in its paper,
 # https://arxiv.org/abs/2211.10438. NNCF's default is 0.95.
 SMOOTHING = 0.5
 
-# Neurons of a layer that are set apart: as many as a kernel computes in the time of one.
-APART = 16
+APART = 16  # neurons of a layer that are set apart: as many as a kernel computes in the time of one
 # Operators that compute each neuron by itself: those that only scale or shift, and those that make an activation.
 _SCALING = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub"})
 _ACTIVATIONS = frozenset(
@@ -57,45 +55,48 @@ def readers(graph: Any) -> dict[str, Any]:
 
 
 def set_apart(program: Any, largest: Mapping[str, np.ndarray]) -> set[str]:
-    """Compute the neurons of the largest activations of each layer, the loudest, apart, in place, if that helps.
+    """Compute the neurons with the largest activations of each layer, the loudest, apart, in place, if that helps.
 
     `largest` has the largest absolute activation of each neuron, (neurons,), by the name of the value that a layer
     reads. Returns the names of the products of the loudest neurons alone.
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    graph, of_loudest = program.graph, set()
+    graph, loudest_products = program.graph, set()
     for name, node in readers(graph).items():
         order = np.argsort(-largest[name], kind="stable")
-        # Half the range is one bit more for all others.
+        # It helps if the others have half the range, which is one bit more for them.
         if len(order) <= 2 * APART or largest[name][order[APART]] > largest[name][order[0]] / 2:
             continue
         new, matrix, products = Rewrite(graph, node), weight_of(node), []
-        for neurons in (np.sort(order[APART:]), np.sort(order[:APART])):
+        others, loudest = np.sort(order[APART:]), np.sort(order[:APART])
+        for neurons in (others, loudest):  # x W is the sum of their products with their rows of W
             states = _computed_for(neurons, node.inputs[0], new, len(order))
             products.append(new("MatMul", states, new.constant(matrix[neurons])))
-        of_loudest.add(products[-1].name)
+        loudest_products.add(products[1].name)
         new.finish(with_bias(new, node, new("Add", *products)))
     RemoveUnusedNodesPass()(program)
-    return of_loudest
+    return loudest_products
 
 
 def _are_neurons(value: Any) -> bool:
     """Return whether a value is computed by elementwise operators, one of them an activation, from linear layers."""
-    nodes, has_layers = [value.producer()], False
-    for node in nodes:  # the list grows on the way
+    has_layers, has_activation, waiting = False, False, [value.producer()]
+    while waiting:
+        node = waiting.pop()
         if node is None or node.op_type not in _SCALING | _ACTIVATIONS:
             return False
+        has_activation |= node.op_type in _ACTIVATIONS
         for producer in (x.producer() for x in node.inputs if x is not None and x.const_value is None):
             if producer is not None and weight_of(producer) is not None:
                 has_layers = True
             else:
-                nodes.append(producer)
-    return has_layers and any(node.op_type in _ACTIVATIONS for node in nodes)
+                waiting.append(producer)
+    return has_layers and has_activation
 
 
 def _computed_for(neurons: np.ndarray, value: Any, new: Rewrite, width: int) -> Any:
-    """Compute a value of all `width` neurons, as `_are_neurons` finds it, for some of them, and return it."""
+    """Add nodes that compute a value of all `width` neurons for some of them, back to its layers; return the value."""
     if value is None:
         return None
     if value.const_value is not None:
@@ -106,7 +107,7 @@ def _computed_for(neurons: np.ndarray, value: Any, new: Rewrite, width: int) -> 
         product = new("MatMul", node.inputs[0], new.constant(matrix[:, neurons]))
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         return product if bias is None else new("Add", product, _computed_for(neurons, bias, new, width))
-    inputs = [_computed_for(neurons, given, new, width) for given in node.inputs]
+    inputs = [_computed_for(neurons, x, new, width) for x in node.inputs]
     return new(node.op_type, *inputs, domain=node.domain, **{a.name: a for a in node.attributes.values()})
 
 
@@ -123,7 +124,7 @@ def quantize_openvino(
 
     Embeddings, and weights and inputs of linear layers, are in 8 bits: the inputs with scales from the rows, after
     SmoothQuant, and with corrected biases. Where a few neurons reach far more than all others, 16 of the layer are
-    computed apart, in float. Attention and the rest stay in float, which is computed in bfloat16 on processors that have it.
+    computed apart, in float. Attention and the rest stay in float: in bfloat16 on processors that have it.
 
     Args:
         exported: An export of an encoder by `export_onnx` for provider cpu in float32; its folder stays as it is.
@@ -137,7 +138,7 @@ def quantize_openvino(
     Raises:
         MissingRuntimeError: OpenVINO or NNCF is not installed.
         OutputExistsError: The folder exists and `overwrite` is off, or it is that of the export.
-        RequestError: There are no rows; or the export decodes, has several graphs, or is not for provider cpu in float32.
+        RequestError: There are no rows; or the export decodes, has several graphs, or is not float32 for provider cpu.
         ExportError: NNCF failed.
         ParityError: The outputs of both graphs are more than 30 % apart (root mean square); nothing is kept.
 
@@ -158,10 +159,10 @@ def quantize_openvino(
         graph, settings = _quantised(exported.file, rows)
         openvino.save_model(graph, str(staging / OPENVINO_FILE), compress_to_fp16=False)
         write_json(staging / "openvino_config.json", settings)
-        one = OnnxRuntime(exported.file, threads=torch.get_num_threads()).compute(rows[0])
-        other = OpenVinoRuntime(staging / OPENVINO_FILE, threads=torch.get_num_threads()).compute(rows[0])
-        max_abs = largest_difference(one, other, rows[0])
-        size = sum(part.stat().st_size for part in staging.glob(f"{Path(OPENVINO_FILE).stem}.*"))
+        expected = OnnxRuntime(exported.file, threads=torch.get_num_threads()).compute(rows[0])
+        outputs = OpenVinoRuntime(staging / OPENVINO_FILE, threads=torch.get_num_threads()).compute(rows[0])
+        max_abs = largest_difference(expected, outputs, rows[0])
+        size = sum(file.stat().st_size for file in staging.glob(f"{Path(OPENVINO_FILE).stem}.*"))
     return replace(
         exported,
         format="openvino",
@@ -184,16 +185,16 @@ def export_openvino(
     _check_request(decodes=model.can_generate(), rows=given.rows)
     refuse_existing(folder, overwrite=overwrite)
     with TemporaryDirectory(prefix="hies-float32-") as temporary:
-        beside: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
-        exported = export_onnx(model, Path(temporary) / "onnx", **beside)
+        options: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
+        exported = export_onnx(model, Path(temporary) / "onnx", **options)
         return quantize_openvino(exported, folder, rows=given.rows, overwrite=overwrite)
 
 
-def _check_request(*, decodes: bool, rows: Sequence[Mapping[str, Any]] = ({},)) -> None:
-    """Refuse, by a RequestError, a model that generates, and a request without rows."""
+def _check_request(*, decodes: bool, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
+    """Refuse, by a RequestError, a model that generates, and an empty list of rows; None if they come later."""
     if decodes:
         raise RequestError("int8 on OpenVINO is for encoders, got a model that generates; use another runtime, or bits")
-    if not rows:
+    if rows is not None and not rows:
         raise RequestError("int8 on OpenVINO needs rows to calibrate on, got none; give some 300 like those to serve")
 
 
@@ -206,8 +207,8 @@ def _quantised(file: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict
         from nncf.quantization.range_estimator import RangeEstimatorParametersSet
 
         core = openvino.Core()
-        names, _, _ = name_tensors(file, core.read_model(str(file)))
-        feeds = list(islice(single_rows(names, rows), ROWS))
+        input_names, _, _ = name_tensors(file, core.read_model(str(file)))
+        feeds = list(islice(single_rows(input_names, rows), ROWS))
         prepared = Path(temporary) / file.name
         loudest = _write_set_apart(file, feeds, prepared)
         graph = core.read_model(str(prepared))
@@ -243,8 +244,9 @@ def _write_set_apart(file: Path, feeds: Sequence[Mapping[str, np.ndarray]], targ
 
     program = onnx_ir.load(file)
     largest: dict[str, np.ndarray] = {}
-    if wanted := list(readers(program.graph)):
-        with read_values(file)(wanted) as read:
+    names = list(readers(program.graph))
+    if names:
+        with read_values(file)(names) as read:
             for feed in feeds:
                 for name, states in read(feed).items():
                     reached = states.flatten(0, -2).abs().amax(0).numpy()
@@ -257,14 +259,15 @@ def _write_set_apart(file: Path, feeds: Sequence[Mapping[str, np.ndarray]], targ
 
 def _layers(graph: Any) -> list[Any]:
     """Return the linear layers of a graph of OpenVINO: products with a value that follows from constants alone."""
-    return [node for node in graph.get_ops() if node.get_type_name() == "MatMul" and _constant(node.input_value(1))]
+    return [node for node in graph.get_ops() if node.get_type_name() == "MatMul" and _is_constant(node.input_value(1))]
 
 
-def _constant(value: Any) -> bool:
+def _is_constant(value: Any) -> bool:
     """Return whether a value follows from constants alone."""
     node = value.get_node()
     inputs = node.input_values()
-    return node.get_type_name() == "Constant" or (bool(inputs) and all(map(_constant, inputs)))
+    # A node without inputs that is no constant is an input of the graph.
+    return node.get_type_name() == "Constant" or (len(inputs) > 0 and all(map(_is_constant, inputs)))
 
 
 def single_rows(names: Sequence[str], batches: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, np.ndarray]]:
@@ -273,8 +276,8 @@ def single_rows(names: Sequence[str], batches: Sequence[Mapping[str, Any]]) -> I
         arrays = {name: input_array(name, batch, {}) for name in names}
         mask = batch.get("attention_mask")
         for row in range(len(arrays[names[0]])):
-            real = slice(None) if mask is None else np.asarray(mask[row], dtype=bool)
-            yield {name: array[row : row + 1, real] for name, array in arrays.items()}
+            tokens = slice(None) if mask is None else np.asarray(mask[row], dtype=bool)
+            yield {name: array[row : row + 1, tokens] for name, array in arrays.items()}
 
 
 FORMATS["openvino"] = Format(

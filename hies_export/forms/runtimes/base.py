@@ -17,8 +17,7 @@ from ...entry_points import Registry
 from ...errors import RecipeError, RequestError
 from ...tasks.task import Task, stack
 
-# The execution provider that an ONNX graph is exported for.
-Provider = Literal["cpu", "cuda"]
+Provider = Literal["cpu", "cuda"]  # the execution provider that an ONNX graph is exported for
 
 RUNTIMES: Registry[type[Runtime]] = KNOWN
 """Name -> runtime; `register_runtime` adds entries."""

@@ -30,12 +30,10 @@ LEVELS, ZERO = 127, 128
 SMALLEST = 2**14
 # Operators that a quantised graph multiplies with, by onnxruntime.quantization or by `quantize_graph`.
 INTEGER_OPERATORS = ("MatMulIntegerToFloat", "MatMulInteger", "DynamicQuantizeMatMul", "QLinearMatMul", "MatMulNBits")
-# Weights in 4 bits that share a scale and a zero point.
-BLOCK = 32
+BLOCK = 32  # weights in 4 bits that share a scale and a zero point
 # No output of these is further below zero, so that their largest absolute value needs no pass over absolute values.
 _LOWEST = {"BiasGelu": 0.17, "FastGelu": 0.171, "Gelu": 0.17, "Relu": 1e-30}
-# The first version with Attention; QuantizeLinear takes a scale per token since 21.
-_OPSET = 23
+_OPSET = 23  # the first version with Attention; QuantizeLinear takes a scale per token since 21
 
 
 def quantize_graph(
@@ -79,7 +77,7 @@ def quantize_columns(matrix: np.ndarray, *, paired: bool = False) -> tuple[np.nd
     """Return a matrix (inputs, outputs) as int8, and the float32 scale of each column (outputs,).
 
     If `paired`, as weights of products must be, the sums of rows 0 and 1, 2 and 3, ... are in [-128, 128]. x86 without
-    VNNI adds two products with uint8 in 16 bits, which hold 255 times that, and saturates beyond. Scales grow by a third.
+    VNNI adds two products with uint8 in 16 bits, which hold 255 times that, then saturates. Scales grow by a third.
     """
     largest = np.abs(matrix).max(axis=0)
     if paired:

@@ -40,9 +40,10 @@ class Builder:
         """Add a constant, and return it."""
         return add_constant(self._outermost, self._name("constant"), np.asarray(array))
 
-    def _name(self, what: str) -> str:
+    def _name(self, kind: str) -> str:
+        """Return a name for a new node or constant that this builder has not given yet."""
         self._count += 1
-        return f"{self._prefix}_{what}_{self._count}"
+        return f"{self._prefix}_{kind}_{self._count}"
 
 
 class Rewrite(Builder):
@@ -57,9 +58,10 @@ class Rewrite(Builder):
         self._graph.insert_before(self._node, node)
 
     def finish(self, result: Any) -> None:
-        """Let everything that reads the first output of the old node read `result`, by its name; remove the node."""
+        """Remove the old node, and let `result` replace its first output, under the same name."""
         old = self._node.outputs[0]
-        result.name, result.shape, result.type, old.name = old.name, old.shape, old.type, None
+        result.name, result.shape, result.type = old.name, old.shape, old.type
+        old.name = None
         read_instead(old, result)
         self._graph.remove(self._node, safe=True)
 

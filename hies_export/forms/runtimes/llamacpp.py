@@ -89,9 +89,9 @@ class LlamaCppRuntime(Runtime):
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         self._process: Any = subprocess.Popen(["node", str(_SCRIPT), folder], text=True, encoding="utf-8", **pipes)
         self._finalizer = weakref.finalize(self, _stop, self._process, self._errors)
-        told = self._ask("open", file=str(file.resolve()), threads=threads, exact=exact)
-        self.release, self.architecture = str(told["release"]), str(told["architecture"])
-        self._device, self._file_type = str(told["device"]), told.get("fileType")
+        model = self._ask("open", file=str(file.resolve()), threads=threads, exact=exact)
+        self.release, self.architecture = str(model["release"]), str(model["architecture"])
+        self._device, self._file_type = str(model["device"]), model.get("fileType")
 
     def close(self) -> None:
         """End the process, which otherwise ends when the object is garbage-collected."""
@@ -103,12 +103,12 @@ class LlamaCppRuntime(Runtime):
         if is_installed():
             return
         if shutil.which("node") is None:
-            what, remedy = "Node (20 or newer) is not installed", "install it, and then run"
+            problem, remedy = "Node (20 or newer) is not installed", "install it, and then run"
         else:
             folder = os.environ.get(FOLDER_VARIABLE) or "this folder"
-            what, remedy = f"there is no node_modules/node-llama-cpp in {folder}", "install it with"
+            problem, remedy = f"there is no node_modules/node-llama-cpp in {folder}", "install it with"
         raise MissingRuntimeError(
-            f"runtime {cls.name!r} runs llama.cpp by node-llama-cpp, and {what}; {remedy}: npm i "
+            f"runtime {cls.name!r} runs llama.cpp by node-llama-cpp, and {problem}; {remedy}: npm i "
             f"--omit=optional --ignore-scripts node-llama-cpp@{VERSION} @node-llama-cpp/PLATFORM@{VERSION}, with a "
             f"PLATFORM such as linux-x64 or mac-arm64-metal, and start in that folder or name it in {FOLDER_VARIABLE}"
         )
@@ -147,14 +147,12 @@ class LlamaCppRuntime(Runtime):
         return {"probabilities": np.stack([np.frombuffer(base64.b64decode(row), dtype="<f4") for row in rows])}
 
     def prediction(self, batch: Mapping[str, Any], names: Sequence[str] = ("logits",)) -> torch.Tensor:
-        """Return the log-probabilities of the token after each one, (batch, tokens, vocabulary); zeros at padding.
-
-        Node passes on every probability separately, so 500 tokens of a vocabulary of 32,000 take seconds.
-        """
+        """Return the log-probabilities of the token after each one, (batch, tokens, vocabulary); zeros at padding."""
+        # Node passes on every probability separately, so 500 tokens of a vocabulary of 32,000 take seconds.
         rows: list[torch.Tensor] = []
         for row, mask in zip(batch["input_ids"], _real_tokens(batch), strict=True):
-            told = base64.b64decode(self._ask("follow", text=row[mask].tolist()))
-            probabilities = torch.frombuffer(bytearray(told), dtype=torch.float32).reshape(int(mask.sum()), -1)
+            floats = bytearray(base64.b64decode(self._ask("follow", text=row[mask].tolist())))
+            probabilities = torch.frombuffer(floats, dtype=torch.float32).reshape(int(mask.sum()), -1)
             rows.append(probabilities.new_zeros(len(row), probabilities.shape[-1]))
             # A probability that float32 rounds to 0 must not become an infinite loss.
             rows[-1][mask] = probabilities.clamp(min=torch.finfo(torch.float32).tiny).log()
@@ -164,23 +162,24 @@ class LlamaCppRuntime(Runtime):
         """Return the tokens of each text by llama.cpp's tokenizer, without special tokens around them."""
         return self._ask("tokenize", texts=list(texts))["tokens"]
 
-    def _ask(self, method: str, **given: Any) -> Any:
+    def _ask(self, method: str, **arguments: Any) -> Any:
         """Call a method of `llamacpp.mjs`, and return its result; an ExportError if llama.cpp refused or stopped."""
         try:
-            self._process.stdin.write(json.dumps({"method": method, **given}) + "\n")
+            self._process.stdin.write(json.dumps({"method": method, **arguments}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except OSError:
             line = ""
         if not line:
-            raise ExportError(f"llama.cpp must run the file, and stopped: {self._last_words()}; report the model")
-        told = json.loads(line)
-        if "error" in told:
-            reason = " ".join([*str(told["error"]).split(), self._last_words()])[:400]
+            raise ExportError(f"llama.cpp must run the file, and stopped: {self._end_of_stderr()}; report the model")
+        reply = json.loads(line)
+        if "error" in reply:
+            reason = " ".join([*str(reply["error"]).split(), self._end_of_stderr()])[:400]
             raise ExportError(f"llama.cpp must run the file, and refused: {reason}")
-        return told["result"]
+        return reply["result"]
 
-    def _last_words(self) -> str:
+    def _end_of_stderr(self) -> str:
+        """Return the last 300 characters that the process printed as errors, on one line."""
         self._errors.seek(0)
         return " ".join(self._errors.read().decode(errors="replace").split())[-300:]
 

@@ -19,8 +19,7 @@ from ...errors import ExportError, require_package
 from .base import register_runtime
 from .ort import GraphRuntime, cache_sizes, input_array, onnx_file
 
-# The name that Optimum gives a graph of OpenVINO.
-OPENVINO_FILE = "openvino_model.xml"
+OPENVINO_FILE = "openvino_model.xml"  # the name that Optimum gives a graph of OpenVINO
 _DEVICE = "CPU"
 _PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _DTYPES = {precision: dtype for dtype, precision in _PRECISIONS.items()}
@@ -40,8 +39,8 @@ class OpenVinoRuntime(GraphRuntime):
         self.require()
         import openvino
 
-        own_file = isinstance(source, (str, Path)) and (Path(source) / OPENVINO_FILE).is_file()
-        file = Path(source) / OPENVINO_FILE if own_file else onnx_file(source, self.name)
+        has_xml = isinstance(source, (str, Path)) and (Path(source) / OPENVINO_FILE).is_file()
+        file = Path(source) / OPENVINO_FILE if has_xml else onnx_file(source, self.name)
         core = openvino.Core()
         try:
             graph = core.read_model(str(file))
@@ -99,9 +98,8 @@ class OpenVinoRuntime(GraphRuntime):
         try:
             feed.infer()
         except RuntimeError as error:
-            raise ExportError(
-                f"OpenVINO must run the graph, and stopped: {_reason(error)}; report the model"
-            ) from error
+            message = f"OpenVINO must run the graph, and stopped: {_reason(error)}; report the model"
+            raise ExportError(message) from error
         return feed
 
     def fetch(self, result: Any) -> dict[str, np.ndarray]:
@@ -110,7 +108,7 @@ class OpenVinoRuntime(GraphRuntime):
 
 
 def name_tensors(file: Path, graph: Any) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[int, int]]]:
-    """Give a graph's inputs and outputs their names in its file, in place; return these, and its `cache_sizes`."""
+    """Name a graph's inputs and outputs as its file does, in place; return both names, and its `cache_sizes`."""
     if file.suffix == ".xml":
         return tuple(x.get_any_name() for x in graph.inputs), tuple(x.get_any_name() for x in graph.outputs), {}
     import onnx
@@ -122,9 +120,9 @@ def name_tensors(file: Path, graph: Any) -> tuple[tuple[str, ...], tuple[str, ..
     }
     names = tuple(shapes), tuple(value.name for value in header.graph.output)
     # A tensor may have several names in OpenVINO; that of the file is among them.
-    for values, of_file in zip((graph.inputs, graph.outputs), names, strict=True):
+    for values, file_names in zip((graph.inputs, graph.outputs), names, strict=True):
         for value in values:
-            (name,) = value.names.intersection(of_file)
+            (name,) = value.names.intersection(file_names)
             value.set_names({name})
     return *names, cache_sizes(shapes)
 
@@ -132,5 +130,5 @@ def name_tensors(file: Path, graph: Any) -> tuple[tuple[str, ...], tuple[str, ..
 def _reason(error: RuntimeError) -> str:
     """Return OpenVINO's error message, without the source locations at its beginning."""
     lines = [line.strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
-    return " ".join(said or lines[:1])[:300]
+    message = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
+    return " ".join(message or lines[:1])[:300]

@@ -19,10 +19,8 @@ from .base import Runtime, register_runtime, split_last_token
 from .bits import INTEGER_OPERATORS, SMALLEST, quantize_graph
 
 ONNX_FILE = "model.onnx"
-# model.onnx_data is the only name under which older Optimum fetches weights from the Hub.
-WEIGHTS_SUFFIX = "_data"
-# The name that Optimum gives a quantised graph.
-QUANTIZED_FILE = "model_quantized.onnx"
+WEIGHTS_SUFFIX = "_data"  # model.onnx_data is the only name under which older Optimum fetches weights from the Hub
+QUANTIZED_FILE = "model_quantized.onnx"  # the name that Optimum gives a quantised graph
 # The parts of a vision-language model, with the names that onnx-community and transformers.js use.
 VISION_FILE, EMBED_FILE, DECODER_FILE = "vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"
 
@@ -41,11 +39,11 @@ class BoundFeed:
 
     binding: Any
     values: tuple[Any, ...]
-    options: Any = None  # as `_graph_options` makes them, for CUDA graphs
+    options: Any = None  # `onnxruntime.RunOptions`, which `ort_gpu` needs for CUDA graphs
 
 
 class GraphRuntime(Runtime):
-    """The common part of runtimes of ONNX graphs; `inputs` and `outputs` are the graph's names of these."""
+    """The base class of runtimes of ONNX graphs; `inputs` and `outputs` are the names of the graph's tensors."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -80,9 +78,8 @@ class OnnxRuntime(GraphRuntime):
             raise
         except Exception as error:  # ONNX Runtime has a class for each status, and no common one
             hint = "; a later ONNX Runtime may have it" if "NOT_IMPLEMENTED" in str(error) else ""
-            raise ExportError(
-                f"ONNX Runtime must load {self._file.name}, and refused: {first_line(error)}{hint}"
-            ) from error
+            message = f"ONNX Runtime must load {self._file.name}, and refused: {first_line(error)}{hint}"
+            raise ExportError(message) from error
         if self.provider != self.requested:
             raise self._missing(f"its session fell back to {self.provider}")
         shapes = {node.name: node.shape for node in self._session.get_inputs()}
@@ -98,13 +95,15 @@ class OnnxRuntime(GraphRuntime):
             raise cls._missing(f"this ONNX Runtime offers {', '.join(available)}")
 
     @classmethod
-    def _missing(cls, what: str) -> MissingRuntimeError:
+    def _missing(cls, reason: str) -> MissingRuntimeError:
+        """Return the error that says why the provider cannot be used, and what to install."""
         return MissingRuntimeError(
-            f"runtime {cls.name!r} must run on {cls.requested}, and {what}; install it with: "
+            f"runtime {cls.name!r} must run on {cls.requested}, and {reason}; install it with: "
             f'pip install "hies-export[{cls.extra}]"'
         )
 
     def _open(self, file: Path) -> Any:
+        """Return a session of the file; subclasses open it on another provider, or a quantised copy of it."""
         return self._session_on(file, [self.requested])
 
     def _session_on(self, file: Path, providers: list[Any], **config: str) -> Any:
@@ -191,6 +190,7 @@ class QuantizedOnnxRuntime(OnnxRuntime):
     bits: ClassVar[tuple[str, ...]] = ("int8",)
 
     def _open(self, file: Path) -> Any:
+        """Return a session of the file, or if none of its layers is quantised, of a quantised copy."""
         import onnx_ir
 
         program = onnx_ir.load(file)
@@ -232,7 +232,8 @@ def onnx_file(source: str | Path, name: str) -> Path:
     refuse_parts(source)
     file = Path(source)
     if file.is_dir():
-        file /= QUANTIZED_FILE if (file / QUANTIZED_FILE).is_file() and not (file / ONNX_FILE).is_file() else ONNX_FILE
+        only_quantised = (file / QUANTIZED_FILE).is_file() and not (file / ONNX_FILE).is_file()
+        file /= QUANTIZED_FILE if only_quantised else ONNX_FILE
     if not file.is_file():
         raise RecipeError(f"runtime {name!r} needs an ONNX file; {file} does not exist: export the model first")
     return file

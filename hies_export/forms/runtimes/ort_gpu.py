@@ -63,7 +63,7 @@ class CudaOnnxRuntime(OnnxRuntime):
             )
 
     def __init__(self, source: str | Path, *, threads: int):
-        self._memory_bytes, self._captured = 0, 0
+        self._memory_bytes, self._captured = 0, 0  # device memory held, number of CUDA graphs
         before = _free_bytes()
         super().__init__(source, threads=threads)
         self._memory_bytes += before - _free_bytes()
@@ -74,7 +74,7 @@ class CudaOnnxRuntime(OnnxRuntime):
 
         With a CUDA graph, nothing is logged: only operators that compute shapes are then elsewhere.
         """
-        placed: dict[str, Counter[str]] = {}
+        placed: dict[str, Counter[str]] = {}  # provider -> its operators
         for part in self._session.get_provider_graph_assignment_info():
             placed.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
         if self.requested not in placed:
@@ -85,18 +85,21 @@ class CudaOnnxRuntime(OnnxRuntime):
                 logger.warning("%s runs a part of %s on %s: %s", self.name, self._file.name, provider, counts)
 
     def _open(self, file: Path) -> Any:
+        """Return a session with a CUDA graph, or without one if that fails."""
         self.cuda_graph = True
         try:
-            return self._open_with(file)
+            return self._session_on_gpu(file)
         except Exception as error:  # ONNX Runtime has a class for each status, and no common one
             return self._open_without_graph(file, error)
 
     def _open_without_graph(self, file: Path, error: Exception) -> Any:
+        """Return a session without a CUDA graph, and log the error that says why."""
         self.cuda_graph = False
         logger.warning("%s times %s without a CUDA graph: %s", self.name, file.name, first_line(error))
-        return self._open_with(file)
+        return self._session_on_gpu(file)
 
-    def _open_with(self, file: Path) -> Any:
+    def _session_on_gpu(self, file: Path) -> Any:
+        """Return a session on the GPU, with a CUDA graph if `cuda_graph` is on."""
         options = {
             # Grow the arena by the requested size, not by powers of two, so that measured memory is the memory needed.
             "arena_extend_strategy": "kSameAsRequested",
@@ -122,7 +125,7 @@ class CudaOnnxRuntime(OnnxRuntime):
     def _with_bound_outputs(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind inputs and outputs to fixed memory, and assign the number of the CUDA graph to capture and replay."""
         bound = super().prepare(batch)
-        self.run(replace(bound, options=_graph_options(-1)))
+        self.run(replace(bound, options=_graph_options(-1)))  # allocates the outputs
         for name, value in self.values(bound.binding).items():
             bound.binding.bind_ortvalue_output(name, value)
         self._captured += 1
@@ -134,7 +137,7 @@ class CudaOnnxRuntime(OnnxRuntime):
     def run_once(self, batch: Mapping[str, Any]) -> Any:
         """Run the graph on a batch that is not run again, without a CUDA graph, and return what `run` returns."""
         before = _free_bytes()
-        # A run without a number would capture a graph, or replay that of another shape.
+        # -1, because a run without a number would capture a graph, or replay that of another shape.
         result = self.run(replace(super().prepare(batch), options=_graph_options(-1)))
         self._memory_bytes += before - _free_bytes()
         return result
@@ -146,13 +149,11 @@ class CudaOnnxRuntime(OnnxRuntime):
 
 @functools.cache
 def _refusal(provider: str) -> str | None:
-    """Return why no session starts on a provider; None if one does.
-
-    ONNX Runtime lists the providers that it was built with, and goes on without those whose libraries do not load.
-    """
+    """Return why no session starts on a provider; None if one does."""
     import onnx.parser
     import onnxruntime as ort
 
+    # ONNX Runtime lists the providers that it was built with, and goes on without those whose libraries do not load.
     ort.set_default_logger_severity(4)  # fatal errors only: the reason is in the message
     try:
         providers = list(dict.fromkeys([provider, "CPUExecutionProvider"]))

@@ -21,8 +21,7 @@ from ...model.modes import torch_threads
 from ...model.tokens import forward_inputs, positions_of
 from .base import Runtime, register_runtime, split_last_token
 
-# Shapes of models that are compiled in a process; more than anybody times.
-MOST_COMPILED = 100_000
+MOST_COMPILED = 100_000  # shapes of models that are compiled in a process; more than anybody times
 # Shapes for which a model is compiled one by one, which takes seconds each; further ones share a program.
 MOST_SHAPES = 16
 
@@ -181,11 +180,9 @@ class CompiledTorchRuntime(TorchRuntime):
         return output
 
     def peak_memory_bytes(self, feed: dict[str, Any]) -> int | None:
-        """Return the model's peak memory during one run in bytes; None on the CPU.
-
-        A CUDA graph has a pool of its own, which its replays do not allocate from: it counts as a whole.
-        """
+        """Return the model's peak memory during one run in bytes; None on the CPU."""
         allocated = super().peak_memory_bytes(feed)
+        # A CUDA graph has a pool of its own, which its replays do not allocate from: it counts as a whole.
         return None if allocated is None else max(allocated, parameter_bytes(self._model) + self._pool_bytes)
 
 
