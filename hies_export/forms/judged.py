@@ -31,7 +31,8 @@ class Judged:
         stability_low, stability_high: Ends of its 95 % interval.
         times: A row for each shape and phase; of a form that is no candidate to deploy, for the first one only. For the
             first form, its control's.
-        kept, at_least: Share kept on held-out rows, as in `Judge.kept`, and its interval's lower end; else None.
+        kept, at_least: The share that is kept on the held-out rows, as in `Judge.kept`, and the lower end of its 95 %
+            interval; None if nothing is promised.
     """
 
     model: str
@@ -166,14 +167,11 @@ def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | 
     return (kept.relative_to(folder) / export.file.relative_to(export.folder)).as_posix()
 
 
-def frontier(times: Sequence[float], agreements: Sequence[float]) -> list[int]:
-    """Return the indices of forms on the Pareto frontier of time and agreement, fastest first; of equals the first.
-
-    An agreement is the share of answers that stay the same.
-    """
+def frontier(times: Sequence[float], kept: Sequence[float]) -> list[int]:
+    """Return indices of forms on the Pareto frontier of time and share of kept answers, fastest first; no equals."""
     best, indices = -1.0, []
-    for index in sorted(range(len(times)), key=lambda index: (times[index], -agreements[index])):
-        if agreements[index] > best:
-            best = agreements[index]
+    for index in sorted(range(len(times)), key=lambda index: (times[index], -kept[index])):
+        if kept[index] > best:  # of equal forms, the first one is on the frontier
+            best = kept[index]
             indices.append(index)
     return indices

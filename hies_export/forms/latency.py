@@ -50,7 +50,7 @@ class TimedOn:
 class TimedCut:
     """A uniform cut of the modules of one `kind`, timed against the dense model.
 
-    `kept` is the share of the bundles that stay. `ratio` is the time of the cut / the dense model, with 95 % interval.
+    `kept` is the share of the bundles that stay. `ratio` is the cut model's time / the dense one's, with 95 % interval.
     """
 
     kept: float

@@ -32,7 +32,7 @@ LIMIT_BYTES = 4 << 30  # most bytes of moments that are collected at once
 LARGEST_LEVEL = 15  # of the levels of 4 bits, which begin at 0
 
 Batch: TypeAlias = Mapping[str, Any]
-ReadInputs: TypeAlias = Callable[[Batch], Mapping[str, Tensor]]  # name of a layer -> what it takes, (..., inputs)
+ReadInputs: TypeAlias = Callable[[Batch], Mapping[str, Tensor]]  # from a batch to what layers take, by name
 # Prepares a model for reading: `with open_reader(names of layers) as read: inputs = read(batch)`.
 OpenReader: TypeAlias = Callable[[Sequence[str]], AbstractContextManager[ReadInputs]]
 
@@ -87,7 +87,7 @@ def fit_blocks(
 def _damped(moments: Tensor, inputs: int) -> Tensor:
     """Return moments, padded with zeros to (inputs, inputs), plus a multiple of the identity."""
     mean = moments.diagonal().mean()
-    added = DAMPING * mean if mean > 0 else 1.0  # without moments any will do that keeps curves above 0
+    added = DAMPING * mean if mean > 0 else 1.0  # without moments, any positive number
     damped = torch.eye(inputs, dtype=moments.dtype) * added
     damped[: len(moments), : len(moments)] += moments
     return damped

@@ -177,12 +177,10 @@ def rows_by_shape(rows: Mapping[int, Sequence[Batch]]) -> dict[Shape, Sequence[B
 
 
 def in_mixed_order(batches: Sequence[Batch], size: int) -> list[Batch]:
-    """Cut batches into smaller ones, and return some in a random order that is the same each time.
-
-    They have at most `size` rows each, and `ROWS` together; one is returned even if it has more.
-    """
+    """Cut batches to at most `size` rows, and return some with `ROWS` rows at most, in a fixed random order."""
     smaller = [part for batch in batches for part in in_rows(batch, size)]
     order = torch.randperm(len(smaller), generator=torch.Generator().manual_seed(0))
+    # A single one may have more.
     return [smaller[index] for index in order[: max(1, ROWS // size)].tolist()]
 
 

@@ -1,7 +1,7 @@
 """Quantise an exported encoder to 8 bits for OpenVINO by NNCF's post-training quantisation.
 
 A scale of 8 bits covers the largest activation of all neurons of a layer. In BERT-like models one or two neurons of a
-layer reach four times what any other reaches, and leave a quarter of the levels to the others. They are computed apart.
+layer reach four times what any other reaches, leave a quarter of the levels to the others, and are computed apart.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def quantize_columns(matrix: np.ndarray, *, paired: bool = False) -> tuple[np.nd
     """Return a matrix (inputs, outputs) as int8, and the float32 scale of each column (outputs,).
 
     If `paired`, as weights of products must be, the sums of rows 0 and 1, 2 and 3, ... are in [-128, 128]. x86 without
-    VNNI adds two products with uint8 in 16 bits, which hold 255 times that, then saturates. Scales grow by a third.
+    VNNI adds two products with uint8 in 16 bits, which hold 255 times that, then saturates. Scales grow by about 1/3.
     """
     largest = np.abs(matrix).max(axis=0)
     if paired:
@@ -190,15 +190,14 @@ def quantize_blocks(matrix: np.ndarray, spread: Spread | None = None) -> PackedB
         blocks = fit_blocks(weights, blocks, spread.moments)
         error = (weights - blocks.values).flatten(0, 1)[:inputs]
         bias = (spread.mean @ error).float().numpy()
-    levels = blocks.levels.flatten(0, 1).T.numpy().reshape(outputs, -1, BLOCK)
-    zero = blocks.zero.T.numpy()
+    levels = blocks.levels.flatten(0, 1).T.numpy().astype(np.uint8).reshape(outputs, -1, BLOCK)
+    zero = blocks.zero.T.numpy().astype(np.uint8)
     zero = np.pad(zero, ((0, 0), (0, zero.shape[1] % 2)))
     return PackedBlocks(_pack(levels), blocks.scale.T.float().numpy(), _pack(zero), bias)
 
 
 def _pack(numbers: np.ndarray) -> np.ndarray:
-    """Return numbers below 16 as uint8, two neighbours to a byte, the first in its lower half."""
-    numbers = numbers.astype(np.uint8)
+    """Return uint8 numbers below 16, two neighbours to a byte, the first in its lower half."""
     return numbers[..., 0::2] | (numbers[..., 1::2] << 4)
 
 
@@ -214,7 +213,7 @@ def _quantize_tokens(new: Rewrite, states: Any, width: int, zeros: dict[Any, Any
     else:
         largest = new("ReduceMax", new("Abs", states), axes, keepdims=1)
     scale = new("Mul", largest, new.constant(np.float32(1 / LEVELS)))
-    key = states  # of a shape that is not known
+    key = states  # if its shape is not known
     if states.shape is not None and not states.shape.has_unknown_dim():
         key = tuple(states.shape)[:-1]
     if key not in zeros:
