@@ -106,7 +106,7 @@ class _Block:
 
     def fit_levels(self, levels: Tensor, scale: Tensor, zero: Tensor, stay: Tensor | None) -> None:
         """Move levels (size, outputs) to their best values in place, row by row; those where `stay` is true stay."""
-        moved = torch.zeros_like(self.error)
+        moved = torch.zeros_like(self.error)  # from the errors `before` to those of now
         for row, curve in enumerate(self.hessian.diagonal()):
             slope = self.slope[row] + self.hessian[row] @ moved
             # A Newton step: with the error minus slope / curve, the change is least.

@@ -37,9 +37,10 @@ class Traces:
     def add(self, key: Hashable, model: torch.nn.Module, program: Any) -> None:
         """Learn from the traced graph of a model; graphs are made of those that were added by the same `key`."""
         tensors = _tensors(model)
-        known = self._templates.setdefault((key, *tensors), [])
-        if not any(template.learn(program, tensors) for template in known) and len(known) < TEMPLATES:
-            known.append(_Template(program, tensors))
+        templates = self._templates.setdefault((key, *tensors), [])
+        learned = any(template.learn(program, tensors) for template in templates)
+        if not learned and len(templates) < TEMPLATES:
+            templates.append(_Template(program, tensors))
 
     def resized(self, key: Hashable, model: torch.nn.Module) -> Any:
         """Return the graph of a model as an `onnx_ir.Model`; None if it does not follow from the traced ones."""
@@ -294,8 +295,8 @@ def _is_shape_with_constants(node: Any) -> bool:
 
 def _merge_shapes(graph: Any) -> None:
     """Merge equal shapes that `_with_separate_shapes` has copied, in place, and give all others names of their own."""
-    constants: dict[Any, Any] = {}
-    nodes: dict[Any, Any] = {}
+    constants: dict[Any, Any] = {}  # shape and bytes -> the first such constant
+    outputs: dict[Any, Any] = {}  # operator, attributes and inputs -> output of the first such node
     for node in list(graph.all_nodes()):
         if not _is_shape_with_constants(node):
             continue
@@ -305,11 +306,11 @@ def _merge_shapes(graph: Any) -> None:
                 node.replace_input_with(index, constants.setdefault((array.shape, array.tobytes()), value))
         output = node.outputs[0]
         key = node.domain, node.op_type, str(node.attributes), *(id(value) for value in node.inputs)
-        if nodes.setdefault(key, output) is not output:
-            read_instead(output, nodes[key])
+        if outputs.setdefault(key, output) is not output:
+            read_instead(output, outputs[key])
             node.graph.remove(node, safe=True)
     taken: set[str] = set()
-    for output in nodes.values():
+    for output in outputs.values():
         while output.name in taken:
             output.name = output.producer().name = f"{output.name}_apart"
         taken.add(output.name)
@@ -388,8 +389,8 @@ def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Pla
     for (kind, number, index), numbers in contents.items():
         if kind in ("input", "shape"):
             value = graph.inputs[number] if kind == "input" else nodes[number].outputs[index]
-            named = zip(value.shape, numbers, strict=True)
-            value.shape = onnx_ir.Shape([dim if isinstance(size, str) else size for dim, size in named])
+            pairs = zip(value.shape, numbers, strict=True)  # a name keeps its axis, None makes it unknown
+            value.shape = onnx_ir.Shape([dim if isinstance(size, str) else size for dim, size in pairs])
         elif kind == "attribute":
             old = nodes[number].attributes[index]
             new: Any = numbers[0] if old.type.name == "INT" else numbers

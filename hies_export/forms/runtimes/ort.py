@@ -266,7 +266,7 @@ def input_array(name: str, batch: Mapping[str, Any], sizes: Mapping[str, tuple[i
     value = batch.get(name)
     tokens = next((batch[key] for key in ("input_ids", "inputs_embeds") if key in batch), None)
     if value is None and tokens is not None:
-        rows, length = (tokens.shape if isinstance(tokens, torch.Tensor) else tokens.shape())[:2]
+        rows, length = (tokens.shape if isinstance(tokens, torch.Tensor) else tokens.shape())[:2]  # or an OrtValue
         mask = torch.as_tensor(batch.get("attention_mask", torch.ones(rows, length, dtype=torch.int64)))
         if name == "attention_mask":
             value = mask
