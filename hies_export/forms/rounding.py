@@ -87,8 +87,8 @@ def fit_blocks(
 def _damped(moments: Tensor, inputs: int) -> Tensor:
     """Return moments, padded with zeros to (inputs, inputs), plus a multiple of the identity."""
     mean = moments.diagonal().mean()
-    added = DAMPING * mean if mean > 0 else 1.0  # without moments, any positive number
-    damped = torch.eye(inputs, dtype=moments.dtype) * added
+    # Without moments, any positive number will do.
+    damped = torch.eye(inputs, dtype=moments.dtype) * (DAMPING * mean if mean > 0 else 1.0)
     damped[: len(moments), : len(moments)] += moments
     return damped
 

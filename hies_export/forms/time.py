@@ -272,7 +272,7 @@ def _run_in_turns(
 def _check_alike(runners: Sequence[Runtime], *, across: bool) -> None:
     """Refuse, by a RecipeError, runners that differ in threads or, on one runtime, in device or use of CUDA graphs."""
     modes = {(runner.provider, runner.threads, runner.cuda_graph) for runner in runners}
-    must_agree = {threads for _, threads, _ in modes} if across else modes
+    must_agree: set[Any] = {threads for _, threads, _ in modes} if across else modes
     if len(must_agree) > 1:
         shown = " and ".join(
             f"{provider} with {threads} threads{', as a CUDA graph' if graph else ''}"
