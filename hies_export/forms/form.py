@@ -194,7 +194,7 @@ class Forms:
 
 
 def predictor(exporter: Exporter, runtime: str, bits: str | None) -> Predictor:
-    """Return a function by which the first process exports a model, and predicts for all others on a runtime."""
+    """Return a function by which the first process exports a model and predicts on a runtime, for all processes."""
 
     def predict(model: PreTrainedModel, batches: Sequence[Batch]) -> Predictions:
         with tempfile.TemporaryDirectory(prefix="hies-served-") as folder:
