@@ -32,10 +32,12 @@ _CONVERSATIONS: tuple[tuple[list[dict[str, Any]], list[Any] | None], ...] = (
 
 
 def templates_of(processor: Any) -> list[str]:
-    """Return the chat templates of a tokenizer, or of a processor and its tokenizer."""
-    own = (getattr(one, "chat_template", None) for one in (processor, tokenizer_of(processor)))
-    named = (list(one.values()) if isinstance(one, dict) else [one] for one in own)
-    return list(dict.fromkeys(template for of in named for template in of if isinstance(template, str)))
+    """Return the chat templates of a tokenizer, or of a processor and its tokenizer, each once."""
+    templates: list[Any] = []
+    for owner in (processor, tokenizer_of(processor)):
+        template = getattr(owner, "chat_template", None)
+        templates += list(template.values()) if isinstance(template, dict) else [template]
+    return list(dict.fromkeys(template for template in templates if isinstance(template, str)))
 
 
 def chat_texts(processor: Any) -> list[str]:
@@ -43,26 +45,26 @@ def chat_texts(processor: Any) -> list[str]:
     return [*_rendered(processor), *(text for template in templates_of(processor) for text in _literals(template))]
 
 
-def in_chat(processor: Any, texts: Sequence[str]) -> list[list[str]]:
-    """Return all texts between each pair of characters that a chat puts around a text; none without a template.
+def wrapped_as_in_chat(processor: Any, texts: Sequence[str]) -> list[list[str]]:
+    """Return, for each pair of characters that a chat puts next to a text, all texts between these characters.
 
     A token may begin with the space or the line's end before a text, and end with what is after it.
     """
-    around = set()
-    for text in _rendered(processor):
-        around |= {(before[-1:], after[:1]) for before, after in itertools.pairwise(text.split(_SAID))}
-    return [[before + text + after for text in texts] for before, after in sorted(around)]
+    neighbours = set()
+    for chat in _rendered(processor):
+        neighbours |= {(before[-1:], after[:1]) for before, after in itertools.pairwise(chat.split(_SAID))}
+    return [[before + text + after for text in texts] for before, after in sorted(neighbours)]
 
 
 def _rendered(processor: Any) -> Iterator[str]:
-    """Yield the conversations as each chat template renders them, both as texts and as lists of parts."""
+    """Yield `_CONVERSATIONS` as each chat template renders them, with contents as texts and as lists of parts."""
     tokenizer = tokenizer_of(processor)
     for template in templates_of(processor):
-        for (turns, tools), begins in itertools.product(_CONVERSATIONS, (False, True)):
-            how = {"chat_template": template, "tools": tools, "add_generation_prompt": begins, "tokenize": False}
-            for given in (turns, [{**turn, "content": [{"type": "text", "text": _SAID}]} for turn in turns]):
+        for (turns, tools), prompts in itertools.product(_CONVERSATIONS, (False, True)):
+            options = {"chat_template": template, "tools": tools, "add_generation_prompt": prompts, "tokenize": False}
+            for messages in (turns, [{**turn, "content": [{"type": "text", "text": _SAID}]} for turn in turns]):
                 try:
-                    yield str(tokenizer.apply_chat_template(given, **how))
+                    yield str(tokenizer.apply_chat_template(messages, **options))
                 except Exception:  # of many kinds: a template refuses what it does not take
                     continue
 

@@ -33,7 +33,7 @@ TEXTS, TOKENS = 16, 64
 
 def row_count(model: PreTrainedModel) -> int:
     """Return the number of rows of a model's embedding; an UnsupportedModelError if it has none, or several sizes."""
-    sizes = {size for config in configs_of(model) for size in _counts(config).values()}
+    sizes = {size for config in configs_of(model) for size in _row_fields(config).values()}
     if len(sizes) != 1:
         has = "none" if not sizes else f"several, of {' and '.join(f'{size:,}' for size in sorted(sizes))} rows"
         raise UnsupportedModelError(
@@ -43,11 +43,11 @@ def row_count(model: PreTrainedModel) -> int:
     return sizes.pop()
 
 
-def _counts(config: Any) -> dict[str, int]:
+def _row_fields(config: Any) -> dict[str, int]:
     """Return the fields of a config, not of its sub-configs, that count the rows of a vocabulary."""
-    own = {name: value for name, value in vars(config).items() if _COUNTS.search(name) and isinstance(value, int)}
-    mapped = config.attribute_map.get("vocab_size")
-    return own if mapped is None else {**own, mapped: getattr(config, mapped)}
+    fields = {name: value for name, value in vars(config).items() if _COUNTS.search(name) and isinstance(value, int)}
+    renamed = config.attribute_map.get("vocab_size")  # how this type of config calls that field
+    return fields if renamed is None else {**fields, renamed: getattr(config, renamed)}
 
 
 def named_tokens(model: PreTrainedModel, total: int) -> set[int]:
@@ -55,28 +55,29 @@ def named_tokens(model: PreTrainedModel, total: int) -> set[int]:
 
     A model that numbers positions from the padding token on needs all tokens before it too.
     """
-    found = {token for owner in _owners(model) for value in _fields(owner).values() for token in _flat(value)}
+    fields = [value for config in _configs(model) for value in _token_fields(config).values()]
+    found = {token for value in fields for token in _tokens(value)}
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     if numbers_by_padding(model.config) and pad is not None:
         found |= {*range(pad + 1)}
     return {token for token in found if 0 <= token < total}
 
 
-def _owners(model: PreTrainedModel) -> list[Any]:
-    """Return the configurations of a model, that of generation included."""
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Return the configurations of a model, and that of its generation if it has one."""
     return [*configs_of(model), *filter(None, [getattr(model, "generation_config", None)])]
 
 
-def _fields(owner: Any) -> dict[str, Any]:
-    """Return the fields of a configuration that hold token ids, by name."""
+def _token_fields(owner: Any) -> dict[str, Any]:
+    """Return the fields of a configuration or processor that hold tokens, by name."""
     return {name: value for name, value in vars(owner).items() if _TOKENS.search(name) and value is not None}
 
 
-def _flat(value: Any) -> Iterator[int]:
-    """Yield the tokens in a field: one, lists of them, or sequences of them as keys."""
+def _tokens(value: Any) -> Iterator[int]:
+    """Yield the tokens in the value of a field: one, lists of them, or sequences of them as keys."""
     if isinstance(value, (list, tuple, dict)):
         for item in value:
-            yield from _flat(item)
+            yield from _tokens(item)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield value
 
@@ -84,15 +85,15 @@ def _flat(value: Any) -> Iterator[int]:
 def renumber(owner: Any, numbers: Mapping[int, int]) -> None:
     """Give the tokens in the fields of a configuration or processor their new numbers, in place."""
 
-    def new(value: Any) -> Any:
+    def renumbered(value: Any) -> Any:
         if isinstance(value, dict):  # sequences of tokens -> their bias
-            return {tuple(new(tokens)): bias for tokens, bias in value.items()}
+            return {tuple(renumbered(tokens)): bias for tokens, bias in value.items()}
         if isinstance(value, (list, tuple)):
-            return [new(item) for item in value]
+            return [renumbered(item) for item in value]
         return value if isinstance(value, float) else numbers.get(value, value)  # 2.0 is a bias, and equals 2
 
-    for name, value in _fields(owner).items():
-        setattr(owner, name, new(value))
+    for name, value in _token_fields(owner).items():
+        setattr(owner, name, renumbered(value))
 
 
 def cut_rows(model: PreTrainedModel, kept: KeptTokens) -> PreTrainedModel:
@@ -105,19 +106,19 @@ def cut_rows(model: PreTrainedModel, kept: KeptTokens) -> PreTrainedModel:
     slim = share_weights(model)
     inner = slim.auto_model if isinstance(slim, TextEncoder) else slim
     before = empty_model(type(inner), inner.config)
-    for owner in _owners(slim):
-        renumber(owner, kept.numbers)
+    for config in _configs(slim):
+        renumber(config, kept.numbers)
     for config in configs_of(slim):
-        for name, size in _counts(config).items():
+        for name, size in _row_fields(config).items():
             if size == kept.total:
                 setattr(config, name, len(kept.rows))
     after = empty_model(type(inner), inner.config)
     _cut_tensors(inner, before, after, kept)
     for name, module in before.named_modules():
-        there = vars(after.get_submodule(name))
+        attributes_after = vars(after.get_submodule(name))
         for key, value in vars(module).items():
-            if type(value) is int and there[key] != value:
-                setattr(inner.get_submodule(name), key, there[key])
+            if type(value) is int and attributes_after[key] != value:
+                setattr(inner.get_submodule(name), key, attributes_after[key])
     embedding: Any = inner.get_input_embeddings()
     if len(embedding.weight) != len(kept.rows):
         raise UnsupportedModelError(
@@ -129,26 +130,28 @@ def cut_rows(model: PreTrainedModel, kept: KeptTokens) -> PreTrainedModel:
 
 def _cut_tensors(model: nn.Module, before: nn.Module, after: nn.Module, kept: KeptTokens) -> None:
     """Cut the tensors of a model, in place, whose shapes differ from `before` to `after`; shared ones stay shared."""
-    tensors, shapes = dict(_tensors(model)), {name: tensor.shape for name, tensor in _tensors(after)}
-    rows, done = torch.tensor(kept.rows), dict[int, Tensor]()
-    for name, old in _tensors(before):
+    tensors, shapes = dict(_named_tensors(model)), {name: tensor.shape for name, tensor in _named_tensors(after)}
+    rows = torch.tensor(kept.rows)
+    cut: dict[int, Tensor] = {}  # by the id of the tensor
+    for name, old in _named_tensors(before):
         tensor, new = tensors[name], shapes[name]
         if new == old.shape:
             continue
-        axes = [axis for axis, (one, other) in enumerate(zip(old.shape, new, strict=True)) if one != other]
+        sizes = enumerate(zip(old.shape, new, strict=True))
+        axes = [axis for axis, (old_size, new_size) in sizes if old_size != new_size]
         if [(old.shape[axis], new[axis]) for axis in axes] != [(kept.total, len(kept.rows))]:
             raise UnsupportedModelError(
                 f"fewer tokens must take rows and nothing else, but {name} of a {type(model).__name__} changes from "
                 f"{list(old.shape)} to {list(new)}; keep the whole vocabulary"
             )
-        if id(tensor) not in done:
-            part = tensor.detach().index_select(axes[0], rows.to(tensor.device))
-            is_parameter = isinstance(tensor, nn.Parameter)
-            done[id(tensor)] = nn.Parameter(part, requires_grad=tensor.requires_grad) if is_parameter else part
-        set_by_name(model, name, done[id(tensor)])
+        if id(tensor) not in cut:
+            cut[id(tensor)] = tensor.detach().index_select(axes[0], rows.to(tensor.device))
+            if isinstance(tensor, nn.Parameter):
+                cut[id(tensor)] = nn.Parameter(cut[id(tensor)], requires_grad=tensor.requires_grad)
+        set_by_name(model, name, cut[id(tensor)])
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers, shared ones by each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
@@ -162,7 +165,7 @@ def compare_rows(
     Tokens of the texts that go are replaced by one that stays. Of logits over the vocabulary, those of the tokens that
     stay are compared. Raises CutMismatchError for more than 1e-4 of the largest output, or of 1 if that is more.
     """
-    rows, numbers = torch.tensor(kept.rows), kept.new_numbers(gone=0)
+    rows, new_numbers = torch.tensor(kept.rows), kept.new_numbers(gone=0)
     worst = 0.0
     for text in texts[:: max(1, len(texts) // TEXTS)][:TEXTS]:
         # One at a time, because not every model has a padding token.
@@ -170,9 +173,9 @@ def compare_rows(
         batch = {name: tensor[:, :TOKENS] for name, tensor in batch.items()}
         if not batch["input_ids"].numel():
             continue
-        new = numbers[batch["input_ids"]]
-        expected = first_output(dense, {**batch, "input_ids": rows[new]})
-        found = first_output(slim, {**batch, "input_ids": new})
+        ids = new_numbers[batch["input_ids"]]
+        expected = first_output(dense, {**batch, "input_ids": rows[ids]})
+        found = first_output(slim, {**batch, "input_ids": ids})
         if expected.shape[-1] == kept.total and found.shape[-1] == len(rows):
             expected = expected[..., rows]
         difference = Difference.of(found, expected)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,23 +54,23 @@ def backend_of(tokenizer: Any) -> tokenizers.Tokenizer:
 
     Raises a RequestError without one, or for a kind of which it is not known what the tokens of a text depend on.
     """
-    own = getattr(tokenizer, "backend_tokenizer", None)
-    if own is None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
         raise RequestError(
             f"a vocabulary is cut in a tokenizer.json, but a {type(tokenizer).__name__} has none; load the model's "
             "tokenizer with AutoTokenizer, which converts those that it can"
         )
-    described = json.loads(own.to_str())["model"]
-    kind = described["type"]
+    model = json.loads(backend.to_str())["model"]
+    kind = model["type"]
     if kind not in _KNOWN:
         raise RequestError(f"the tokenizer must be one of {', '.join(_KNOWN)}, got {kind}; keep the whole vocabulary")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if kind == "BPE" and described.get(name):
+        if kind == "BPE" and model.get(name):
             raise RequestError(
                 f"the merges of a tokenizer must be the same for every text and every place, but this one has "
-                f"{name}: {described[name]!r}; keep the whole vocabulary"
+                f"{name}: {model[name]!r}; keep the whole vocabulary"
             )
-    copied = tokenizers.Tokenizer.from_str(own.to_str())
+    copied = tokenizers.Tokenizer.from_str(backend.to_str())
     copied.no_truncation()
     copied.no_padding()
     return copied
@@ -78,8 +79,8 @@ def backend_of(tokenizer: Any) -> tokenizers.Tokenizer:
 def tokens_of(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
     """Yield the tokens of every text, special tokens included."""
     remaining = iter(texts)
-    while part := list(itertools.islice(remaining, AT_ONCE)):
-        yield from (encoding.ids for encoding in backend.encode_batch_fast(part))
+    while chunk := list(itertools.islice(remaining, AT_ONCE)):
+        yield from (encoding.ids for encoding in backend.encode_batch_fast(chunk))
 
 
 def count_tokens(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Counter[int]:
@@ -90,30 +91,31 @@ def count_tokens(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Counter
 def find_kept(
     backend: tokenizers.Tokenizer, used: set[int], always: set[int], *, total: int, multiple_of: int = 1
 ) -> KeptTokens:
-    """Return the tokens that stay of `total` rows: those given, special and added ones, and those that any text needs.
+    """Return which of `total` tokens stay: the used ones, those to keep always, and what these and any text need.
 
     To reach a multiple, further tokens stay, those of the lowest numbers first: the training of a tokenizer gives these
     to frequent tokens. Raises the RequestErrors and DataErrors of `trim_vocabulary`.
     """
-    described, known = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=True)
-    if max(known.values()) >= total:
+    content, numbers = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=True).values()
+    if max(numbers) >= total:
         raise RequestError(
-            f"the tokenizer must be the model's own, but it has token {max(known.values())}, and the model has {total} "
+            f"the tokenizer must be the model's own, but it has token {max(numbers)}, and the model has {total} "
             "rows; give the tokenizer that the model was trained with"
         )
-    always = always | {*backend.encode("", "").ids, *(added["id"] for added in described["added_tokens"])}
+    # Special tokens are what the tokenizer puts around two empty texts.
+    always = always | {*backend.encode("", "").ids, *(added["id"] for added in content["added_tokens"])}
     if not used - always:
         raise DataError(
             "the texts must use some tokens at least min_count times, but none but special ones occurs as often; give "
             "more texts, or lower it"
         )
-    parts = _parts_of(described["model"])
-    kept = closure(used | always | needed(described["model"]), parts)
-    wanted = -len(kept) % multiple_of + len(kept)
-    for number in sorted(known.values()):
+    parts_of = _parts_of(content["model"])
+    kept = with_parts(used | always | needed_by_any_text(content["model"]), parts_of)
+    wanted = math.ceil(len(kept) / multiple_of) * multiple_of
+    for number in sorted(numbers):
         if len(kept) == wanted:
             break
-        more = closure({number}, parts) - kept
+        more = with_parts({number}, parts_of) - kept
         if len(kept) + len(more) <= wanted:
             kept |= more
     if len(kept) % multiple_of or len(kept) >= total:
@@ -127,52 +129,54 @@ def find_kept(
 
 def check_request(tokenizer: Any, texts: Sequence[str]) -> tokenizers.Tokenizer:
     """Return the tokenizer's `backend_of`; raises DataError if there are no texts, or something else among them."""
-    if wrong := [texts] if isinstance(texts, str) else [text for text in texts if not isinstance(text, str)]:
+    wrong = [texts] if isinstance(texts, str) else [text for text in texts if not isinstance(text, str)]
+    if wrong:
         raise DataError(f"texts must be a list of texts, got {quoted(wrong[0])}; give every text as a string in a list")
     if not texts:
         raise DataError("there must be texts to see which tokens they use, got none; give texts like those to be read")
     return backend_of(tokenizer)
 
 
-def needed(model: Mapping[str, Any]) -> set[int]:
+def needed_by_any_text(model: Mapping[str, Any]) -> set[int]:
     """Return the tokens that a model of `tokenizers`, as its JSON describes it, needs for any text.
 
     These are all bytes if it falls back to them, else all single characters that it has; the unknown token; and of
     Unigram also the least likely token.
     """
-    unigram, vocabulary = model["type"] == "Unigram", model["vocab"]
-    entries = [(entry[0], number) for number, entry in enumerate(vocabulary)] if unigram else vocabulary.items()
+    is_unigram, vocabulary = model["type"] == "Unigram", model["vocab"]
+    # Unigram lists (token, score), and the others map a token to its number.
+    entries = [(entry[0], number) for number, entry in enumerate(vocabulary)] if is_unigram else vocabulary.items()
     if model.get("byte_fallback"):
-        found = {number for token, number in entries if len(token) == 6 and token.startswith("<0x")}
+        needed = {number for token, number in entries if len(token) == 6 and token.startswith("<0x")}  # as <0x0A>
     else:
         prefix = model.get("continuing_subword_prefix") or ""
-        found = {number for token, number in entries if len(token.removeprefix(prefix)) == 1}
-    if unigram:
+        needed = {number for token, number in entries if len(token.removeprefix(prefix)) == 1}
+    if is_unigram:
         scores = [score for _, score in vocabulary]
-        found |= {scores.index(min(scores)), *([] if model["unk_id"] is None else [model["unk_id"]])}
-    elif model.get("unk_token") in vocabulary:
-        found.add(vocabulary[model["unk_token"]])
-    return found
+        needed.add(scores.index(min(scores)))
+        unknown = model["unk_id"]
+    else:
+        unknown = vocabulary.get(model.get("unk_token"))
+    return needed if unknown is None else needed | {unknown}
 
 
-def closure(tokens: Iterable[int], parts: Callable[[int], set[int]]) -> set[int]:
+def with_parts(tokens: set[int], parts_of: Callable[[int], set[int]]) -> set[int]:
     """Return tokens, and all tokens that they are built from."""
-    found = set(tokens)
-    return found.union(*map(parts, found))
+    return tokens.union(*map(parts_of, tokens))
 
 
 def _parts_of(model: Mapping[str, Any]) -> Callable[[int], set[int]]:
-    """Return a function from a token to the tokens that merges build it from; none if the model has no merges."""
+    """Return a function from a token to all tokens that merges build it from: none if the model has no merges."""
     if model["type"] != "BPE":
         return lambda token: set()
     vocabulary = model["vocab"]
     by_number = {number: token for token, number in vocabulary.items()}
     ranks = {pair_of(merge): rank for rank, merge in enumerate(model["merges"])}
 
-    def parts(token: int) -> set[int]:
+    def parts_of(token: int) -> set[int]:
         return {vocabulary[part] for part in derivation(by_number.get(token, ""), ranks)}
 
-    return parts
+    return parts_of
 
 
 def pair_of(merge: str | Sequence[str]) -> tuple[str, str]:
@@ -182,10 +186,9 @@ def pair_of(merge: str | Sequence[str]) -> tuple[str, str]:
 
 
 def derivation(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
-    """Return the tokens that byte-pair merges make on the way to a token, characters included; none if they never do.
+    """Return the tokens that byte-pair merges make on the way to a token, characters included.
 
-    The latter are words that are taken whole, with `ignore_merges`. `ranks` has the place of each merge, by both of its
-    sides.
+    Empty if merges do not make it: with `ignore_merges`, words are taken whole. `ranks` orders the merges, by pair.
 
     Examples:
         >>> sorted(derivation("low", {("l", "o"): 0, ("lo", "w"): 1}))

@@ -22,7 +22,7 @@ from .tokenizer import CutBeside
 
 @dataclass(frozen=True)
 class Recut:
-    """Converts batches of the whole vocabulary to the tokens that stay, with the same predictions to make.
+    """Converts batches for the dense model, with its whole vocabulary, to the tokens that the smaller model has.
 
     A token that went becomes its pieces, as if its text stood alone: beside others of the same word, the tokenizer may
     cut them together otherwise.
@@ -55,57 +55,62 @@ class Recut:
         )
 
     def batches(self, dense: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-        """Return batches for the dense model, and for the smaller one.
+        """Return the batches for the dense model, and those for the smaller one.
 
         The former are as they were, unless a row gets longer than the limit: tokens near its start, but not the first,
         are then left out for both.
         """
-        both = [self._batch(batch) for batch in dense]
-        return [one for one, _ in both], [other for _, other in both]
+        pairs = [self._batch(batch) for batch in dense]
+        return [for_dense for for_dense, _ in pairs], [for_slim for _, for_slim in pairs]
 
     def _batch(self, batch: Batch) -> tuple[Batch, Batch]:
-        """Return one batch for both models, whose rows differ in length."""
+        """Return a batch as the dense model reads it, and as the smaller one does, where rows may be longer."""
         real = batch["attention_mask"] != 0
         by_token = [name for name, value in batch.items() if value.shape == real.shape]
-        rows = [self._row({name: batch[name][row][real[row]] for name in by_token}) for row in range(len(real))]
-        left, filled = bool((~real[:, 0]).any()), batch["input_ids"][~real].tolist()
+        pairs = [self._row({name: batch[name][row][real[row]] for name in by_token}) for row in range(len(real))]
+        pads_left, pad_ids = bool((~real[:, 0]).any()), batch["input_ids"][~real].tolist()
 
         def joined(rows: list[Batch], pad: int) -> Batch:
             fill = {**FILL, "input_ids": pad}
-            return batch | {n: padded([row[n] for row in rows], fill.get(n, 0), left=left) for n in rows[0]}
+            columns = {name: padded([row[name] for row in rows], fill.get(name, 0), left=pads_left) for name in rows[0]}
+            return batch | columns
 
-        dense = joined([one for one, _ in rows], filled[0] if filled else 0)
-        slim = joined([other for _, other in rows], self.pad)
+        dense = joined([for_dense for for_dense, _ in pairs], pad_ids[0] if pad_ids else 0)
+        slim = joined([for_slim for _, for_slim in pairs], self.pad)
         if self.labels and "labels" in dense and "characters" not in batch:
             texts = [self.text(row[row >= 0].tolist()) for row in dense["labels"][:, self.shift :]]
-            dense, slim = (one | {"characters": torch.tensor([*map(len, texts)])} for one in (dense, slim))
+            dense["characters"] = slim["characters"] = torch.tensor([len(text) for text in texts])
         return dense, slim
 
     def _row(self, row: Batch) -> tuple[Batch, Batch]:
-        """Return one row for both models; each value of `row` is (tokens,), without padding."""
+        """Return a row as the dense and as the smaller model read it; values are (tokens,), without padding."""
         ids, has_labels = row["input_ids"], self.labels and "labels" in row
         # A mask hides a token, which its label says.
         tokens = row["labels"].where(row["labels"] != IGNORED, ids) if has_labels else ids
-        cuts = [self.pieces(token) for token in tokens.tolist()]
-        counts = torch.tensor([*map(len, cuts)])
+        pieces = [self.pieces(token) for token in tokens.tolist()]
+        counts = torch.tensor([len(of_token) for of_token in pieces])
         if self.limit is not None and len(ids) > 1 and counts.sum() > self.limit:
             # The first token stays, and as many of the last ones as fit beside it.
-            fits = counts.flip(0).cumsum(0).flip(0) + counts[0] <= self.limit
+            to_the_end = counts.flip(0).cumsum(0).flip(0)
+            fits = to_the_end + counts[0] <= self.limit
             fits[0] = True
             return self._row({name: value[fits] for name, value in row.items()})
         slim = {name: value.repeat_interleave(counts) for name, value in row.items()}
-        pieces = torch.tensor([piece for cut in cuts for piece in cut])
+        new_ids = torch.tensor([piece for of_token in pieces for piece in of_token])
         masks = torch.tensor([self.pieces(token)[0] for token in ids.tolist()]).repeat_interleave(counts)
-        slim["input_ids"] = masks.where((ids != tokens).repeat_interleave(counts), pieces)
-        went = torch.tensor([token not in self.kept.numbers for token in tokens.tolist()])
-        slim[PIECE_KEY] = torch.cat([torch.arange(1, len(cut) + 1) for cut in cuts]) * went.repeat_interleave(counts)
-        for name in {*row} & {JUDGED_KEY, *([] if self.labels else ["labels"])}:
-            slim[name] = slim[name].masked_fill(slim[PIECE_KEY] > 1, FILL.get(name, 0))  # the first piece has it
+        slim["input_ids"] = masks.where((ids != tokens).repeat_interleave(counts), new_ids)
+        # 1, 2, ... for the pieces of a token that went, 0 for tokens that stay.
+        went = torch.tensor([token not in self.kept.numbers for token in tokens.tolist()]).repeat_interleave(counts)
+        slim[PIECE_KEY] = torch.cat([torch.arange(1, count + 1) for count in counts.tolist()]) * went
+        by_first_piece = (JUDGED_KEY,) if self.labels else (JUDGED_KEY, "labels")
+        for name in by_first_piece:
+            if name in row:
+                slim[name] = slim[name].masked_fill(slim[PIECE_KEY] > 1, FILL.get(name, 0))
         if has_labels:
             labelled = slim["labels"] != IGNORED
             labelled[: int(counts[0]) * self.shift] = False  # nothing predicts a row's first token
             row = row | {"labels": row["labels"].index_fill(0, torch.arange(self.shift), IGNORED)}
-            slim["labels"] = pieces.where(labelled, IGNORED)
+            slim["labels"] = new_ids.where(labelled, IGNORED)
         return row, slim
 
 
@@ -134,32 +139,36 @@ def longest_first(text: str, prefix: str, known: Mapping[str, int]) -> list[int]
         >>> longest_first("##abc", "##", {"##a": 0, "##ab": 1, "##c": 2})
         [1, 2]
     """
-    found: list[int] = []
+    tokens: list[int] = []
     while text not in ("", prefix):
-        end = next((end for end in range(len(text), 0, -1) if text[:end] in known and text[:end] != prefix), None)
-        if end is None:
+        beginnings = (text[:end] for end in range(len(text), 0, -1))
+        longest = next((token for token in beginnings if token in known and token != prefix), None)
+        if longest is None:
             return []
-        found.append(known[text[:end]])
-        text = prefix + text[end:]
-    return found
+        tokens.append(known[longest])
+        text = prefix + text[len(longest) :]
+    return tokens
 
 
 def in_new_numbers(predictions: Predictions, labels: Tensor, kept: KeptTokens) -> Predictions:
-    """Return the dense model's predictions of tokens by their new numbers, as `of_pieces` gives the smaller model's.
+    """Return the dense model's predictions of tokens by their new numbers, to compare with the smaller model's.
 
-    A token that went is `WHOLE` where it is the label, (label tokens,), and else like no other.
+    As there, a token that went is `WHOLE` where it is the label, (label tokens,). Elsewhere it is like no other.
     """
-    values = kept.new_numbers(gone=-2)[predictions.values]
+    values = kept.new_numbers(gone=-2)[predictions.values]  # -2 is like no other
     return replace(predictions, values=values.masked_fill((values < 0) & (predictions.values == labels), WHOLE))
 
 
 def compare_cuts(dense: Sequence[Batch], slim: Sequence[Batch], kept: KeptTokens) -> CutBeside:
-    """Return how many rows, which both models read, have tokens that went, and how many tokens each model reads."""
+    """Return how many rows have tokens that went, and how many tokens each model reads in its batches of these rows."""
     if PIECE_KEY in slim[0]:
         went = [batch[PIECE_KEY] > 0 for batch in slim]
     else:
         numbers = kept.new_numbers(gone=-1)
         went = [(numbers[batch["input_ids"]] < 0) & (batch["attention_mask"] != 0) for batch in dense]
-    otherwise = sum(int(in_row.any(-1).sum()) for in_row in went)
-    tokens = [sum(int(batch["attention_mask"].sum()) for batch in side) for side in (dense, slim)]
-    return CutBeside(sum(map(size_of, dense)), otherwise, *tokens)
+    return CutBeside(
+        texts=sum(size_of(batch) for batch in dense),
+        otherwise=sum(int(by_token.any(-1).sum()) for by_token in went),
+        dense_tokens=sum(int(batch["attention_mask"].sum()) for batch in dense),
+        slim_tokens=sum(int(batch["attention_mask"].sum()) for batch in slim),
+    )

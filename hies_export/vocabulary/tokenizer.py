@@ -19,14 +19,14 @@ def shrink_tokenizer(tokenizer: Any, kept: KeptTokens) -> Any:
 
     Raises CutMismatchError if a token does not get its new number.
     """
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    _shrink(described, kept.numbers)
-    backend = tokenizers.Tokenizer.from_str(json.dumps(described))
-    known = tokenizer.get_vocab()
-    wanted = {token: kept.numbers[number] for token, number in known.items() if number in kept.numbers}
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    _shrink(content, kept.numbers)
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    old_numbers = tokenizer.get_vocab()
+    wanted = {token: kept.numbers[number] for token, number in old_numbers.items() if number in kept.numbers}
     found = backend.get_vocab(with_added_tokens=True)
     if found != wanted:
-        token = next(iter({*found.items()} ^ {*wanted.items()}))[0]
+        token = min(token for token in {*found, *wanted} if found.get(token) != wanted.get(token))
         raise CutMismatchError(
             f"every token that stays must have its number in the smaller vocabulary, but {quoted(token)} has "
             f"{found.get(token)} instead of {wanted.get(token)}; keep the whole vocabulary, and report this tokenizer"
@@ -34,23 +34,24 @@ def shrink_tokenizer(tokenizer: Any, kept: KeptTokens) -> Any:
     return with_backend(tokenizer, backend)
 
 
-def _shrink(described: dict[str, Any], numbers: Mapping[int, int]) -> None:
+def _shrink(content: dict[str, Any], numbers: Mapping[int, int]) -> None:
     """Leave only the tokens of `numbers`, old number -> new, in the content of a tokenizer.json, in place."""
-    model = described["model"]
+    model = content["model"]
     if model["type"] == "Unigram":
         model["vocab"] = [entry for number, entry in enumerate(model["vocab"]) if number in numbers]
         model["unk_id"] = numbers.get(model["unk_id"])
     else:
         model["vocab"] = {token: numbers[old] for token, old in model["vocab"].items() if old in numbers}
     if model["type"] == "BPE":
-        stay = model["vocab"].keys()
-        model["merges"] = [m for m in model["merges"] if stay >= {*pair_of(m), "".join(pair_of(m))}]
-    for added in described["added_tokens"]:
+        kept = model["vocab"].keys()
+        # A merge stays if both of its sides and what it makes of them stay.
+        model["merges"] = [merge for merge in model["merges"] if kept >= {*pair_of(merge), "".join(pair_of(merge))}]
+    for added in content["added_tokens"]:
         added["id"] = numbers[added["id"]]
-    if described["padding"] is not None:
-        described["padding"]["pad_id"] = numbers[described["padding"]["pad_id"]]
-    if described["post_processor"] is not None:
-        _renumber(described["post_processor"], numbers)
+    if content["padding"] is not None:
+        content["padding"]["pad_id"] = numbers[content["padding"]["pad_id"]]
+    if content["post_processor"] is not None:
+        _renumber(content["post_processor"], numbers)
 
 
 def _renumber(step: dict[str, Any], numbers: Mapping[int, int]) -> None:
@@ -85,12 +86,9 @@ class CutBeside:
 
 
 def check_cuts(dense: Any, slim: Any, texts: Sequence[str], kept: KeptTokens) -> None:
-    """Check that two tokenizers of transformers make the same tokens of texts whose tokens all stay.
-
-    Raises CutMismatchError, which quotes the first text where they do not.
-    """
-    both = (tokens_of(backend_of(tokenizer), texts) for tokenizer in (dense, slim))
-    for text, before, after in zip(texts, *both, strict=True):
+    """Raise CutMismatchError, which quotes it, if two tokenizers cut a text differently whose tokens all stay."""
+    tokens_before, tokens_after = tokens_of(backend_of(dense), texts), tokens_of(backend_of(slim), texts)
+    for text, before, after in zip(texts, tokens_before, tokens_after, strict=True):
         if [kept.rows[token] for token in after] != before and kept.numbers.keys() >= {*before}:
             raise CutMismatchError(
                 "a text must be cut as before where all its tokens stay, but "

@@ -14,7 +14,7 @@ from ..data.processors import tokenizer_of
 from ..errors import RequestError, quoted
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import refuse_encoder_decoder
-from .chat import chat_texts, in_chat
+from .chat import chat_texts, wrapped_as_in_chat
 from .embeddings import compare_rows, cut_rows, named_tokens, renumber, row_count
 from .kept import KeptTokens, check_request, count_tokens, find_kept
 from .tokenizer import CutBeside, check_cuts, shrink_tokenizer
@@ -22,19 +22,12 @@ from .tokenizer import CutBeside, check_cuts, shrink_tokenizer
 
 @dataclass(frozen=True)
 class Trimmed:
-    """A model and its tokenizer, or processor, without the tokens that went.
+    """A model and its tokenizer, or processor, without the tokens that went."""
 
-    Attributes:
-        model: Shares all weights but the cut ones with the dense model.
-        processor: Its tokenizer or processor.
-        kept: The tokens that stay.
-        max_abs: Largest difference of any output between both models.
-    """
-
-    model: PreTrainedModel
-    processor: Any
-    kept: KeptTokens
-    max_abs: float
+    model: PreTrainedModel  # shares all weights but the cut ones with the dense model
+    processor: Any  # its tokenizer or processor
+    kept: KeptTokens  # the tokens that stay
+    max_abs: float  # largest difference of any output between both models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,28 +103,29 @@ def trim_vocabulary(
     backend = check_request(tokenizer, texts)
     texts = [text for text in texts if text.strip()]
     prompts = model.reader.prompts if isinstance(model, TextEncoder) else []
-    wrapped = [*([prompt + text for text in texts] for prompt in prompts), *in_chat(processor, texts)]
+    with_prompts = [[prompt + text for text in texts] for prompt in prompts]
+    variants = [texts, *with_prompts, *wrapped_as_in_chat(processor, texts)]
     counts = Counter(read or {})
-    for some in (texts, *wrapped):
-        counts |= count_tokens(backend, some)  # the larger count of each token: these are the same texts
+    for variant in variants:
+        counts |= count_tokens(backend, variant)  # the larger count of each token: these are the same texts
     used = {token for token, count in counts.items() if count >= min_count}
     around = count_tokens(backend, [*prompts, *chat_texts(processor)])
     always = {*around, *named_tokens(model, total)}
     kept = find_kept(backend, used, always, total=total, multiple_of=multiple_of)
-    slim, smaller = apply_kept(model, processor, kept)
-    for some in (texts, *wrapped):
-        check_cuts(tokenizer, tokenizer_of(smaller), some, kept)
-    return Trimmed(slim, smaller, kept, compare_rows(model, slim, kept, tokenizer, texts))
+    slim, slim_processor = apply_kept(model, processor, kept)
+    for variant in variants:
+        check_cuts(tokenizer, tokenizer_of(slim_processor), variant, kept)
+    return Trimmed(slim, slim_processor, kept, compare_rows(model, slim, kept, tokenizer, texts))
 
 
 def apply_kept(model: PreTrainedModel, processor: Any, kept: KeptTokens) -> tuple[PreTrainedModel, Any]:
     """Return copies of a model and its tokenizer or processor with the tokens that stay; outputs are not compared."""
-    smaller = shrink_tokenizer(tokenizer_of(processor), kept)
+    tokenizer = slim_processor = shrink_tokenizer(tokenizer_of(processor), kept)
     if hasattr(processor, "tokenizer"):
-        tokenizer, smaller = smaller, copy.copy(processor)
-        renumber(smaller, kept.numbers)
-        smaller.tokenizer = tokenizer
+        slim_processor = copy.copy(processor)
+        renumber(slim_processor, kept.numbers)
+        slim_processor.tokenizer = tokenizer
     slim = cut_rows(model, kept)
     if isinstance(slim, TextEncoder):
-        slim.read_by(smaller)
-    return slim, smaller
+        slim.read_by(slim_processor)
+    return slim, slim_processor

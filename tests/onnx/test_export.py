@@ -90,12 +90,12 @@ def test_names_axes_fusions_and_files_are_optimums(uneven_export):
 
 
 def test_vit_has_an_open_batch_and_fuses_without_a_sound_and_with_its_weights_beside(tmp_path, monkeypatch, capfd):
-    def talk(*args, original=export_module.trace_onnx):
+    def talk(*args, original=export_module.trace_encoder):
         print("noise")
         warnings.warn("noise", stacklevel=1)
         return original(*args)
 
-    monkeypatch.setattr(export_module, "trace_onnx", talk)
+    monkeypatch.setattr(export_module, "trace_encoder", talk)
     monkeypatch.setattr(export_module, "INSIDE_BYTES", 1000)
     model = vit(num_hidden_layers=1)
     exported = export_onnx(model, tmp_path / "onnx", batch={"pixel_values": torch.randn(1, 3, 16, 16)})
@@ -122,7 +122,7 @@ def fake_trace(model, sample, provider):
 
 
 def test_a_graph_that_differs_is_a_parity_error_and_nothing_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "trace_onnx", fake_trace)
+    monkeypatch.setattr(export_module, "trace_encoder", fake_trace)
     with pytest.raises(ParityError, match=r"torch has logits \(2, 3\), it has logits \(2, 9\)"):
         export_onnx(bert(num_hidden_layers=1), tmp_path / "onnx", batch=BATCH)
     assert list(tmp_path.iterdir()) == []
@@ -155,7 +155,7 @@ def test_a_fixed_axis_and_a_dropped_input_are_export_errors(name, said):
 
 
 def test_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "trace_onnx", None)
+    monkeypatch.setattr(export_module, "trace_encoder", None)
     model, batch = bert(num_hidden_layers=1), BATCH
     with pytest.raises(OutputExistsError, match="must not exist"):
         export_onnx(model, tmp_path, batch=batch)

@@ -22,7 +22,7 @@ from hies_export.recipe.sections import ExportSection
 
 Batch = dict[str, Tensor]
 Learned = tuple[PreTrainedModel, Batch, Traces]
-TRACERS = {name: getattr(export_module, name) for name in ("trace_onnx", "trace_decoder")}
+TRACERS = {name: getattr(export_module, name) for name in ("trace_encoder", "trace_decoder")}
 
 
 def gpt2() -> PreTrainedModel:

@@ -32,7 +32,7 @@ from ..runtimes.base import load_runtime
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
 from .join import LOGITS, PASSED_ON, join_graphs
-from .threshold import check_disagreement, check_rows, choose_threshold, margins
+from .threshold import Promise, check_disagreement, check_rows, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
 PROMISE = "hies_export.forms.cascade"
@@ -67,7 +67,8 @@ class CascadeSummary(Record):
             shares = ", ".join(f"{size.flops:.2f}" for size in facts.tried if size.problem is None)
             tried = f" Cascades with {shares} of the FLOPs were tried, and this one is the fastest of them."
             for size in facts.tried:
-                tried += "" if size.problem is None else f" With {size.flops:.2f} there is none: {size.problem}."
+                if size.problem is not None:
+                    tried += f" With {size.flops:.2f} there is none: {size.problem}."
         return (
             f"Cascade: at most {100 * self.disagreement:g} % of the answers differ from the dense model's, with "
             f"{100 * self.confidence:g} % confidence (Clopper-Pearson, {self.rows:,} held-out rows, {facts.differ} of "
@@ -147,7 +148,7 @@ class CascadeForm(Compound):
             slim_file, joined_file = Path(temporary) / ONNX_FILE, staging / ONNX_FILE
             save_program(slim_program, slim_file)
             of_slim, of_dense = logits(slim_file), logits(dense.file)
-            largest = max(1.0, *(found.abs().max().item() for found in (of_slim, of_dense)))
+            largest = max(1.0, of_slim.abs().max().item(), of_dense.abs().max().item())
             near, tolerance = RESOLUTION * largest, OTHER_PROGRAM["float32"] * largest
             promise = choose_threshold(of_slim, answers, self.disagreement, confidence=self.confidence, resolution=near)
             program = onnx_ir.load(slim_file)
@@ -156,15 +157,9 @@ class CascadeForm(Compound):
             copy_beside(slim, staging)
             size = save_program(program, joined_file)
             joined = logits(joined_file)
-            apart = margins(of_slim) - promise.threshold
-            max_abs = _largest_difference(joined, of_slim, of_dense, apart=apart, near=near, tolerance=tolerance)
-            differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
-            if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
-                raise ParityError(
-                    f"the graph of a cascade must keep the promised disagreement of {promise.disagreement:g}, but "
-                    f"changes {differ} of {promise.rows:,} held-out answers (its two models in torch: "
-                    f"{promise.differ}); report the model"
-                )
+            gap = margins(of_slim) - promise.threshold
+            max_abs = _largest_difference(joined, of_slim, of_dense, gap=gap, near=near, tolerance=tolerance)
+            _check_promise(promise, joined, answers)
         return Export(
             format="onnx",
             folder=folder,
@@ -192,13 +187,13 @@ class CascadeForm(Compound):
         promise = exported.facts["promise"]
         assert exported.max_abs is not None
         runtime = load_runtime(self.runtime, exported.folder)
-        found = [runtime.compute(batch)[PASSED_ON] for batch in batches]
+        passed_on = [runtime.compute(batch)[PASSED_ON] for batch in batches]
         summary = CascadeSummary(
             disagreement=promise.disagreement,
             confidence=CONFIDENCE,
             threshold=promise.threshold,
             rows=promise.rows,
-            passed_on=float(sum(part.sum() for part in found) / sum(part.size for part in found)),
+            passed_on=float(sum(rows.sum() for rows in passed_on) / sum(rows.size for rows in passed_on)),
             stability=stability,
             bytes=exported.bytes,
         )
@@ -271,44 +266,54 @@ def export_cascade(
     rows = batches_of(dense, batches, what="batches", task=task_of(dense), processor=processor, columns=None)
     check_rows(samples_of(rows), disagreement)
     answers, sample = predict(dense, rows).values, first_samples(rows[0])
-    asked = CascadeForm(disagreement=disagreement, bits=quantize or "float32")
+    cascade = CascadeForm(disagreement=disagreement, bits=quantize or "float32")
     with TemporaryDirectory(prefix="hies-cascade-") as temporary:
-        first, second = (
-            export_onnx(model, Path(temporary) / name, batch=sample, processor=processor)
-            for name, model in (("slim", slim), ("dense", dense))
-        )
-        return asked.join(first, second, folder, batches=rows, answers=answers, overwrite=overwrite)
+        slim_export = export_onnx(slim, Path(temporary) / "slim", batch=sample, processor=processor)
+        dense_export = export_onnx(dense, Path(temporary) / "dense", batch=sample, processor=processor)
+        return cascade.join(slim_export, dense_export, folder, batches=rows, answers=answers, overwrite=overwrite)
 
 
 def check_classes(*models: PreTrainedModel) -> None:
     """Refuse, by a RequestError, models that are not classifiers of the same classes."""
-    found = []
+    counts: set[int] = set()
+    descriptions: list[str] = []
     for model in models:
         task = task_by_class(type(model).__name__, model.config)
         predicts = task_of(model).predicts if task is not None and issubclass(task, Classification) else None
         classes: int = (model.config.num_labels or 0) if predicts == "classes" else 0
-        given = "sets of labels" if predicts == "labels" else f"{classes or 'no'} classes"
-        found.append((classes, f"{type(model).__name__} with {given}"))
-    counts = {classes for classes, _ in found}
+        has = "sets of labels" if predicts == "labels" else f"{classes or 'no'} classes"
+        counts.add(classes)
+        descriptions.append(f"{type(model).__name__} with {has}")
     if 0 in counts or len(counts) > 1:
         raise RequestError(
-            f"a cascade needs two classifiers of the same classes, got {' and '.join(given for _, given in found)}; "
+            f"a cascade needs two classifiers of the same classes, got {' and '.join(descriptions)}; "
             "sets of labels, numbers and tokens have no margin between two classes that says how sure the model is, so "
             "leave the cascade out"
         )
 
 
+def _check_promise(promise: Promise, joined: torch.Tensor, answers: torch.Tensor) -> None:
+    """Raise ParityError if a joined graph's logits change more of the dense model's answers than was promised."""
+    differ = int((joined.argmax(-1) != answers.argmax(-1)).sum())
+    if upper_rate(differ, promise.rows, promise.confidence) > promise.disagreement:
+        raise ParityError(
+            f"the graph of a cascade must keep the promised disagreement of {promise.disagreement:g}, but changes "
+            f"{differ} of {promise.rows:,} held-out answers (its two models in torch: {promise.differ}); report the "
+            "model"
+        )
+
+
 def _largest_difference(
-    joined: torch.Tensor, slim: torch.Tensor, dense: torch.Tensor, *, apart: torch.Tensor, near: float, tolerance: float
+    joined: torch.Tensor, slim: torch.Tensor, dense: torch.Tensor, *, gap: torch.Tensor, near: float, tolerance: float
 ) -> float:
     """Return the largest difference between the logits of the joined graph and of the two graphs run separately.
 
-    `apart`, (rows,), is each margin minus the threshold. Rows within `near` of the threshold may have either graph's
+    `gap`, (rows,), is each margin minus the threshold. Rows within `near` of the threshold may have either graph's
     logits. Raises ParityError if the difference exceeds the tolerance.
     """
-    to_slim, to_dense = ((joined - part).abs().amax(-1) for part in (slim, dense))
-    differences = torch.where(apart <= 0, to_dense, to_slim)
-    worst = torch.where(apart.abs() <= near, torch.minimum(to_slim, to_dense), differences).max().item()
+    to_slim, to_dense = (joined - slim).abs().amax(-1), (joined - dense).abs().amax(-1)
+    expected = torch.where(gap <= 0, to_dense, to_slim)
+    worst = torch.where(gap.abs() <= near, torch.minimum(to_slim, to_dense), expected).max().item()
     if not worst <= tolerance:
         raise ParityError(
             f"the graph of a cascade must agree with its two models to {tolerance:.2e}, but differs by {worst:.2e}; "

@@ -26,22 +26,22 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
     shared = _share_weights(slim, dense)
     (logits,) = (output for output in slim.outputs if output.name == LOGITS)
     logits.name = "slim_logits"
-    new = Builder(slim, "cascade")
-    first, second, end, columns = (new.constant(np.array([number])) for number in (0, 1, 2, 1))
-    largest, _ = new.several(2, "TopK", logits, end)  # (rows, 2)
-    margin = new("Sub", new("Slice", largest, first, second, columns), new("Slice", largest, second, end, columns))
-    unsure = new("LessOrEqual", new("Squeeze", margin, columns), new.constant(np.float32(threshold)))
+    new = Builder(slim, "cascade")  # new("Add", x, y) adds a node and returns its output
+    zero, one, two, axis = (new.constant(np.array([number])) for number in (0, 1, 2, 1))
+    largest, _ = new.several(2, "TopK", logits, two)  # (rows, 2)
+    margin = new("Sub", new("Slice", largest, zero, one, axis), new("Slice", largest, one, two, axis))
+    unsure = new("LessOrEqual", new("Squeeze", margin, axis), new.constant(np.float32(threshold)))
     rows = new("Transpose", new("NonZero", unsure), perm=[1, 0])  # (rows that go on, 1)
-    some = new("Greater", new("Size", rows), new.constant(np.int64(0)))
-    then = onnx_ir.Graph([], [], nodes=[], name="pass_on")
-    inside = Builder(then, "cascade_pass_on", outermost=slim)
-    answers = _answers_of(dense, inside, {value.name: value for value in slim.inputs}, rows)
-    then.outputs.append(inside("ScatterND", logits, rows, answers))
-    otherwise = onnx_ir.Graph([], [], nodes=[], name="all_sure")
-    otherwise.outputs.append(Builder(otherwise, "cascade_all_sure")("Identity", logits))
-    for branch in (then, otherwise):
+    any_unsure = new("Greater", new("Size", rows), new.constant(np.int64(0)))
+    pass_on = onnx_ir.Graph([], [], nodes=[], name="pass_on")
+    new_in_branch = Builder(pass_on, "cascade_pass_on", outermost=slim)
+    answers = _add_dense(dense, new_in_branch, {value.name: value for value in slim.inputs}, rows)
+    pass_on.outputs.append(new_in_branch("ScatterND", logits, rows, answers))
+    all_sure = onnx_ir.Graph([], [], nodes=[], name="all_sure")
+    all_sure.outputs.append(Builder(all_sure, "cascade_all_sure")("Identity", logits))
+    for branch in (pass_on, all_sure):
         branch.outputs[0].dtype, branch.outputs[0].shape = logits.dtype, logits.shape
-    result = new("If", some, then_branch=then, else_branch=otherwise)
+    result = new("If", any_unsure, then_branch=pass_on, else_branch=all_sure)
     result.name, result.dtype, result.shape = LOGITS, logits.dtype, logits.shape
     unsure.name, unsure.dtype, unsure.shape = PASSED_ON, onnx_ir.DataType.BOOL, onnx_ir.Shape(logits.shape[:1])
     slim.outputs[:] = [result, unsure]
@@ -51,49 +51,51 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
     return shared
 
 
-def _answers_of(dense: Any, new: Builder, inputs: Mapping[str, Any], rows: Any) -> Any:
+def _add_dense(dense: Any, new: Builder, inputs: Mapping[str, Any], rows: Any) -> Any:
     """Move the nodes of the dense graph into that of `new`, to read some rows of the inputs; return their logits.
 
     `inputs` are values by name; `rows`, (rows that go on, 1), are indices.
     """
-    columns = new.constant(np.array([1]))
-    index = new("Squeeze", rows, columns)
-    taken = {name: new("Gather", value, index, axis=0) for name, value in inputs.items()}
-    if "attention_mask" in taken:
-        used = new("Transpose", new("NonZero", taken["attention_mask"]), perm=[1, 0])  # (tokens, 2)
-        last = new("ReduceMax", new("Gather", used, columns, axis=1), keepdims=0)
-        length = new("Reshape", new("Add", last, new.constant(np.int64(1))), columns)
-        start = new.constant(np.array([0]))
-        taken = {name: new("Slice", value, start, length, columns) for name, value in taken.items()}
+    one = new.constant(np.array([1]))
+    index = new("Squeeze", rows, one)
+    selected = {name: new("Gather", value, index, axis=0) for name, value in inputs.items()}
+    if "attention_mask" in selected:
+        used = new("Transpose", new("NonZero", selected["attention_mask"]), perm=[1, 0])  # (tokens, 2): row, column
+        last = new("ReduceMax", new("Gather", used, one, axis=1), keepdims=0)  # the last column that is not padding
+        length = new("Reshape", new("Add", last, new.constant(np.int64(1))), one)
+        zero = new.constant(np.array([0]))
+        selected = {name: new("Slice", value, zero, length, one) for name, value in selected.items()}
     for value in dense.inputs:
-        read_instead(value, taken[value.name])
+        read_instead(value, selected[value.name])
     (answers,) = (output for output in dense.outputs if output.name == LOGITS)
     dense.outputs.clear()
     for node in list(dense):
         dense.remove(node)
         node.name = f"dense_{node.name}"
         for output in node.outputs:
-            output.name = output.name and f"dense_{output.name}"
+            if output.name:  # an optional output that is left out has none
+                output.name = f"dense_{output.name}"
         new.add(node)
     return answers
 
 
 def _share_weights(slim: Any, dense: Any) -> int:
-    """Move the dense graph's weights to the slim graph, except those that it has; return the size of those in bytes."""
+    """Move the dense graph's weights to the slim graph, but for those it has already; return their size in bytes."""
     known = {_content(value): value for value in slim.initializers.values()}
     shared = 0
     for value in list(dense.initializers.values()):
         del dense.initializers[value.name]
-        same = known.get(_content(value))
-        if same is None:
+        equal = known.get(_content(value))
+        if equal is None:
             value.name = f"dense_{value.name}"
             slim.register_initializer(value)
         else:
-            read_instead(value, same)
+            read_instead(value, equal)
             shared += value.const_value.nbytes
     return shared
 
 
 def _content(value: Any) -> tuple[Any, ...]:
+    """Return what is the same of two equal weights: their type, shape and hash."""
     tensor = value.const_value
     return tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.tobytes()).digest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from ...errors import DataError, RequestError
 from ...evaluate.interval import CONFIDENCE, rate_rows_needed, upper_rate
@@ -24,8 +24,8 @@ class Promise:
     bound: float  # upper confidence bound of the share of answers that differ; at most `disagreement`
 
 
-def margins(logits: torch.Tensor) -> torch.Tensor:
-    """Return the distance of the largest logit to the next one, (rows,), of logits (rows, classes)."""
+def margins(logits: Tensor) -> Tensor:
+    """Return by how much the largest logit of each row exceeds the next one, (rows,), of logits (rows, classes)."""
     if logits.dim() != 2 or logits.shape[1] < 2:
         raise DataError(
             f"a margin needs the logits of two classes or more for each row, got shape {tuple(logits.shape)}; a number "
@@ -36,12 +36,7 @@ def margins(logits: torch.Tensor) -> torch.Tensor:
 
 
 def choose_threshold(
-    slim: torch.Tensor,
-    dense: torch.Tensor,
-    disagreement: float,
-    *,
-    confidence: float = CONFIDENCE,
-    resolution: float = 0.0,
+    slim: Tensor, dense: Tensor, disagreement: float, *, confidence: float = CONFIDENCE, resolution: float = 0.0
 ) -> Promise:
     """Choose the smallest threshold with which the promise holds.
 
@@ -58,10 +53,11 @@ def choose_threshold(
     count = len(slim)
     check_rows(count, disagreement, confidence)
     margin, wrong = margins(slim), slim.argmax(-1) != dense.argmax(-1)
-    # The bound rises with the number of answers that differ; `check_rows` says that it is low enough for none.
+    # The most answers that may differ: the bound rises with their number, and `check_rows` says that it allows none.
     allowed = bisect(range(count), disagreement, key=lambda n: upper_rate(n, count, confidence)) - 1
-    worst = margin[wrong].sort(descending=True).values
-    threshold = _between(margin, worst[allowed]) + resolution if len(worst) > allowed else 0.0
+    wrong_margins = margin[wrong].sort(descending=True).values
+    # The `allowed` wrong answers of the largest margins stay as they are, and the next one goes on.
+    threshold = _above(margin, wrong_margins[allowed]) + resolution if len(wrong_margins) > allowed else 0.0
     unsure = margin <= threshold
     differ = int((wrong & ~unsure).sum())
     return Promise(
@@ -75,10 +71,10 @@ def choose_threshold(
     )
 
 
-def _between(margin: torch.Tensor, below: torch.Tensor) -> float:
+def _above(margins: Tensor, margin: Tensor) -> float:
     """Return the middle between a margin and the next larger one, so that no row lies at the threshold."""
-    above = margin[margin > below]
-    return (below.item() + above.min().item()) / 2 if len(above) else below.item()
+    larger = margins[margins > margin]
+    return (margin.item() + larger.min().item()) / 2 if len(larger) else margin.item()
 
 
 def check_disagreement(disagreement: float) -> None:

@@ -73,24 +73,25 @@ def find_layout(model: PreTrainedModel, *, uneven: bool = False) -> Layout:
 
     Source: https://github.com/ggml-org/llama.cpp, src/models/deci.cpp, llama.cpp, qwen2.cpp and qwen3.cpp
     """
-    if (problem := next(_problems(model), None)) is not None:
+    problem = next(_problems(model), None)
+    if problem is not None:
         raise refused(model, problem)
     base: Any = model.base_model
     layers, config = list(base.layers), model.config.get_text_config()
     sizes = tuple(_sizes(layer) for layer in layers)
     head_dim, theta = layers[0].self_attn.head_dim, float(config.rope_parameters["rope_theta"])
-    plain = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    factors = plain / base.rotary_emb.inv_freq.detach().cpu().double()
+    unscaled = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    factors = unscaled / base.rotary_emb.inv_freq.detach().cpu().double()
     rope_scale = float(getattr(base.rotary_emb, "attention_scaling", 1.0))
-    changed = bool((factors - 1).abs().max() > _ROUNDING)
+    has_factors = bool((factors - 1).abs().max() > _ROUNDING)
     uneven = uneven or len(set(sizes)) > 1
     return Layout(
-        architecture=_architecture(model, layers, scaled=changed or rope_scale != 1, uneven=uneven),
+        architecture=_architecture(model, layers, scaled=has_factors or rope_scale != 1, uneven=uneven),
         sizes=sizes,
         head_dim=head_dim,
         epsilon=float(layers[0].input_layernorm.variance_epsilon),
         theta=theta,
-        rope_factors=factors.float() if changed else None,
+        rope_factors=factors.float() if has_factors else None,
         rope_scale=rope_scale,
         positions=config.max_position_embeddings,
     )
@@ -105,7 +106,7 @@ def refused(model: PreTrainedModel, problem: str, remedy: str = "export it to ON
 
 
 def _problems(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why llama.cpp cannot compute a model, where comparing logits would raise another error or see nothing.
+    """Yield reasons why llama.cpp cannot compute a model, which a comparison of logits would not show.
 
     Take the first reason alone: each check relies on those before it.
     """
@@ -127,16 +128,18 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
     elif "rope_theta" not in config.rope_parameters:
         yield "layers have different rotary frequencies, but llama.cpp's llama and deci hold those of one layer"
     known = {f"{name}.{kind}" for name in LAYER_NAMES for kind in ("weight", "bias")}
-    rotated = 2 * base.rotary_emb.inv_freq.numel()
+    rotated = 2 * base.rotary_emb.inv_freq.numel()  # columns of a head
     for number, layer in enumerate(base.layers):
         here, attention = f"layer {number}", layer.self_attn
         for name, _ in layer.named_parameters():
             if name not in known:
                 yield f"{here} has {name}, which llama.cpp's llama and deci do not read"
-        if min(vars(_sizes(layer)).values()) < 1:
+        sizes = _sizes(layer)
+        if min(sizes.heads, sizes.key_value_heads, sizes.neurons) < 1:
             yield f"{here} has no heads or no neurons left, which llama.cpp's deci computes differently"
-        for name in LAYER_NAMES:
-            if name.endswith("_proj") and type(module := layer.get_submodule(name)) is not nn.Linear:
+        for name in (name for name in LAYER_NAMES if name.endswith("_proj")):
+            module = layer.get_submodule(name)
+            if type(module) is not nn.Linear:
                 yield f"{here} has a {type(module).__name__} as {name}, but llama.cpp reads plain matrices"
         if rotated != attention.head_dim:
             yield f"{here} rotates {rotated} of {attention.head_dim} columns of a head, but llama.cpp rotates all"
@@ -146,8 +149,10 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _sizes(layer: Any) -> LayerSizes:
+    """Return the sizes of a decoder's layer."""
     attention = layer.self_attn
-    heads, key_value_heads = (x.out_features // attention.head_dim for x in (attention.q_proj, attention.k_proj))
+    heads = attention.q_proj.out_features // attention.head_dim
+    key_value_heads = attention.k_proj.out_features // attention.head_dim
     return LayerSizes(heads, key_value_heads, layer.mlp.gate_proj.out_features)
 
 
@@ -156,16 +161,16 @@ def _architecture(model: PreTrainedModel, layers: list[Any], *, scaled: bool, un
 
     `scaled` says whether rotary frequencies, or what is rotated, have factors, and `uneven` whether sizes may differ.
     """
-    own = {name for layer in layers for name, _ in layer.named_parameters()}
-    biases = {name for name in own if name.endswith(".bias")}
+    names = {name for layer in layers for name, _ in layer.named_parameters()}
+    biases = {name for name in names if name.endswith(".bias")}
     attention = layers[0].self_attn
-    if not own & {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}:
+    if not names & {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}:
         if uneven:
             return "deci"
         # qwen2 takes heads that fill the width, biases of queries, keys and values, and no factors.
-        fills = attention.o_proj.in_features == attention.o_proj.out_features
-        of_qwen2 = {f"self_attn.{name}_proj.bias" for name in "qkv"}
-        return "qwen2" if fills and not scaled and biases == of_qwen2 else "llama"
+        fills_width = attention.o_proj.in_features == attention.o_proj.out_features
+        qwen2_biases = {f"self_attn.{name}_proj.bias" for name in ("q", "k", "v")}
+        return "qwen2" if fills_width and not scaled and biases == qwen2_biases else "llama"
     # Only qwen3 reads such norms, and these are what it does not read beside them.
     norm = "a norm of queries and keys (self_attn.q_norm)"
     if uneven:

@@ -71,13 +71,14 @@ def export_gguf(
     refuse_existing(target, overwrite=overwrite)
     require_gguf()
     tokenizer = copy.deepcopy(tokenizer)  # a call changes how it cuts and pads
-    layout, vocabulary = _find(model, tokenizer)
+    layout, vocabulary = _find_header(model, tokenizer)
     if dtype == "q4_0" and rows:
         model = rounded_by_rows(model, rows)
     with new_folder(target, overwrite=overwrite) as staging:
         file = staging / GGUF_FILE
         types = _write(file, model, layout, vocabulary, dtype)
         parity = check_parity(file, model, tokenizer, dtype=dtype) if is_installed() else None
+        parity_facts = None if parity is None else asdict(parity)
         size = file.stat().st_size
         write_config(model, staging)  # which tells `bench` what the file computes
         copy_documents(model, staging)
@@ -90,21 +91,18 @@ def export_gguf(
         how=export_options("gguf", dtype=dtype),
         max_abs=None if parity is None else parity.max_abs,
         checked_on=None if parity is None else LlamaCppRuntime.name,
-        facts={"architecture": layout.architecture, "types": types, "parity": parity and asdict(parity)},
+        facts={"architecture": layout.architecture, "types": types, "parity": parity_facts},
     )
 
 
 def check_exportable(model: PreTrainedModel, tokenizer: Any, *, uneven: bool) -> None:
-    """Refuse, before any work, a model or tokenizer that no GGUF file can hold, as `export_gguf` does.
-
-    `uneven` says whether a cut may leave layers of other sizes.
-    """
+    """Refuse a model or tokenizer that no GGUF file can hold; `uneven` says whether layer sizes may come to differ."""
     require_gguf()
-    _find(model, copy.deepcopy(tokenizer), uneven=uneven)
+    _find_header(model, copy.deepcopy(tokenizer), uneven=uneven)
 
 
-def _find(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, dict[str, Any]]:
-    """Return the layout and the vocabulary in llama.cpp, after comparing its computation with the model's."""
+def _find_header(model: PreTrainedModel, tokenizer: Any, *, uneven: bool = False) -> tuple[Layout, dict[str, Any]]:
+    """Return a model's layout and vocabulary in llama.cpp; refuse a model that llama.cpp computes differently."""
     layout = find_layout(model, uneven=uneven)
     embedding: Any = model.get_input_embeddings()
     vocabulary = find_vocabulary(tokenizer, size=len(embedding.weight))
@@ -121,7 +119,7 @@ def require_gguf() -> None:
 def _write(
     file: Path, model: PreTrainedModel, layout: Layout, vocabulary: Mapping[str, Any], dtype: str
 ) -> dict[str, int]:
-    """Write the file, with few tensors in memory at a time, and return how many tensors are stored in each type."""
+    """Write a GGUF file, with few tensors in memory at a time; return how many tensors are stored in each type."""
     import gguf
 
     writer = gguf.GGUFWriter(file, layout.architecture, use_temp_file=True)
@@ -145,7 +143,7 @@ def _write(
 
 
 def _write_sizes(writer: Any, model: PreTrainedModel, layout: Layout, dtype: str) -> None:
-    """Write the sizes of the model: one number for all layers if they agree, else an array of all layers'."""
+    """Write the sizes of a model: of heads and neurons one number if all layers agree, else one for each layer."""
     import gguf
 
     embedding: Any = model.get_input_embeddings()

@@ -53,24 +53,24 @@ def _logits(model: PreTrainedModel, layout: Layout, ids: Tensor) -> Tensor:
     # Complex factors that rotate pairs of columns, (tokens, head_dim / 2).
     rotation = torch.polar(torch.full_like(angles, layout.rope_scale), angles).to(torch.complex64)
     x, head = torch.empty(0), torch.empty(0)
-    # One layer is in memory at a time.
-    for part, tensors in itertools.groupby(named_tensors(model, layout), key=lambda item: item[0].split(".")[:2]):
-        if part[0] == "blk":
-            weights = {name.split(".", 2)[2]: tensor for name, tensor in tensors}
-            x = _layer(x, weights, layout, layout.sizes[int(part[1])], rotation)
+    # Tensors come in the order of the computation; names of a layer's are `blk.NUMBER.NAME`. One layer is in memory.
+    for prefix, named in itertools.groupby(named_tensors(model, layout), key=lambda item: item[0].split(".")[:2]):
+        if prefix[0] == "blk":
+            weights = {name.split(".", 2)[2]: tensor for name, tensor in named}
+            x = _layer(x, weights, layout, layout.sizes[int(prefix[1])], rotation)
             continue
-        ((_, weight),) = tensors
-        if part[0] == "token_embd":
-            head, x = weight, weight[ids]
-        elif part[0] == "output_norm":
+        _, weight = next(named)
+        if prefix[0] == "token_embd":
+            head, x = weight, weight[ids]  # a file without `output` shares the embedding
+        elif prefix[0] == "output_norm":
             x = _norm(x, weight, layout)
-        elif part[0] == "output":
+        elif prefix[0] == "output":
             head = weight
     return x @ head.T
 
 
 def _layer(x: Tensor, weights: dict[str, Tensor], layout: Layout, sizes: LayerSizes, rotation: Tensor) -> Tensor:
-    """Return the residual stream, (tokens, width), after one layer."""
+    """Return the residual stream after one layer, from that before it, `x`: both (tokens, width)."""
 
     def linear(name: str, value: Tensor) -> Tensor:
         return F.linear(value, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -94,12 +94,13 @@ def _norm(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
 
 
 def _rotate(x: Tensor, rotation: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate queries or keys, (heads, tokens, head_dim), in pairs of neighbours if `interleaved`, else of halves."""
+    """Rotate queries or keys, (heads, tokens, head_dim), in pairs of neighbours, or without `interleaved` of halves."""
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * rotation)
     return (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2)
 
 
+# Tokens of the text on which a file in llama.cpp is compared with torch.
 COMPARED_TOKENS = 64
 # Texts on which tokenizers differ: spaces, contractions, digits, line breaks, marks and other scripts, code.
 TEXTS = (
@@ -144,10 +145,11 @@ def check_parity(file: Path, model: PreTrainedModel, tokenizer: Any, *, dtype: s
                 f"but differ by {share:.2g} of it; report the model"
             )
         for text, split in zip(TEXTS, runtime.tokenize(TEXTS), strict=True):
-            if split != (own := tokenizer(text, add_special_tokens=False)["input_ids"]):
+            expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if split != expected:
                 raise ParityError(
                     f"llama.cpp's tokenizer must split texts as the model's does, but splits {text!r} into "
-                    f"{split[:20]} and not {own[:20]}; report the tokenizer"
+                    f"{split[:20]} and not {expected[:20]}; report the tokenizer"
                 )
         release = runtime.release
     return Parity(float(differences.max()), share, length, len(TEXTS), release)
@@ -158,10 +160,11 @@ def as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
     import gguf
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # Embedding and head need GGUF's name, by which `stored_type` knows them.
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
     names |= {id(module.weight): OUTER[0] for module in outer if isinstance(module, torch.nn.Module)}
 
-    def stand_in(tensor: Tensor) -> Tensor:
+    def rounded(tensor: Tensor) -> Tensor:
         plain = tensor.detach().to("cpu", torch.float32) if tensor.is_floating_point() else tensor.cpu()
         name = names.get(id(tensor))
         if name is None:  # a buffer
@@ -169,9 +172,9 @@ def as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
         # The order of rows, which the file changes, does not matter: blocks lie within a row.
         kind = stored_type(name, plain, dtype)
         stored = stored_bytes(plain, kind, name)
-        back = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]).astype(np.float32)
-        return torch.nn.Parameter(torch.from_numpy(back.reshape(plain.shape)), requires_grad=False)
+        restored = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]).astype(np.float32)
+        return torch.nn.Parameter(torch.from_numpy(restored.reshape(plain.shape)), requires_grad=False)
 
-    copied = copy_with(model, stand_in).eval()
+    copied = copy_with(model, rounded).eval()
     ask_for_output_alone(configs_of(copied))
     return copied

@@ -20,12 +20,12 @@ from .architecture import LAYER_NAMES, Layout
 STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 # Dtypes that store `BLOCK` numbers of a row with one scale.
 IN_BLOCKS, BLOCK = ("q8_0", "q4_0"), 32
-# Embeddings and heads lose most in 4 bits, so a Q4_0 file has them in 8 bits; llama.cpp's own files use Q6_K.
+# Embeddings and output layers lose most in 4 bits, so a Q4_0 file has them in 8 bits; llama.cpp's own files use Q6_K.
 OUTER = ("token_embd.weight", "output.weight")
 
 
 def named_tensors(model: PreTrainedModel, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor, float32 on the CPU, of a file's tensors; a head that shares the embedding is left out."""
+    """Yield a file's tensors by GGUF's names, float32 on the CPU; an output layer tied to the embedding has none."""
     base: Any = model.base_model
     head: Any = model.get_output_embeddings()
     yield "token_embd.weight", _in_float32(base.embed_tokens.weight)
@@ -55,7 +55,7 @@ def interleave_halves(rows: Tensor, heads: int) -> Tensor:
 
 
 def stored_type(name: str, tensor: Tensor, dtype: str) -> str:
-    """Return the type that a file of `dtype` stores a tensor in, which has GGUF's name.
+    """Return the type, a key of gguf's GGMLQuantizationType, that a file of `dtype` stores a tensor of GGUF's name in.
 
     Norms, biases and factors of frequencies stay in float32, as in llama.cpp's own files. With Q8_0 and Q4_0, matrices
     whose rows are no multiple of 32 long are float16.
@@ -68,10 +68,7 @@ def stored_type(name: str, tensor: Tensor, dtype: str) -> str:
 
 
 def stored_bytes(tensor: Tensor, kind: str, name: str) -> np.ndarray:
-    """Return a float32 tensor as type `kind` stores it: floats, or uint8 bytes of the same number of rows.
-
-    A NonFiniteError names a tensor that does not fit into float16.
-    """
+    """Return a float32 tensor as type `kind` stores it, floats or uint8 by row; refuse what overflows float16."""
     import gguf
 
     array: np.ndarray = tensor.contiguous().numpy()
@@ -85,32 +82,32 @@ def _in_float32(parameter: Tensor) -> Tensor:
 
 
 def rounded_by_rows(model: PreTrainedModel, rows: Sequence[Mapping[str, Any]]) -> PreTrainedModel:
-    """Return a copy whose linear layers are on levels of Q4_0, chosen so that their outputs on rows change least.
+    """Return a copy of a model with linear layers rounded to levels of Q4_0 so that their outputs on rows change least.
 
     Writing the file then leaves these weights as they are. Layers whose rows are no multiple of 32 long, and the head,
     are not stored in Q4_0, and stay.
     """
-    inner: Any = model.base_model
-    layers = {name: layer for name, layer in inner.named_modules() if is_linear(layer)}
+    base: Any = model.base_model
+    layers = {name: layer for name, layer in base.named_modules() if is_linear(layer)}
     widths = {name: features_of(layer)[1] for name, layer in layers.items() if features_of(layer)[1] % BLOCK == 0}
-    found: dict[int, Tensor] = {}
-    for name, spread in spreads(widths, read_layers(inner), rows, centred=False):
+    replaced: dict[int, Tensor] = {}  # by the id of the weight
+    for name, spread in spreads(widths, read_layers(base), rows, centred=False):
         weight: Any = layers[name].weight
         # float32 holds every level exactly, whatever the model's dtype.
         rounded = round_rows(weight.detach().cpu().double(), spread.moments).float()
-        found[id(weight)] = torch.nn.Parameter(rounded, requires_grad=weight.requires_grad)
-    return copy_with(model, lambda tensor: found.get(id(tensor), tensor))
+        replaced[id(weight)] = torch.nn.Parameter(rounded, requires_grad=weight.requires_grad)
+    return copy_with(model, lambda tensor: replaced.get(id(tensor), tensor))
 
 
 def round_rows(weight: Tensor, moments: Tensor) -> Tensor:
-    """Return a weight (outputs, inputs) on levels of Q4_0, float64, rounded by the moments (inputs, inputs) it reads.
+    """Return a weight (outputs, inputs), float64, on levels of Q4_0, by the moments (inputs, inputs) of what it reads.
 
     A block's largest weight stands for level 0 of 16, whose value is -8 scales. Its level stays, so that whoever
     rounds the result to nearest finds the same scale and the same levels.
     """
-    matrix = weight.T.reshape(-1, BLOCK, len(weight))
-    largest = matrix.abs().argmax(1, keepdim=True)
-    scale = (matrix.gather(1, largest)[:, 0] / -8).half().double()  # as it is stored, in float16
+    matrix = weight.T.reshape(-1, BLOCK, len(weight))  # (blocks, BLOCK, outputs)
+    largest = matrix.abs().argmax(1, keepdim=True)  # (blocks, 1, outputs)
+    scale = (matrix.gather(1, largest)[:, 0] / -8).half().double()  # (blocks, outputs), in float16 as it is stored
     empty = scale == 0
     start = Blocks.nearest(matrix, scale.masked_fill(empty, 1), torch.full_like(scale, 8))
     fixed = empty[:, None].expand_as(matrix).clone().scatter_(1, largest, True)

@@ -23,6 +23,7 @@ _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]
 
 
 def _words(digits: str) -> str:
+    """Return the regular expression that splits a text into words, with one for its digits."""
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
@@ -45,66 +46,67 @@ def find_vocabulary(tokenizer: Any, *, size: int) -> dict[str, Any]:
 
     Raises RequestError, which says what llama.cpp does not know.
     """
-    described = _described(tokenizer)
-    model = described["model"]
-    known = {**model["vocab"], **{token["content"]: token["id"] for token in described["added_tokens"]}}
-    if max(known.values()) >= size:
-        raise _refused(f"it has token {max(known.values())}, but the model's embedding has {size} rows")
-    by_number = {number: token for token, number in known.items()}
+    content = _read_json(tokenizer)
+    model = content["model"]
+    numbers = {**model["vocab"], **{token["content"]: token["id"] for token in content["added_tokens"]}}
+    if max(numbers.values()) >= size:
+        raise _refused(f"it has token {max(numbers.values())}, but the model's embedding has {size} rows")
+    by_number = {number: token for token, number in numbers.items()}
     tokens = [by_number.get(number, f"[unused{number}]") for number in range(size)]
     sentence_piece = model.get("byte_fallback", False)
     special = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk", "pad")}
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "tokenizer_model": "llama" if sentence_piece else "gpt2",
-        "tokenizer_pre": "default" if sentence_piece else _pre_tokenizer(described),
+        "tokenizer_pre": "default" if sentence_piece else _pre_tokenizer(content),
         "token_list": tokens,
-        "token_types": _types(described, by_number, size, unknown=special["unk"] if sentence_piece else None),
+        "token_types": _types(content, by_number, size, unknown=special["unk"] if sentence_piece else None),
     }
     if sentence_piece:
-        found |= {"token_scores": list(_scores(model, tokens)), "add_space_prefix": _space_prefix(described)}
+        fields |= {"token_scores": list(_scores(model, tokens)), "add_space_prefix": _space_prefix(content)}
     else:
-        for step in _steps(described["normalizer"]):
+        for step in _steps(content["normalizer"]):
             if step["type"] != "NFC":  # which leaves composed text as it is
                 raise _refused(f"it changes texts by {step['type']} before it splits them")
-        found["token_merges"] = [" ".join(pair_of(merge)) for merge in model["merges"]]
-    found |= {f"{name}_token_id": number for name, number in special.items() if number is not None}
-    around = tokenizer("a", add_special_tokens=True)["input_ids"]
-    found |= {"add_bos_token": around[:1] == [special["bos"]], "add_eos_token": around[-1:] == [special["eos"]]}
+        fields["token_merges"] = [" ".join(pair_of(merge)) for merge in model["merges"]]
+    fields |= {f"{name}_token_id": number for name, number in special.items() if number is not None}
+    example = tokenizer("a", add_special_tokens=True)["input_ids"]
+    fields |= {"add_bos_token": example[:1] == [special["bos"]], "add_eos_token": example[-1:] == [special["eos"]]}
     if template := tokenizer.chat_template:
-        named = {"default": template} if isinstance(template, str) else template
-        found["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
-    return found
+        templates = {"default": template} if isinstance(template, str) else template
+        fields["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return fields
 
 
 def _refused(problem: str) -> RequestError:
+    """Return the error that says why llama.cpp does not know a tokenizer, and what to do."""
     return RequestError(
         f"a GGUF file needs a tokenizer that llama.cpp knows, byte-level BPE or SentencePiece's BPE, but {problem}; "
         "export the model to ONNX, which takes the tokenizer as it is"
     )
 
 
-def _described(tokenizer: Any) -> dict[str, Any]:
+def _read_json(tokenizer: Any) -> dict[str, Any]:
     """Return the content of tokenizer.json; raises RequestError if there is none, or its model is not BPE."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refused(f"this is a {type(tokenizer).__name__} without a tokenizer.json")
-    described: dict[str, Any] = json.loads(backend.to_str())
-    kind = described["model"].get("type", "BPE")
+    content: dict[str, Any] = json.loads(backend.to_str())
+    kind = content["model"].get("type", "BPE")
     if kind != "BPE":
         raise _refused(f"its model is of type {kind}")
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if described["model"].get(name):
-            raise _refused(f"its tokens have a {name.replace('_', ' ')} ({described['model'][name]!r})")
-    return described
+        if content["model"].get(name):
+            raise _refused(f"its tokens have a {name.replace('_', ' ')} ({content['model'][name]!r})")
+    return content
 
 
-def _types(described: Mapping[str, Any], by_number: Mapping[int, str], size: int, *, unknown: int | None) -> list[int]:
-    """Return the types in a GGUF file of the tokens of `size` rows; `unknown` is SentencePiece's unknown token."""
+def _types(content: Mapping[str, Any], by_number: Mapping[int, str], size: int, *, unknown: int | None) -> list[int]:
+    """Return the type in a GGUF file of each of `size` tokens; `unknown` is SentencePiece's unknown token."""
     types = [NORMAL if number in by_number else UNUSED for number in range(size)]
-    if described["model"].get("byte_fallback"):
+    if content["model"].get("byte_fallback"):
         for number, token in by_number.items():
             types[number] = BYTE if token in _BYTE_TOKENS else NORMAL
-    for token in described["added_tokens"]:
+    for token in content["added_tokens"]:
         types[token["id"]] = CONTROL if token["special"] else USER_DEFINED
     if unknown is not None:
         types[unknown] = UNKNOWN
@@ -122,38 +124,39 @@ def _scores(model: Mapping[str, Any], tokens: Sequence[str]) -> Iterator[float]:
         raise _refused(f"it has no token for the byte {missing[0]}, which llama.cpp falls back to")
     merges = [pair_of(merge) for merge in model["merges"]]
     ranks: dict[str, int] = {}
-    for token, ranked in itertools.groupby(enumerate(merges), key=lambda numbered: "".join(numbered[1])):
+    # Each group has consecutive merges that make the same token; the first one ranks it.
+    for token, group in itertools.groupby(enumerate(merges), key=lambda ranked: "".join(ranked[1])):
         if token in ranks:
             raise _refused(f"merges of the token {token!r} stand apart, and SentencePiece has one score for a token")
-        ranks[token], _ = next(ranked)
-    of_model, pairs = set(model["vocab"]) - _BYTE_TOKENS, set(merges)
+        ranks[token], _ = next(group)
+    joinable, pairs = set(model["vocab"]) - _BYTE_TOKENS, set(merges)
     for token in ranks:
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
-            if (left, right) not in pairs and left in of_model and right in of_model:
+            if (left, right) not in pairs and left in joinable and right in joinable:
                 raise _refused(f"{left!r} and {right!r} are no merge, and SentencePiece would join them")
     yield from (-float(ranks.get(token, len(merges) + 1)) for token in tokens)
 
 
-def _space_prefix(described: Mapping[str, Any]) -> bool:
+def _space_prefix(content: Mapping[str, Any]) -> bool:
     """Return whether SentencePiece puts a space in front of a text."""
     prefix = False
-    for step in _steps(described["normalizer"]):
+    for step in _steps(content["normalizer"]):
         if step["type"] == "Prepend" and step["prepend"] == "▁":
             prefix = True
         elif not (step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == "▁"):
             raise _refused(f"it changes texts by {step['type']} before it splits them")
-    for step in _steps(described["pre_tokenizer"]):
+    for step in _steps(content["pre_tokenizer"]):
         if step["type"] != "Metaspace" or step["replacement"] != "▁":
             raise _refused(f"it splits texts by {step['type']}")
         prefix = prefix or step.get("prepend_scheme") in ("always", "first")
     return prefix
 
 
-def _pre_tokenizer(described: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for how byte-level BPE splits a text; a RequestError if it has none."""
-    steps = _steps(described["pre_tokenizer"])
-    ignore_merges = bool(described["model"].get("ignore_merges"))
+def _pre_tokenizer(content: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name for how byte-level BPE splits a text; raise RequestError if it has none."""
+    steps = _steps(content["pre_tokenizer"])
+    ignore_merges = bool(content["model"].get("ignore_merges"))
     kinds = [step["type"] for step in steps]
     if not kinds or kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space"):
         raise _refused(f"it splits texts by {' and '.join(kinds) or 'nothing'}, not as byte-level BPE")
@@ -172,10 +175,10 @@ def _pre_tokenizer(described: Mapping[str, Any]) -> str:
 
 
 def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the steps of a normalizer or a pre-tokenizer, which may be none, one or a sequence, also of sequences."""
+    """Return the steps of a normalizer or a pre-tokenizer: none, itself, or those of a Sequence, also nested."""
     if part is None:
         return []
     if part["type"] != "Sequence":
         return [part]
-    inner = part["normalizers"] if "normalizers" in part else part["pretokenizers"]
-    return [step for one in inner for step in _steps(one)]
+    members = part["normalizers"] if "normalizers" in part else part["pretokenizers"]
+    return [step for member in members for step in _steps(member)]

@@ -3,8 +3,6 @@
 The input is a dense or slim model and a sample batch; the output is a folder with Optimum's file and tensor names, and
 an `Export` with the largest difference from torch. A graph beyond the tolerance is not kept.
 
-In the order of reading:
-
 - `export.py`: `export_onnx`, the whole export of encoders, decoders and vision-language models.
 - `trace.py`: run transformers' exporter, keep the axes open, name them.
 - `rewrites.py`: repair graphs that the exporter gets wrong, and arrange them for the CPU.

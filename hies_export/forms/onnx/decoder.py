@@ -19,7 +19,7 @@ from .trace import BATCH, SEQUENCE, TOKEN_AXES, export_program, fixed_size, name
 
 PAST = "past_sequence_length"
 TOTAL = f"{PAST} + {SEQUENCE}"
-FRONT = 3  # positions in front of a prompt, which pad one row
+FRONT = 3  # positions that `left_padded` adds in front of a prompt
 _CACHE_TENSOR = re.compile(r"(?:(?:in|out)put\.)?(?:cache|past_key_values)\.layers\.(\d+)\.(key|value)s")
 
 
@@ -35,17 +35,19 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 
 def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = None) -> Tensor:
-    """Return `count` text tokens of the first prompt, cycled if it is shorter, for every row: (batch, count)."""
-    text = input_ids[0][input_ids[0] != (-1 if image_token_id is None else image_token_id)]
+    """Return `count` text tokens of the first prompt, repeated if it is shorter, for every row: (batch, count)."""
+    text = input_ids[0]
+    if image_token_id is not None:
+        text = text[text != image_token_id]
     return text[torch.arange(count) % len(text)].repeat(len(input_ids), 1)
 
 
-def left_padded(given: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
-    """Return two rows of a batch without padding, with `FRONT` more positions on the left.
+def left_padded(batch: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
+    """Return two rows of a batch with `FRONT` more positions on the left: text in the first row, padding in the second.
 
-    They are text tokens in the first row and padding in the second, so that a trace and a comparison see both.
+    So a trace and a comparison see both. What the batch itself has as padding is read as text.
     """
-    rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
+    rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in batch.items()}
     front = text_tokens(rows["input_ids"], FRONT, image_token_id=image_token_id)
     rows["input_ids"] = torch.cat([front, rows["input_ids"]], dim=1)
     rows["attention_mask"] = torch.ones_like(rows["input_ids"])
@@ -64,9 +66,9 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     tokens, mask = prompt[name].to(model.device), prompt["attention_mask"].to(model.device)
 
-    def inputs(start: int, stop: int) -> dict[str, Any]:
-        taken = {name: tokens[:, start:stop], "attention_mask": mask[:, :stop]}
-        return {**taken, "position_ids": positions_of(mask)[:, start:stop]} if takes_positions else taken
+    def inputs_between(start: int, stop: int) -> dict[str, Any]:
+        positions = {"position_ids": positions_of(mask)[:, start:stop]} if takes_positions else {}
+        return {name: tokens[:, start:stop], "attention_mask": mask[:, :stop], **positions}
 
     # The model's own cache may drop tokens outside a sliding window. A DynamicCache keeps them all, and the attention
     # mask applies the window.
@@ -74,14 +76,14 @@ def decoder_sample(model: PreTrainedModel, prompt: Mapping[str, Tensor]) -> dict
     cache = {str(cache_name(model)): past}
     must = f"a decoder must run with a cache of keys and values, and {type(model).__name__} refused"
     with refusing(must, kind=ExportError), torch.no_grad():
-        model(**inputs(0, length - 2), **cache)
+        model(**inputs_between(0, length - 2), **cache)
     if not past.get_seq_length():
         raise ExportError(f"a decoder must fill its cache, and {type(model).__name__} left it empty")
-    return {**inputs(length - 2, length), **cache}
+    return {**inputs_between(length - 2, length), **cache}
 
 
 def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions: Provider) -> Any:
-    """Trace a decoder to an `onnx_ir.Model`, fused, under Optimum's names; the prompt is as for `decoder_sample`."""
+    """Trace a decoder to an `onnx_ir.Model` under Optimum's names, fused for a provider; see `decoder_sample`."""
     sample = decoder_sample(model, prompt)
     program = export_program(model, sample, fusions)
     tokens = [name for name, value in sample.items() if isinstance(value, Tensor) and name != "attention_mask"]
@@ -91,20 +93,20 @@ def trace_decoder(model: PreTrainedModel, prompt: Mapping[str, Tensor], fusions:
 
 
 def _name_cache(program: Any, model: str) -> list[str]:
-    """Rename the cache tensors of a graph in place, and return the names of those among the inputs.
+    """Give the cache tensors of a graph Optimum's names, in place, and return the names of those among the inputs.
 
-    Raises ExportError if one is not returned, or has no fixed number of heads or width, by which transformers.js makes
-    the empty cache of a prompt.
+    Raises ExportError, which names the model, if one is not returned, or has no fixed number of heads or width, by
+    which transformers.js makes the empty cache of a prompt.
     """
     for values, prefix in ((program.graph.inputs, "past_key_values"), (program.graph.outputs, "present")):
         for value in values:
             if match := _CACHE_TENSOR.fullmatch(value.name):
                 value.name = f"{prefix}.{match[1]}.{match[2]}"
-    known = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
-    cache = [value for value in program.graph.inputs if value.name not in known]
+    others = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
+    cache = [value for value in program.graph.inputs if value.name not in others]
     for value in cache:
-        plain = re.fullmatch(r"past_key_values\.\d+\.(key|value)", value.name) and len(value.shape) == 4
-        if not plain or any(fixed_size(value.shape[axis]) is None for axis in (1, 3)):
+        is_known = re.fullmatch(r"past_key_values\.\d+\.(key|value)", value.name) and len(value.shape) == 4
+        if not is_known or any(fixed_size(value.shape[axis]) is None for axis in (1, 3)):
             raise ExportError(
                 f"a cache must be keys and values of shape (batch, heads, sequence, width), and {model} has "
                 f"{value.name} ({', '.join(str(dim) for dim in value.shape)})"

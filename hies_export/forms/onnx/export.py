@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -31,13 +31,13 @@ from ..runtimes.ort import ONNX_FILE, WEIGHTS_SUFFIX, require_onnxruntime
 from ..traces import Traces
 from .decoder import check_decoder, left_padded, trace_decoder
 from .multimodal import check_vision_language, is_vision_language, trace_vision_language
-from .parity import COMPARED_TOKENS, SPARE_POSITIONS, check_parity, compared_on, continued, parity_batches
-from .trace import trace_onnx, trace_sample
+from .parity import COMPARED_TOKENS, SPARE_POSITIONS, check_parity, comparison_runtime, continued, parity_batches
+from .trace import trace_encoder, trace_sample
 
 # Most bytes of weights inside of a graph. protobuf takes less than 2 GiB, and while it writes, memory for them twice.
 INSIDE_BYTES = 2**30
 
-# Common types that are known to be exported; a model of another type is tried before a run.
+# Common model types that are known to be exported; a model of another type is traced before a run, to see.
 EXPORTED = {
     *("albert", "beit", "bert", "bloom", "camembert", "clip", "cohere", "data2vec-text", "data2vec-vision"),
     *("deberta", "deberta-v2", "deit", "dinov2", "distilbert", "electra", "ernie", "gemma", "gemma2"),
@@ -114,24 +114,24 @@ def export_onnx(
     how = check({"provider": provider, "dtype": dtype}, ExportSection, _OPTIONS, where="export")
     refuse_existing(target, overwrite=overwrite)
     require_onnx("cpu" if provider == "cpu" else "gpu")
-    kind, sample, batches = _samples(model, batch)
+    kind, sample, compared = _samples(model, batch)
     traced = _traceable_copy(_float32_copy(model), provider, getattr(torch, dtype))
-    described = share_weights(traced, device="meta")
+    without_weights = share_weights(traced, device="meta")  # for the config, as it is before the trace
 
-    def write(programs: dict[str, Any], spent: PreTrainedModel | None = None) -> Export:
-        """Write graphs, given by file name, free them and the copy `spent` that they are of, and compare the files."""
+    def write(programs: dict[str, Any], done_with: PreTrainedModel | None = None) -> Export:
+        """Write graphs, given by file name, free them and the traced copy `done_with`, and compare the files."""
         with new_folder(target, overwrite=overwrite) as staging:
             size = sum(save_program(program, staging / name) for name, program in programs.items())
-            _write_beside(described, processor, staging)
+            _write_beside(without_weights, processor, staging)
             contents = _contents(programs)
             # A graph has copies of the weights, transposed or joined; the comparison reads the files.
-            _release(programs, spent, model)
+            _release(programs, done_with, model)
             if size >= INSIDE_BYTES:  # copies of graphs are cycles, which hold their weights until they are collected
                 gc.collect()
                 give_back_memory()
             with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), exact_products():
-                reference, runtime = partial(_float32_copy, model), compared_on(provider)
-                max_abs = check_parity(staging, reference, batches, dtype, runtime, generates=kind != "encoder")
+                reference, runtime = partial(_float32_copy, model), comparison_runtime(provider)
+                max_abs = check_parity(staging, reference, compared, dtype, runtime, generates=kind != "encoder")
         return Export(
             format="onnx",
             folder=target,
@@ -148,12 +148,13 @@ def export_onnx(
     if kind == "vision-language" or parameter_bytes(traced) >= INSIDE_BYTES:
         traces = None
     key = kind, provider, dtype, *sample
-    programs = {ONNX_FILE: None if traces is None else traces.resized(key, traced)}
-    if programs[ONNX_FILE] is not None:
-        try:
-            return write(programs)
-        except (ExportError, ParityError) as error:
-            logger.debug("the model is traced, as the graph that was made for it is wrong: %s", error)
+    if traces is not None:
+        programs = {ONNX_FILE: traces.resized(key, traced)}
+        if programs[ONNX_FILE] is not None:
+            try:
+                return write(programs)
+            except (ExportError, ParityError) as error:
+                logger.debug("the model is traced, as the graph that was made for it is wrong: %s", error)
     programs = _trace(kind, traced, sample, provider)
     if traces is not None:
         traces.add(key, traced, programs[ONNX_FILE])
@@ -172,21 +173,18 @@ def _write_beside(model: PreTrainedModel, processor: Any, folder: Path) -> None:
 
 
 def require_onnx(extra: str = "cpu") -> None:
-    """Refuse, by a MissingRuntimeError, to go on without transformers' exporter or the ONNX Runtime of an extra."""
+    """Refuse, by a MissingRuntimeError that names the `extra` to install, to go on without exporter or ONNX Runtime."""
     require_onnx_exporter()
     require_onnxruntime(extra)
 
 
 def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
-    """Refuse, by a RequestError, a model that cannot be exported, by a trace of two short rows.
-
-    A model of one of the common types in `EXPORTED` is not traced.
-    """
+    """Trace a model on two short rows, unless its type is in `EXPORTED`; raise RequestError if that fails."""
     if _is_known(model):
         return
     try:
-        kind, sample, _ = _samples(model, short_samples(batch))
-        _trace(kind, _traceable_copy(_float32_copy(model), "cpu", torch.float32), sample, "cpu")
+        samples = _samples(model, short_samples(batch))
+        _trace(samples.kind, _traceable_copy(_float32_copy(model), "cpu", torch.float32), samples.traced, "cpu")
     except (ExportError, UnsupportedModelError) as error:
         raise RequestError(
             "a run writes its models in ONNX, too, which this one cannot be in; prune it by the command prune, which "
@@ -195,7 +193,7 @@ def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
 
 
 def _is_known(model: PreTrainedModel) -> bool:
-    """Return whether models of this type were exported, and this one's rotary embedding is not dynamic."""
+    """Return whether a model's type is in `EXPORTED`, and no rotary frequency of it depends on the text's length."""
     return model.config.model_type in EXPORTED and not any(
         "dynamic" in str(getattr(config, "rope_parameters", None)) for config in configs_in(model.config)
     )
@@ -203,63 +201,67 @@ def _is_known(model: PreTrainedModel) -> bool:
 
 def _contents(programs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an `Export` that say what is in graphs, given by file name, the main one last."""
-    *_, main = (program.graph for program in programs.values())
+    main = list(programs.values())[-1].graph
+    inputs, outputs = tuple(value.name for value in main.inputs), tuple(value.name for value in main.outputs)
     nodes = [node for program in programs.values() for node in program.graph.all_nodes()]
-    return {
-        "files": tuple(programs),
-        "inputs": tuple(value.name for value in main.inputs),
-        "outputs": tuple(value.name for value in main.outputs),
-        "facts": {"fused": dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft"))},
-    }
+    fused = dict(Counter(node.op_type for node in nodes if node.domain == "com.microsoft"))
+    return {"files": tuple(programs), "inputs": inputs, "outputs": outputs, "facts": {"fused": fused}}
 
 
-def _samples(
-    model: PreTrainedModel, batch: Mapping[str, Any]
-) -> tuple[Kind, dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Return the kind of export that fits a model, the batch to trace it with, and those to compare it on, by name.
+class _Samples(NamedTuple):
+    kind: Kind  # the export that fits the model
+    traced: dict[str, torch.Tensor]  # the batch to trace
+    compared: dict[str, dict[str, torch.Tensor]]  # the batches to compare graphs on, by their names in messages
 
-    Raises as `export_onnx`.
-    """
+
+def _samples(model: PreTrainedModel, batch: Mapping[str, Any]) -> _Samples:
+    """Return what to trace a model on, and what to compare it on; raises as `export_onnx`."""
     given = {name: tensor.cpu() for name, tensor in forward_inputs(model, batch).items()}
     if model.main_input_name not in given:
         raise DataError(f"the batch must have {model.main_input_name!r}, got {', '.join(sorted(batch))}")
     refuse_encoder_decoder(model.config, type(model).__name__)
-    if not model.can_generate():
-        tokens = given["input_ids"].shape if "input_ids" in given else None
-        given |= {name: tensor[:, :COMPARED_TOKENS] for name, tensor in given.items() if tensor.shape[:2] == tokens}
-        sample = trace_sample(model, given)
-        return "encoder", sample, parity_batches(given, sample)
-    check_decoder(model)
-    given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
+    if model.can_generate():
+        check_decoder(model)
+        return _generating_samples(model, {"attention_mask": torch.ones_like(given["input_ids"]), **given})
+    shape = given["input_ids"].shape if "input_ids" in given else None
+    given |= {name: tensor[:, :COMPARED_TOKENS] for name, tensor in given.items() if tensor.shape[:2] == shape}
+    sample = trace_sample(model, given)
+    return _Samples("encoder", sample, parity_batches(given, sample))
+
+
+def _generating_samples(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> _Samples:
+    """Return the samples of a decoder or a vision-language model, as `_samples` does."""
     kind: Kind = "vision-language" if is_vision_language(model) else "decoder"
+    image_token_id = None
     if kind == "vision-language":
         names = ("input_ids", "attention_mask", "pixel_values")
         given = {name: given[name] for name in names if name in given}
         check_vision_language(model, given)
+        image_token_id = model.config.image_token_id
     else:
         # The comparison continues the prompt by a few tokens, which need positions too.
         positions = longest_sequence(model.config)
         length = COMPARED_TOKENS if positions is None else min(COMPARED_TOKENS, max(1, positions - SPARE_POSITIONS))
         given = {name: given[name][:2, :length] for name in ("input_ids", "attention_mask")}
-    image_token_id = model.config.image_token_id if kind == "vision-language" else None
     padded = left_padded(given, image_token_id=image_token_id)
-    batches = parity_batches(given, padded, shorten=False)
-    return kind, padded, {label: continued(batch, image_token_id) for label, batch in batches.items()}
+    prompts = parity_batches(given, padded, shorten=False)
+    return _Samples(kind, padded, {label: continued(batch, image_token_id) for label, batch in prompts.items()})
 
 
 def _trace(kind: Kind, model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Provider) -> dict[str, Any]:
-    """Trace the model without a sound; return the graphs by file name, the decoder last."""
+    """Trace a model without the exporter's messages; return the graphs by file name, the decoder last."""
     with quiet(verbose=logger.isEnabledFor(logging.DEBUG)), output_alone(model, cache=kind != "encoder"):
         if kind == "vision-language":
             return trace_vision_language(model, sample, fusions)
-        return {ONNX_FILE: (trace_onnx if kind == "encoder" else trace_decoder)(model, sample, fusions)}
+        trace = trace_encoder if kind == "encoder" else trace_decoder
+        return {ONNX_FILE: trace(model, sample, fusions)}
 
 
 def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy to compare with: in float32, on the CPU, in evaluation mode, with torch's own attention."""
     copied = convert(model, dtype=torch.float32, device="cpu").eval()
-    # One function for all parts: transformers refuses "sdpa" if one of them lacks it, and "eager" computes the same.
-    # For a GPU, the traced copy keeps it.
+    # transformers refuses "sdpa" if one module of the model lacks it, and "eager" computes the same. The copy that is
+    # traced for a GPU keeps this setting.
     copied.set_attn_implementation("sdpa" if fused_attention_fits(model) else "eager")
     return copied
 
@@ -276,7 +278,7 @@ def _traceable_copy(reference: PreTrainedModel, provider: str, dtype: torch.dtyp
 
 
 def _release(programs: dict[str, Any], traced: PreTrainedModel | None, model: PreTrainedModel) -> None:
-    """Free the weights of graphs, and of the copy that was traced but for tensors that it shares with the model.
+    """Free the weights of graphs, and those tensors of the traced copy that it does not share with the model.
 
     To drop our references is not enough: graphs are cycles, which hold their weights until they are collected.
     """
@@ -286,23 +288,23 @@ def _release(programs: dict[str, Any], traced: PreTrainedModel | None, model: Pr
     programs.clear()
     if traced is None:
         return
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    used = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     for tensor in (*traced.parameters(), *traced.buffers()):
-        if tensor.untyped_storage().data_ptr() not in own:
+        if tensor.untyped_storage().data_ptr() not in used:
             tensor.data = tensor.data.new_empty(0)
 
 
 def save_program(program: Any, file: Path) -> int:
-    """Write a graph with its weights inside, or beside it from `INSIDE_BYTES` on; return the size of both in bytes."""
+    """Write a graph with its weights inside, or beside it from `INSIDE_BYTES` on; return the size of all in bytes."""
     import onnx_ir
 
     weight_bytes = sum(v.const_value.nbytes for v in program.graph.initializers.values() if v.const_value is not None)
     if weight_bytes < INSIDE_BYTES:
-        # Of a graph that was read from a file, they may still be in a file beside that one.
+        # The weights of a graph that was read from a file may still be in a file beside that one.
         onnx_ir.save(onnx_ir.external_data.load_to_model(program), file)
     else:
         onnx_ir.save(program, file, external_data=f"{file.name}{WEIGHTS_SUFFIX}")
-    return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
+    return sum(written.stat().st_size for written in file.parent.glob(f"{file.name}*"))
 
 
 def copy_beside(exported: Export, folder: Path) -> None:

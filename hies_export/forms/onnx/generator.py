@@ -40,25 +40,20 @@ class OnnxGenerator:
     def from_folder(cls, folder: str | Path, *, runtime: type[OnnxRuntime] = OnnxRuntime) -> OnnxGenerator:
         """Load a folder with an exported decoder; raises RequestError if it has none."""
         folder = Path(folder)
-        parts = (folder / DECODER_FILE).is_file()
-        sources = [folder / name for name in (DECODER_FILE, EMBED_FILE, VISION_FILE)] if parts else [folder]
+        has_vision = (folder / DECODER_FILE).is_file()  # only a vision-language model has that file
+        sources = [folder / name for name in (DECODER_FILE, EMBED_FILE, VISION_FILE)] if has_vision else [folder]
         config = load_config(folder)
-        eos, pad = _special_tokens(folder, config)
+        eos_token_ids, pad_token_id = _special_tokens(folder, config)
         decoder, *others = (runtime(source, threads=torch.get_num_threads()) for source in sources)
         if "past_key_values.0.key" not in decoder.inputs:
             raise RequestError(
                 f"a folder to generate from must have a decoder, which takes past_key_values, and the graph in "
                 f"{folder} takes {', '.join(decoder.inputs)}: an encoder does not generate"
             )
-        return cls(
-            decoder=decoder,
-            embed_tokens=others[0] if parts else None,
-            vision_encoder=others[1] if parts else None,
-            image_token_id=config.image_token_id if parts else None,
-            positions=longest_sequence(config),
-            eos_token_ids=eos,
-            pad_token_id=pad,
-        )
+        embed_tokens, vision_encoder = (others[0], others[1]) if has_vision else (None, None)
+        image_token_id = config.image_token_id if has_vision else None
+        positions = longest_sequence(config)
+        return cls(decoder, embed_tokens, vision_encoder, image_token_id, positions, eos_token_ids, pad_token_id)
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor, pixel_values: Tensor | None = None, *, max_new_tokens: int
@@ -78,7 +73,7 @@ class OnnxGenerator:
         tokens, mask = input_ids, attention_mask
         ends = torch.tensor(self.eos_token_ids, dtype=torch.int64)
         finished = torch.zeros(len(tokens), dtype=torch.bool)
-        inputs, cache = self.prompt(tokens, pixel_values), None
+        inputs, cache = self.decoder_inputs(tokens, pixel_values), None
         for _ in range(max_new_tokens):
             logits, cache = self.step(inputs, mask, cache)
             chosen = logits[:, -1].argmax(-1).masked_fill(finished, self.pad_token_id)  # (batch)
@@ -87,14 +82,11 @@ class OnnxGenerator:
             finished |= torch.isin(chosen, ends)
             if finished.all():
                 break
-            inputs = self.prompt(chosen[:, None])
+            inputs = self.decoder_inputs(chosen[:, None])
         return tokens
 
-    def prompt(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
-        """Return the decoder's input: `input_ids` (batch, sequence), or `inputs_embeds` (batch, sequence, hidden).
-
-        Raises DataError if the image tokens do not fit the images.
-        """
+    def decoder_inputs(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> dict[str, Any]:
+        """Return the decoder's inputs: `input_ids` (batch, sequence), or `inputs_embeds` (batch, sequence, hidden)."""
         if self.embed_tokens is None:
             return {"input_ids": input_ids}
         embeds = _run(self.embed_tokens, {"input_ids": input_ids})["inputs_embeds"]
@@ -107,7 +99,7 @@ class OnnxGenerator:
     def step(
         self, inputs: Mapping[str, Any], attention_mask: Tensor, cache: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Run the decoder once on a prompt, a chunk or a single token, as `prompt` returns it.
+        """Run the decoder once on a prompt, a chunk or a single token, as `decoder_inputs` returns it.
 
         The mask, (batch, past + sequence), is of all tokens, the cached ones first. Returns logits in float32, (batch,
         sequence, vocabulary), and the cache for the next step by input name, as ONNX Runtime's own values.
@@ -118,7 +110,7 @@ class OnnxGenerator:
 
 
 def _run(runtime: OnnxRuntime, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the outputs of a graph by name, as ONNX Runtime's own values."""
+    """Run a graph; return its outputs by name, as ONNX Runtime's own values."""
     return runtime.values(runtime.run_once(batch))
 
 
@@ -127,13 +119,16 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _special_tokens(folder: Path, config: Any) -> tuple[tuple[int, ...], int]:
-    """Return the ids of the tokens that end a text, and that of padding, from the files beside a graph."""
+    """Return the ids of the tokens that end a text, and that of padding, by the files beside a graph."""
     with refusing(f"a generation config must be what transformers wrote, but that of {folder} is not", AGAIN):
-        in_file = (folder / "generation_config.json").is_file()
-        found = GenerationConfig.from_pretrained(folder) if in_file else GenerationConfig.from_model_config(config)
-        ends = tuple(map(operator.index, token_ids(found.eos_token_id)))
-        padding = next(iter(ends), 0) if found.pad_token_id is None else operator.index(found.pad_token_id)
-        return ends, padding
+        if (folder / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(folder)
+        else:
+            generation = GenerationConfig.from_model_config(config)
+        ends = tuple(operator.index(token) for token in token_ids(generation.eos_token_id))  # refuses what is no number
+        if generation.pad_token_id is not None:
+            return ends, operator.index(generation.pad_token_id)
+        return ends, ends[0] if ends else 0  # as in transformers
 
 
 def generate_text(
@@ -176,28 +171,27 @@ def encode_prompts(processor: Any, prompts: Sequence[str], images: Sequence[str 
     options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
     if images:
         pictures, token = [image_of_file(file) for file in images], processor.image_token
+        if len(pictures) == 1:
+            pictures *= len(prompts)
         texts = [prompt if token in prompt else f"{token}\n{prompt}" for prompt in prompts]
-        encoded = processor(text=texts, images=pictures * (len(prompts) // len(pictures)), **options)
+        encoded = processor(text=texts, images=pictures, **options)
     else:
         encoded = processor(list(prompts), **options)
     batch = {name: encoded[name] for name in ("input_ids", "attention_mask", "pixel_values") if name in encoded}
-    empty = [prompt for prompt, mask in zip(prompts, batch["attention_mask"], strict=True) if not mask.any()]
-    if empty or not batch["input_ids"].numel():
-        raise DataError(f"a prompt must have at least one token, got {(empty or prompts)[0]!r}")
+    for prompt, mask in zip(prompts, batch["attention_mask"], strict=True):
+        if not mask.any():
+            raise DataError(f"a prompt must have at least one token, got {prompt!r}")
     return batch
 
 
-def _continue(folder: str | Path, batch: dict[str, Tensor], most: int) -> Tensor:
-    """Return the prompts with up to `most` new token ids each, (batch, sequence).
-
-    Raises RequestError if the checkpoint cannot generate.
-    """
+def _continue(folder: str | Path, batch: dict[str, Tensor], max_new_tokens: int) -> Tensor:
+    """Return the ids of prompts with up to `max_new_tokens` more; raise RequestError if the folder cannot generate."""
     if any((Path(folder) / name).is_file() for name in (ONNX_FILE, QUANTIZED_FILE, DECODER_FILE)):
-        return OnnxGenerator.from_folder(folder).generate(**batch, max_new_tokens=most)
+        return OnnxGenerator.from_folder(folder).generate(**batch, max_new_tokens=max_new_tokens)
     model = load(folder, dtype=torch.float32).eval()
     if not model.can_generate():
         raise RequestError(f"a checkpoint must generate text to be prompted, and {type(model).__name__} does not")
     # What is not set here is the model's own: the tokens that end a text, and padding, by default the first of these.
-    config = GenerationConfig(do_sample=False, num_beams=1, repetition_penalty=1.0, max_new_tokens=most)
+    greedy = GenerationConfig(do_sample=False, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens)
     with refusing(f"the model at {folder} must continue the prompts, and fails", AGAIN):
-        return model.generate(**batch, generation_config=config)
+        return model.generate(**batch, generation_config=greedy)

@@ -19,10 +19,10 @@ from .trace import TOKEN_AXES, export_program
 
 
 def is_vision_language(model: PreTrainedModel) -> bool:
-    """Return whether the model generates text from images and text."""
-    parts = (model.get_encoder(modality="image"), model.get_decoder())
+    """Return whether a model takes images, and has an image encoder and a language model as separate modules."""
+    modules = (model.get_encoder(modality="image"), model.get_decoder())
     takes_images = "pixel_values" in inspect.signature(model.forward).parameters
-    return takes_images and all(part is not None and part is not model for part in parts)
+    return takes_images and all(module is not None and module is not model for module in modules)
 
 
 def image_text_batch(
@@ -36,10 +36,10 @@ def image_text_batch(
     pixels = random_images(model.config, batch, torch.Generator().manual_seed(seed), image)
     pixels = pixels.to(model.device, model.dtype)
     with torch.no_grad():
-        tokens = _image_features(model, pixels).shape[1]
+        tokens_per_image = _image_features(model, pixels).shape[1]
     ids = synthetic_batch(model, batch=batch, sequence=text, seed=seed)["input_ids"]
-    places = torch.full((batch, tokens), model.config.image_token_id)
-    ids = torch.cat([ids[:, : text // 2], places, ids[:, text // 2 :]], dim=1)
+    image_ids = torch.full((batch, tokens_per_image), model.config.image_token_id)
+    ids = torch.cat([ids[:, : text // 2], image_ids, ids[:, text // 2 :]], dim=1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
 
@@ -50,36 +50,36 @@ def check_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor]) -
             f"ONNX export needs a vision-language model whose config names the image token, and "
             f"{type(model).__name__} has no image_token_id"
         )
-    if kinds := {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.forward).parameters):
+    if type_inputs := {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.forward).parameters):
         raise UnsupportedModelError(
             f"ONNX export needs a vision-language model that reads images and text alike, from left to right, and "
-            f"{type(model).__name__} tells them apart by {min(kinds)}"
+            f"{type(model).__name__} tells them apart by {min(type_inputs)}"
         )
     with torch.no_grad():
         features = _image_features(model, given["pixel_values"].to(model.device, model.dtype))
-    image_tokens(given["input_ids"], features, model.config.image_token_id)
+    image_token_mask(given["input_ids"], features, model.config.image_token_id)  # refuses prompts that do not fit
 
 
-def image_tokens(input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
+def image_token_mask(input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
     """Return where prompts have image tokens, (batch, sequence) bool; raises DataError unless features are as many."""
-    found = input_ids == image_token_id
+    mask = input_ids == image_token_id
     images, tokens = features.shape[:2]
-    if int(found.sum()) != images * tokens:
+    if int(mask.sum()) != images * tokens:
         raise DataError(
             f"the prompts must have {tokens} image tokens (id {image_token_id}) per image, {images * tokens} in all, "
-            f"got {int(found.sum())}"
+            f"got {int(mask.sum())}"
         )
-    return found
+    return mask
 
 
 def merge_images(embeds: Tensor, input_ids: Tensor, features: Tensor, image_token_id: int) -> Tensor:
-    """Return embeddings (batch, sequence, hidden) with image features, in order, in the place of image tokens."""
-    mask = image_tokens(input_ids, features, image_token_id).unsqueeze(-1).expand_as(embeds)
+    """Return embeddings (batch, sequence, hidden), with image features in place of those of image tokens, in order."""
+    mask = image_token_mask(input_ids, features, image_token_id).unsqueeze(-1).expand_as(embeds)
     return embeds.masked_scatter(mask, features.to(embeds.dtype))
 
 
 def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], fusions: Provider) -> dict[str, Any]:
-    """Trace the parts of a vision-language model, each to an `onnx_ir.Model`, fused; return them by file name.
+    """Trace a vision-language model to three graphs, each an `onnx_ir.Model`; return them by file name.
 
     They are the image encoder from pixel_values to image_features (images, tokens, hidden), the embedding from
     input_ids to inputs_embeds, and last the decoder, as in `trace_decoder`, on inputs_embeds. `given` has at least 2
@@ -90,9 +90,9 @@ def trace_vision_language(model: PreTrainedModel, given: Mapping[str, Tensor], f
     with torch.no_grad():
         features = _image_features(model, pixels)
         embeds = merge_images(embedding(ids), ids, features, model.config.image_token_id)
-    images, texts = {"pixel_values": pixels}, {"input_ids": ids}
+    images, tokens = {"pixel_values": pixels}, {"input_ids": ids}
     vision = export_program(_ImageEncoder(model), images, fusions, axes={"pixel_values": {0: "images"}})
-    embed = export_program(_Embedding(model), texts, fusions, axes={"input_ids": TOKEN_AXES})
+    embed = export_program(_Embedding(model), tokens, fusions, axes={"input_ids": TOKEN_AXES})
     prompt = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
     return {VISION_FILE: vision, EMBED_FILE: embed, DECODER_FILE: trace_decoder(model, prompt, fusions)}
 
@@ -125,7 +125,7 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
     After the projector, `get_image_features` splits the features into a Python list, which would fix the number of
     images in a trace. So an exception leaves it as soon as the projector has returned.
     """
-    encoder: Any = model
+    typed: Any = model  # `get_image_features` is a method of some models
     owner, name = _projector(model)
     projector = getattr(owner, name)
 
@@ -135,15 +135,15 @@ def _image_features(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
     # The instance attribute shadows the module, so the tracer still sees a complete call of the module itself.
     vars(owner)[name] = project
     try:
-        encoder.get_image_features(pixel_values=pixel_values)
+        typed.get_image_features(pixel_values=pixel_values)
         why = "its projector was not called"
-    except _Projected as done:
-        (features,) = done.args
+    except _Projected as projected:
+        (features,) = projected.args
         if features.ndim == 3:
             return features
         why = f"its projector returns shape {tuple(features.shape)}"
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting():  # an error of the exporter, which `export_program` reports
             raise
         why = root_cause(error)
     finally:

@@ -28,13 +28,15 @@ from .export import check_traceable, copy_beside, export_onnx, require_onnx, sav
 from .multimodal import is_vision_language
 from .parity import without_padding
 
+Quantize = Literal["int8", "int4"]
+
 
 def read_values(file: Path) -> OpenReader:
     """Return an opener that reads values of a graph by name, in ONNX Runtime."""
     import onnx_ir
 
     @contextmanager
-    def opens(names: Sequence[str]) -> Iterator[Callable[[Mapping[str, Any]], Mapping[str, Tensor]]]:
+    def open_values(names: Sequence[str]) -> Iterator[Callable[[Mapping[str, Any]], Mapping[str, Tensor]]]:
         program = onnx_ir.load(file)
         values = onnx_ir.convenience.create_value_mapping(program.graph)
         program.graph.outputs[:] = [values[name] for name in names]
@@ -43,10 +45,7 @@ def read_values(file: Path) -> OpenReader:
             runtime = OnnxRuntime(folder, threads=torch.get_num_threads())
             yield lambda batch: {name: torch.from_numpy(states) for name, states in runtime.compute(batch).items()}
 
-    return opens
-
-
-Quantize = Literal["int8", "int4"]
+    return open_values
 
 
 def quantize_onnx(
@@ -59,7 +58,7 @@ def quantize_onnx(
     smallest: int = SMALLEST,
     overwrite: bool = False,
 ) -> Export:
-    """Quantise an exported model: `model_quantized.onnx`, and `ort_config.json`, as Optimum writes them.
+    """Quantise an exported model to `model_quantized.onnx`, with an `ort_config.json`, as Optimum writes them.
 
     Every linear layer of `smallest` weights or more, 16,384 by default, is quantised. In `int8`, its weights have a
     scale per output channel, and its inputs a scale per token (in front of an encoder's attention, one for the batch).
@@ -93,32 +92,29 @@ def quantize_onnx(
     """
     import onnx_ir
 
-    _check_request(quantize, decodes=exported.decodes, parts=len(exported.files))
-    how = export_options(exported.how.format, exported.how.provider, exported.how.dtype, quantize)
+    _check_request(quantize, decodes=exported.decodes, graphs=len(exported.files))
+    options = export_options(exported.how.format, exported.how.provider, exported.how.dtype, quantize)
     folder = Path(folder)
     refuse_existing(folder, overwrite=overwrite, inputs={"export": exported.folder})
     program = onnx_ir.load(exported.file)
     bits = int(quantize.removeprefix("int"))
-    by_rows = partial(spreads, opens=read_values(exported.file), batches=rows, centred=True) if rows else None
-    layers = quantize_graph(program.graph, bits=bits, smallest=smallest, spreads=by_rows)
-    if not layers.get(quantize):
+    # The mean and covariance of what layers read, by which weights are rounded.
+    input_spreads = partial(spreads, opens=read_values(exported.file), batches=rows, centred=True) if rows else None
+    layer_counts = quantize_graph(program.graph, bits=bits, smallest=smallest, spreads=input_spreads)
+    if not layer_counts.get(quantize):
         raise _too_small(quantize)
     with new_folder(folder, overwrite=overwrite) as staging:
         copy_beside(exported, staging)
         size = save_program(program, staging / QUANTIZED_FILE)
         write_json(staging / "ort_config.json", _ort_config(bits))
-        threads, files = torch.get_num_threads(), (exported.file, staging / QUANTIZED_FILE)
-        one, other = (OnnxRuntime(file, threads=threads).compute(batch) for file in files)  # one at a time in memory
-        max_abs = largest_difference(one, other, batch)
+        threads = torch.get_num_threads()
+        # Each graph is out of memory before the next one is loaded.
+        dense = OnnxRuntime(exported.file, threads=threads).compute(batch)
+        quantised = OnnxRuntime(staging / QUANTIZED_FILE, threads=threads).compute(batch)
+        max_abs = largest_difference(dense, quantised, batch)
+    file, facts = folder / QUANTIZED_FILE, {**exported.facts, "layers": layer_counts}
     return replace(
-        exported,
-        folder=folder,
-        file=folder / QUANTIZED_FILE,
-        files=(QUANTIZED_FILE,),
-        bytes=size,
-        how=how,
-        max_abs=max_abs,
-        facts={**exported.facts, "layers": layers},
+        exported, folder=folder, file=file, files=(file.name,), bytes=size, how=options, max_abs=max_abs, facts=facts
     )
 
 
@@ -126,27 +122,28 @@ def export_in_bits(
     model: PreTrainedModel, folder: Path, how: ExportSection, given: Given, *, overwrite: bool = False
 ) -> Export:
     """Export a model to ONNX, and quantise the graph if asked; see `export_onnx` and `quantize_onnx`."""
-    beside: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
+    with_run: dict[str, Any] = {"batch": given.sample, "processor": given.processor, "traces": given.traces}
     if how.quantize is None:
-        return export_onnx(model, folder, provider=how.provider, dtype=how.dtype, overwrite=overwrite, **beside)
+        return export_onnx(model, folder, provider=how.provider, dtype=how.dtype, overwrite=overwrite, **with_run)
     check_quantizable(model, how.quantize)
     refuse_existing(folder, overwrite=overwrite)
     with TemporaryDirectory(prefix="hies-float32-") as temporary:
-        exported = export_onnx(model, Path(temporary) / "onnx", **beside)
+        exported = export_onnx(model, Path(temporary) / "onnx", **with_run)
         bits, rows = how.quantize, given.rows
         return quantize_onnx(exported, folder, batch=given.sample, quantize=bits, rows=rows, overwrite=overwrite)
 
 
-def _quantized(exported: Export, folder: Path, how: ExportSection, given: Given) -> Export:
-    """Quantise the export of a cut model; raises ExportError if the cut has left only small layers."""
+def _quantize_slim(exported: Export, folder: Path, how: ExportSection, given: Given) -> Export:
+    """Quantise the export of a slim model; raises ExportError if the cut has left only small layers."""
     assert how.quantize is not None
     try:
         return quantize_onnx(exported, folder, batch=given.sample, quantize=how.quantize, rows=given.rows)
-    except RequestError as error:  # the request fits the dense model, which it was checked on
+    except RequestError as error:  # not a wrong request: it was checked on the dense model
         raise ExportError(f"the slim model has no form in fewer bits: {error}") from error
 
 
-def _check(model: PreTrainedModel, how: ExportSection, given: Given, **_: bool) -> None:
+def _check(model: PreTrainedModel, how: ExportSection, given: Given, *, uneven: bool) -> None:
+    """Refuse a model that the options cannot export; a graph takes layers of any size, `uneven` or not."""
     check_traceable(model, given.sample)
     if how.quantize is not None:
         check_quantizable(model, how.quantize)
@@ -154,7 +151,7 @@ def _check(model: PreTrainedModel, how: ExportSection, given: Given, **_: bool) 
 
 def check_quantizable(model: PreTrainedModel, quantize: Quantize) -> None:
     """Refuse, by a RequestError, what `quantize_onnx` would refuse once the model is exported."""
-    _check_request(quantize, decodes=model.can_generate(), parts=3 if is_vision_language(model) else 1)
+    _check_request(quantize, decodes=model.can_generate(), graphs=3 if is_vision_language(model) else 1)
     layers = (module for module in model.modules() if not isinstance(module, torch.nn.Embedding))
     weights = (weight for layer in layers for weight in layer.parameters(recurse=False) if weight.dim() == 2)
     if max((weight.numel() for weight in weights), default=0) < SMALLEST:
@@ -162,14 +159,16 @@ def check_quantizable(model: PreTrainedModel, quantize: Quantize) -> None:
 
 
 def _too_small(quantize: str) -> RequestError:
+    """Return the error for a model whose linear layers are all too small to quantise."""
     return RequestError(
         f"{quantize} needs a linear layer of {SMALLEST:,} weights or more, but all are smaller, and small "
         "layers take longer in fewer bits; leave it out"
     )
 
 
-def _check_request(quantize: str, *, decodes: bool, parts: int) -> None:
-    if parts > 1:
+def _check_request(quantize: str, *, decodes: bool, graphs: int) -> None:
+    """Refuse, by a RequestError, bits that a model does not take, by whether it generates and its number of graphs."""
+    if graphs > 1:
         raise RequestError(f"quantize: {quantize} needs a single graph, got a vision-language model; leave it out")
     if quantize == "int4" and not decodes:
         raise RequestError(
@@ -185,13 +184,14 @@ def largest_difference(
 
     In 8 bits, padding in front of a text is rounded apart from all tokens. Raises ParityError beyond the tolerance.
     """
-    dense, quantised = (without_padding(outputs, batch) for outputs in (dense, quantised))
+    dense, quantised = without_padding(dense, batch), without_padding(quantised, batch)
     for name, wanted in dense.items():
-        apart, size = (float(np.sqrt(np.mean(array**2))) for array in (wanted - quantised[name], wanted))
-        if not apart <= FEWER_BITS * size:
+        error = float(np.sqrt(np.mean((wanted - quantised[name]) ** 2)))
+        size = float(np.sqrt(np.mean(wanted**2)))
+        if not error <= FEWER_BITS * size:  # NaN is refused too
             raise ParityError(
                 f"the quantised graph must agree with the float32 graph to {FEWER_BITS:.0%}, but its {name} are "
-                f"{apart:.2g} away from {size:.2g} (root mean square); nothing was kept: export without quantize"
+                f"{error:.2g} away from {size:.2g} (root mean square); nothing was kept: export without quantize"
             )
     return max(float(np.abs(wanted - quantised[name]).max(initial=0.0)) for name, wanted in dense.items())
 
@@ -209,7 +209,7 @@ FORMATS["onnx"] = Format(
     require=require_onnx,
     check=_check,
     write=export_in_bits,
-    quantize=_quantized,
+    quantize=_quantize_slim,
     dtypes=("float32", "float16"),
     hub_folder="onnx",
     # Those of transformers.js, and of sentence-transformers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -13,26 +13,27 @@ from transformers import PreTrainedModel
 from ...errors import ExportError, refusing
 from ...model.internals import exported_program
 from ..runtimes.base import Provider
-from .rewrites import arrange_for_cpu, count_from_past, flatten_gemm_inputs, read_masks_whole, share_tied_weights
+from .rewrites import arrange_for_cpu, flatten_gemm_inputs, number_from_past, share_tied_weights, unsqueeze_masks
 
+Axes: TypeAlias = Mapping[str, Mapping[int, str]]  # input -> number of an axis -> its name
 # Names of axes as Optimum writes them; transformers.js reads the size of a batch by this one.
 BATCH, SEQUENCE = "batch_size", "sequence_length"
 TOKEN_AXES = {0: BATCH, 1: SEQUENCE}
 
 
-def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the batch to trace: 2 rows; of text with at least 4 tokens, and padding in the second.
+def trace_sample(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return two rows of a batch to trace an encoder on; texts have at least 4 tokens, and padding in the second row.
 
-    With a single row, the tracer would fix the batch axis; and it would drop a mask of ones. A missing mask and token
-    types are added if the model's forward takes them.
+    With a single row, the tracer would fix the batch axis; and it would drop a mask of ones. So texts get a new mask.
+    Missing token types are added. Only what the model's forward takes is returned.
     """
-    rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in given.items()}
+    rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in batch.items()}
     if "input_ids" not in rows:
         return rows
-    tokens = rows["input_ids"].shape
-    length = max(4, tokens[1])
-    columns = torch.arange(length) % tokens[1]
-    rows |= {name: tensor[:, columns] for name, tensor in rows.items() if tensor.shape[:2] == tokens}
+    shape = rows["input_ids"].shape
+    length = max(4, shape[1])
+    columns = torch.arange(length) % shape[1]  # repeats a shorter text
+    rows |= {name: tensor[:, columns] for name, tensor in rows.items() if tensor.shape[:2] == shape}
     rows["attention_mask"] = torch.ones_like(rows["input_ids"])
     rows["attention_mask"][1, length // 2 :] = 0
     accepted = list(inspect.signature(model.forward).parameters)
@@ -42,9 +43,10 @@ def trace_sample(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> d
     return {name: rows[name] for name in accepted if name in rows}
 
 
-def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Provider) -> Any:
-    """Trace an encoder to an `onnx_ir.Model`, fused, with named dynamic axes."""
-    axes: dict[str, dict[int, str]] = {
+def trace_encoder(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions: Provider) -> Any:
+    """Trace an encoder to an `onnx_ir.Model` with named dynamic axes, as `export_program` does."""
+    # Images, audio and single values per row have no axis of tokens.
+    axes: Axes = {
         name: {0: BATCH} if name in ("pixel_values", "input_features") or tensor.ndim < 2 else TOKEN_AXES
         for name, tensor in sample.items()
     }
@@ -52,31 +54,27 @@ def trace_onnx(model: PreTrainedModel, sample: dict[str, torch.Tensor], fusions:
 
 
 def export_program(
-    module: torch.nn.Module,
-    sample: Mapping[str, Any],
-    fusions: Provider,
-    *,
-    axes: Mapping[str, Mapping[int, str]] | None = None,
+    module: torch.nn.Module, sample: Mapping[str, Any], fusions: Provider, *, axes: Axes | None = None
 ) -> Any:
     """Return a module as an `onnx_ir.Model`, traced by transformers' exporter on a sample, repaired and fused.
 
-    `fusions` is the provider to fuse for. `axes` names the dynamic axes of each input, by number; without, the exporter
-    tries to make all axes dynamic, and they stay unnamed. Raises ExportError if it fails.
+    `fusions` is the provider whose fused operators are used. `axes` names the dynamic axes; without, the exporter tries
+    to make all axes dynamic, and they stay unnamed. Raises ExportError if it fails.
     """
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
 
     auto = torch.export.Dim.AUTO
-    shapes = None if axes is None else {name: dict.fromkeys(named, auto) for name, named in axes.items()}
+    dynamic = None if axes is None else {name: dict.fromkeys(labels, auto) for name, labels in axes.items()}
     must = f"the model must be exportable to ONNX, and the exporter refused {type(module).__name__}"
     with refusing(must, kind=ExportError):
-        program = exported_program(module, sample, fusions, shapes)
+        program = exported_program(module, sample, fusions, dynamic)
     flatten_gemm_inputs(program)
     share_tied_weights(program)
     if fusions == "cpu":
         arrange_for_cpu(program.graph)
     else:
-        read_masks_whole(program)
-        count_from_past(program)
+        unsqueeze_masks(program)
+        number_from_past(program)
     RemoveUnusedNodesPass()(program)
     # Stack traces contain paths of the exporting machine.
     ClearMetadataAndDocStringPass()(program)
@@ -89,17 +87,14 @@ def export_program(
     return program
 
 
-def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
-    """Name the dynamic axes throughout the graph, in place: input -> axis -> name.
-
-    Raises ExportError if the trace fixed one of these axes, or dropped an input.
-    """
+def name_axes(program: Any, axes: Axes) -> None:
+    """Rename symbolic sizes in place, so that axes of inputs get their names; refuse fixed axes and missing inputs."""
     import onnx_ir
 
     inputs = {value.name: value for value in program.graph.inputs}
     if missing := sorted(set(axes) - set(inputs)):
         raise ExportError(f"the graph must have the input {missing[0]!r}, and the exporter dropped it")
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # by the exporter's symbols
     for name, labels in axes.items():
         for axis, label in labels.items():
             dim = inputs[name].shape[axis]
@@ -112,19 +107,20 @@ def name_axes(program: Any, axes: Mapping[str, Mapping[int, str]]) -> None:
         for axis, dim in enumerate(value.shape):
             if not isinstance(dim, int) and dim.value is not None:
                 size = fixed_size(dim)
-                value.shape[axis] = onnx_ir.SymbolicDim(_named(dim.value, names)) if size is None else size
+                value.shape[axis] = onnx_ir.SymbolicDim(_renamed(dim.value, names)) if size is None else size
 
 
 def fixed_size(dim: Any) -> int | None:
-    """Return the size of a dimension that the trace fixed, which may be a symbol such as `"2"`; else None."""
+    """Return the size of a dimension that the trace fixed, even one written as a symbol "2"; None if it is dynamic."""
     text = str(dim if isinstance(dim, int) else dim.value)
     return int(text) if text.isdigit() else None
 
 
-def _named(expression: str, names: Mapping[str, str]) -> str:
-    """Return a symbolic size such as `s36 + s70` with its symbols replaced by names, unless these are sums."""
+def _renamed(expression: str, names: Mapping[str, str]) -> str:
+    """Return a symbolic size such as `s36 + s70` with its symbols replaced by their names."""
     if expression in names:
         return names[expression]
+    # Within an expression, a name that is a sum would need brackets.
     simple = {symbol: label for symbol, label in names.items() if " " not in label}
     return re.sub(r"\w+", lambda match: simple.get(match[0], match[0]), expression)
 
