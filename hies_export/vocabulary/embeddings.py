@@ -51,15 +51,12 @@ def _row_fields(config: Any) -> dict[str, int]:
 
 
 def named_tokens(model: PreTrainedModel, total: int) -> set[int]:
-    """Return the tokens below `total` that the configurations of a model name, such as its padding token.
-
-    A model that numbers positions from the padding token on needs all tokens before it too.
-    """
+    """Return the tokens below `total` that the configurations of a model name, such as its padding token."""
     fields = [value for config in _configs(model) for value in _token_fields(config).values()]
     found = {token for value in fields for token in _tokens(value)}
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     if numbers_by_padding(model.config) and pad is not None:
-        found |= {*range(pad + 1)}
+        found |= {*range(pad + 1)}  # positions begin behind its number, so it must not change
     return {token for token in found if 0 <= token < total}
 
 
@@ -137,8 +134,7 @@ def _cut_tensors(model: nn.Module, before: nn.Module, after: nn.Module, kept: Ke
         tensor, new = tensors[name], shapes[name]
         if new == old.shape:
             continue
-        sizes = enumerate(zip(old.shape, new, strict=True))
-        axes = [axis for axis, (old_size, new_size) in sizes if old_size != new_size]
+        axes = [axis for axis, (was, now) in enumerate(zip(old.shape, new, strict=True)) if was != now]
         if [(old.shape[axis], new[axis]) for axis in axes] != [(kept.total, len(kept.rows))]:
             raise UnsupportedModelError(
                 f"fewer tokens must take rows and nothing else, but {name} of a {type(model).__name__} changes from "

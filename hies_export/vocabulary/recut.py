@@ -38,10 +38,7 @@ class Recut:
 
     @classmethod
     def of(cls, task: Task, kept: KeptTokens, processors: tuple[Any, Any], config: Any) -> Recut:
-        """Return the conversion of batches that a task reads for a dense model.
-
-        `processors` are those of the dense and the smaller model, and `config` is the smaller one's.
-        """
+        """Return the conversion for a task, by the processors of the dense and the smaller model, and its config."""
         whole, smaller = map(tokenizer_of, processors)
         pad = padding_token(smaller, config)
         return cls(

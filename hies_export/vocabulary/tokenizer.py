@@ -15,10 +15,7 @@ from .kept import KeptTokens, backend_of, pair_of, tokens_of
 
 
 def shrink_tokenizer(tokenizer: Any, kept: KeptTokens) -> Any:
-    """Return a copy of a tokenizer of transformers with the tokens that stay, in the order of their old numbers.
-
-    Raises CutMismatchError if a token does not get its new number.
-    """
+    """Return a copy of a tokenizer with the tokens that stay, renumbered; raise CutMismatchError if that fails."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     _shrink(content, kept.numbers)
     backend = tokenizers.Tokenizer.from_str(json.dumps(content))

@@ -197,7 +197,7 @@ class CascadeForm(Compound):
             stability=stability,
             bytes=exported.bytes,
         )
-        facts = CascadeFacts(
+        return summary, CascadeFacts(
             file=f"{exported.folder.name}/{exported.file.name}",
             quantize=exported.how.quantize,
             parts=parts,
@@ -208,7 +208,6 @@ class CascadeForm(Compound):
             max_abs=exported.max_abs,
             tried=tuple(tried),
         )
-        return summary, facts
 
 
 COMPOUNDS[CascadeForm.name] = CascadeForm
@@ -275,8 +274,7 @@ def export_cascade(
 
 def check_classes(*models: PreTrainedModel) -> None:
     """Refuse, by a RequestError, models that are not classifiers of the same classes."""
-    counts: set[int] = set()
-    descriptions: list[str] = []
+    counts, descriptions = set[int](), list[str]()
     for model in models:
         task = task_by_class(type(model).__name__, model.config)
         predicts = task_of(model).predicts if task is not None and issubclass(task, Classification) else None

@@ -106,10 +106,7 @@ def refused(model: PreTrainedModel, problem: str, remedy: str = "export it to ON
 
 
 def _problems(model: PreTrainedModel) -> Iterator[str]:
-    """Yield reasons why llama.cpp cannot compute a model, which a comparison of logits would not show.
-
-    Take the first reason alone: each check relies on those before it.
-    """
+    """Yield why llama.cpp cannot compute a model, beyond what logits show; a reason holds if none is before it."""
     base: Any = model.base_model
     config = model.config.get_text_config()
     if not model.can_generate():
@@ -151,8 +148,7 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
 def _sizes(layer: Any) -> LayerSizes:
     """Return the sizes of a decoder's layer."""
     attention = layer.self_attn
-    heads = attention.q_proj.out_features // attention.head_dim
-    key_value_heads = attention.k_proj.out_features // attention.head_dim
+    heads, key_value_heads = (x.out_features // attention.head_dim for x in (attention.q_proj, attention.k_proj))
     return LayerSizes(heads, key_value_heads, layer.mlp.gate_proj.out_features)
 
 

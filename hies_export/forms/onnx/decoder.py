@@ -36,9 +36,7 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = None) -> Tensor:
     """Return `count` text tokens of the first prompt, repeated if it is shorter, for every row: (batch, count)."""
-    text = input_ids[0]
-    if image_token_id is not None:
-        text = text[text != image_token_id]
+    text = input_ids[0] if image_token_id is None else input_ids[0][input_ids[0] != image_token_id]
     return text[torch.arange(count) % len(text)].repeat(len(input_ids), 1)
 
 
