@@ -38,8 +38,8 @@ def parity_batches(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the batches to compare on, by name: as given, the padded sample, and the sample's first row.
 
-    With `shorten`, that row gets another number of tokens than the given batch has: only then a token axis shows that
-    the trace fixed. Prompts of `left_padded` are longer than the given ones already.
+    With `shorten`, that row gets another number of tokens than the given batch has; otherwise a token axis that the
+    trace fixed would not show. Prompts of `left_padded` are longer than the given ones already.
     """
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if shorten and "input_ids" in sample:
@@ -79,9 +79,8 @@ def check_parity(
 
     If the model `generates`, batches are prompts, as `continued` returns them. The graphs take the prompt, then a chunk
     of two tokens, then two single tokens, each with the cache of the tokens before. Torch takes all tokens in one
-    forward pass. Logits and cache are compared.
-
-    `reference` makes the model in torch, which is not in memory together with the graph.
+    forward pass. Logits and cache are compared. `reference` makes the model in torch, which is not in memory together
+    with the graph.
     """
     wanted = _torch_outputs(reference, batches.values())
     run: Callable[[Mapping[str, torch.Tensor]], dict[str, np.ndarray]]
