@@ -38,7 +38,7 @@ class Recut:
 
     @classmethod
     def of(cls, task: Task, kept: KeptTokens, processors: tuple[Any, Any], config: Any) -> Recut:
-        """Return the conversion for a task, by the processors of the dense and the smaller model, and its config."""
+        """Return the conversion for a task, by the processors of the dense and slim model and the latter's config."""
         whole, smaller = map(tokenizer_of, processors)
         pad = padding_token(smaller, config)
         return cls(

@@ -71,9 +71,9 @@ def choose_threshold(
     )
 
 
-def _above(margins: Tensor, margin: Tensor) -> float:
+def _above(all_margins: Tensor, margin: Tensor) -> float:
     """Return the middle between a margin and the next larger one, so that no row lies at the threshold."""
-    larger = margins[margins > margin]
+    larger = all_margins[all_margins > margin]
     return (margin.item() + larger.min().item()) / 2 if len(larger) else margin.item()
 
 

@@ -106,7 +106,8 @@ def refused(model: PreTrainedModel, problem: str, remedy: str = "export it to ON
 
 
 def _problems(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why llama.cpp cannot compute a model, beyond what logits show; a reason holds if none is before it."""
+    """Yield reasons why llama.cpp cannot compute a model; take only the first, as each check relies on those before."""
+    # They are what a comparison of logits would not show, or would stop at with another error.
     base: Any = model.base_model
     config = model.config.get_text_config()
     if not model.can_generate():

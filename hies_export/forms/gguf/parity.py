@@ -160,8 +160,7 @@ def as_stored(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
     import gguf
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    # Embedding and head need GGUF's name, by which `stored_type` knows them.
-    outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    outer = (model.get_input_embeddings(), model.get_output_embeddings())  # `stored_type` knows them by GGUF's names
     names |= {id(module.weight): OUTER[0] for module in outer if isinstance(module, torch.nn.Module)}
 
     def rounded(tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class OnnxGenerator:
         has_vision = (folder / DECODER_FILE).is_file()  # only a vision-language model has that file
         sources = [folder / name for name in (DECODER_FILE, EMBED_FILE, VISION_FILE)] if has_vision else [folder]
         config = load_config(folder)
-        positions, (eos_token_ids, pad_token_id) = longest_sequence(config), _special_tokens(folder, config)
+        ends, padding = _special_tokens(folder, config)
         decoder, *others = (runtime(source, threads=torch.get_num_threads()) for source in sources)
         if "past_key_values.0.key" not in decoder.inputs:
             raise RequestError(
@@ -52,7 +52,7 @@ class OnnxGenerator:
             )
         embed_tokens, vision_encoder = (others[0], others[1]) if has_vision else (None, None)
         image_token_id = config.image_token_id if has_vision else None
-        return cls(decoder, embed_tokens, vision_encoder, image_token_id, positions, eos_token_ids, pad_token_id)
+        return cls(decoder, embed_tokens, vision_encoder, image_token_id, longest_sequence(config), ends, padding)
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor, pixel_values: Tensor | None = None, *, max_new_tokens: int
