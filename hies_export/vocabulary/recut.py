@@ -150,9 +150,10 @@ def longest_first(text: str, prefix: str, known: Mapping[str, int]) -> list[int]
 def in_new_numbers(predictions: Predictions, labels: Tensor, kept: KeptTokens) -> Predictions:
     """Return the dense model's predictions of tokens by their new numbers, to compare with the smaller model's.
 
-    As there, a token that went is `WHOLE` where it is the label, (label tokens,). Elsewhere it is like no other.
+    As there, a token that went is `WHOLE`, which says that all its pieces are right, where it is in `labels`, (label
+    tokens,); elsewhere it is like no other.
     """
-    values = kept.new_numbers(gone=-2)[predictions.values]  # -2 is like no other
+    values = kept.new_numbers(gone=-2)[predictions.values]
     return replace(predictions, values=values.masked_fill((values < 0) & (predictions.values == labels), WHOLE))
 
 
