@@ -183,7 +183,7 @@ class CascadeForm(Compound):
         stability: float,
         tried: Sequence[SizeTried],
     ) -> tuple[CascadeSummary, CascadeFacts]:
-        """Return the summary and the details of a cascade for a report; the last three arguments are as there."""
+        """Return a report's summary and details of a cascade; the last three arguments are fields of these."""
         promise = exported.facts["promise"]
         assert exported.max_abs is not None
         runtime = load_runtime(self.runtime, exported.folder)
