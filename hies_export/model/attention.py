@@ -65,13 +65,13 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
     fused = fused_attention_fits(model)
     name = "hies_export" if fused else "hies_export_eager"
     register_attention(name, _attention_forward, additive_mask=not fused)
-    outer = {module: _FUNCTIONS.get(module) for module in model.modules()}
-    _FUNCTIONS.update(dict.fromkeys(outer, function))
+    before = {module: _FUNCTIONS.get(module) for module in model.modules()}  # None outside of all such blocks
+    _FUNCTIONS.update(dict.fromkeys(before, function))
     try:
         with attention_restored(configs_of(model)):
             failure = None
             try:
-                with quiet():  # it warns of parts whose attention is code of their own
+                with quiet():  # transformers warns of submodels that compute attention themselves
                     model.set_attn_implementation(name)
             except ValueError as error:
                 failure = error
@@ -82,7 +82,7 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
                 ) from failure
             yield
     finally:
-        for module, previous in outer.items():
+        for module, previous in before.items():
             if previous is None:
                 _FUNCTIONS.pop(module, None)
             else:
@@ -99,8 +99,11 @@ def _attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention by the function that `use_attention` set; the interface wants (batch, query, heads, width)."""
-    if kwargs.get("cache") is not None:  # of continuous batching; the keys given are then those of new tokens alone
+    """Compute attention by the function that `use_attention` set.
+
+    The interface wants the output, (batch, query, heads, width), and an attention map or None.
+    """
+    if kwargs.get("cache") is not None:  # given by continuous batching; `key` then has the new tokens alone
         raise UnsupportedModelError(
             f"a model must be scored by plain forward passes, but {type(module).__name__} reads a paged cache; score "
             "it outside of generate_batch"
@@ -117,6 +120,7 @@ def _attention_forward(
         value=value,
         mask=attention_mask,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        # A single query is the newest token of a generation, which sees all keys.
         is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,
         dropout=dropout,
         softcap=kwargs.get("softcap"),
@@ -126,9 +130,9 @@ def _attention_forward(
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, keys: int) -> Tensor:
-    """Return a position bias plus a mask as one additive mask, broadcastable to (batch, heads, query, keys)."""
+    """Return a position bias and a mask, `keys` wide, as one additive mask, (batch or 1, heads, query, keys)."""
     queries = bias.shape[-2]
-    if mask is None and is_causal and queries > 1:
+    if mask is None and is_causal and queries > 1:  # the queries are the last of the tokens
         mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)
     if mask is None:
         return bias
@@ -137,9 +141,10 @@ def _with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, keys: int) ->
 
 def on_interface(model: PreTrainedModel) -> bool:
     """Return whether `use_attention` reaches the attention of a model."""
-    encoder: Any = model.base_model  # a `TextEncoder` is no model of transformers' own
+    # Inside a `TextEncoder`: only a model of transformers itself can select an attention function.
+    encoder: Any = model.base_model
     try:
-        with use_attention(encoder, lambda call: call.value):  # which is never called
+        with use_attention(encoder, lambda call: call.value):  # nothing runs here, so nothing calls this function
             return True
     except NotOnInterfaceError:
         return False

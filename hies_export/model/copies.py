@@ -19,9 +19,10 @@ DEVICES = ("cpu", "cuda", "meta")
 
 def refuse_devices(model: torch.nn.Module) -> None:
     """Refuse, by a RequestError, a model that is on several devices, or on one that is not in `DEVICES`."""
-    if len(places := {str(parameter.device) for parameter in model.parameters()}) > 1:
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
         raise RequestError(
-            f"a model must be on one device, but its weights are on {' and '.join(sorted(places))}; load it without "
+            f"a model must be on one device, but its weights are on {' and '.join(sorted(devices))}; load it without "
             "device_map: blocks of a model on the CPU go to the GPU one at a time"
         )
     for name, parameter in model.named_parameters():
@@ -45,28 +46,28 @@ def convert(
 ) -> Model:
     """Copy a model's modules and config, with its tensors in another dtype or on another device.
 
-    `dtype` is that of the floating tensors, or name of a parameter or buffer -> dtype; other tensors keep theirs.
+    `dtype` is that of the floating tensors, or name of a parameter or buffer -> dtype; other tensors keep theirs. The
+    copy shares tensors that need no change.
     """
-    by_id: dict[int, torch.dtype] = {}
+    dtype_by_id: dict[int, torch.dtype] = {}
     if isinstance(dtype, Mapping):
         named = (*model.named_parameters(), *model.named_buffers())
-        by_id = {id(tensor): dtype[name] for name, tensor in named if name in dtype}
+        dtype_by_id = {id(tensor): dtype[name] for name, tensor in named if name in dtype}
 
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        wanted = by_id.get(id(tensor)) if isinstance(dtype, Mapping) else dtype
-        moved = tensor.detach().to(device=device, dtype=wanted if tensor.is_floating_point() else None)
-        if moved.dtype == tensor.dtype and moved.device == tensor.device:
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = dtype_by_id.get(id(tensor)) if isinstance(dtype, Mapping) else dtype
+        new = tensor.detach().to(device=device, dtype=wanted if tensor.is_floating_point() else None)
+        if new.dtype == tensor.dtype and new.device == tensor.device:
             return tensor
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        return torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        return torch.nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else new
 
-    return copy_with(model, stand_in)
+    return copy_with(model, converted)
 
 
 def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Round a model's tensors in place to what other dtypes can hold, in their own dtype; return those that overflow.
+    """Round a model's tensors in place to values that other dtypes can hold; return the names of those that overflow.
 
-    `dtypes` is name -> dtype; tensors that it does not name keep their values.
+    `dtypes` is name -> dtype; tensors that it does not name keep their values. All tensors keep their own dtype.
     """
     overflown = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -86,10 +87,11 @@ def copy_with(model: Model, stand_in: Callable[[torch.Tensor], torch.Tensor]) ->
 
     It is called once for each parameter, then each buffer, then each other tensor that a module holds.
     """
-    plain = [value for module in model.modules() for value in vars(module).values()]
-    tensors = [*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, torch.Tensor))]
-    # deepcopy takes what its memo already holds for the finished copy.
-    return copy.deepcopy(model, {key: stand_in(tensor) for key, tensor in {id(t): t for t in tensors}.items()})
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    tensors = [*model.parameters(), *model.buffers(), *(v for v in attributes if isinstance(v, torch.Tensor))]
+    by_id = {id(tensor): tensor for tensor in tensors}
+    # deepcopy takes what its memo, id -> copy, already holds for the finished copy.
+    return copy.deepcopy(model, {key: stand_in(tensor) for key, tensor in by_id.items()})
 
 
 def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:

@@ -8,7 +8,6 @@ runs a contract on the oldest and the newest release and on some between.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import re
@@ -56,20 +55,22 @@ def buffers_as_loaded(model: nn.Module) -> AbstractContextManager[None]:
     """
     changes: list[tuple[nn.Module, str, Tensor]] = []
     for module in model.modules():
-        unsaved = [(n, b) for n, b in module.named_buffers(recurse=False) if n in module._non_persistent_buffers_set]
-        halves = {name: buffer for name, buffer in unsaved if buffer.is_floating_point() and buffer.element_size() < 4}
-        if halves and isinstance(getattr(module, "config", None), PreTrainedConfig):
+        buffers = dict(module.named_buffers(recurse=False))
+        unsaved = {name: buffers[name] for name in buffers if name in module._non_persistent_buffers_set}
+        rounded = {name: b for name, b in unsaved.items() if b.is_floating_point() and b.element_size() < 4}
+        if rounded and isinstance(getattr(module, "config", None), PreTrainedConfig):
             with suppress(Exception):  # whatever a class raises that takes more than a config
-                made = dict(type(module)(module.config).named_buffers(recurse=False))
-                exact = {name: made[name].to(buffer.device) for name, buffer in halves.items()}
-                changes += [(module, n, t) for n, t in exact.items() if torch.equal(t.to(halves[n]), halves[n])]
+                new = dict(type(module)(module.config).named_buffers(recurse=False))
+                exact = {name: new[name].to(buffer.device) for name, buffer in rounded.items()}
+                # A buffer that differs by more than the rounding was set by somebody, and stays.
+                changes += [(module, n, t) for n, t in exact.items() if torch.equal(t.to(rounded[n]), rounded[n])]
     return attributes_set(changes)
 
 
 @contextmanager
 def forwards_set(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Let modules compute by other functions inside the block, and afterwards as before."""
-    # accelerate and others put one there.
+    # A module has a `forward` of its own where accelerate, for example, wrapped that of its class.
     before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     try:
         for module, forward in forwards.items():
@@ -86,9 +87,9 @@ def forwards_set(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
 
 
 def _loaded_by(model_type: str) -> dict[str, str | tuple[str, ...]]:
-    """Return AutoModel class -> the name or names of the classes that it loads for a model type."""
+    """Return name of an AutoModel class -> the name or names of the classes that it loads for a model type."""
     mappings = {name: getattr(auto, "_model_mapping", None) for name, auto in vars(modeling_auto).items()}
-    # The inner mapping holds names, so that no model has to be imported.
+    # The inner mapping holds names of classes, so that no model has to be imported.
     return {
         name: mapping._model_mapping.get(model_type, ())
         for name, mapping in mappings.items()
@@ -99,30 +100,32 @@ def _loaded_by(model_type: str) -> dict[str, str | tuple[str, ...]]:
 def auto_classes(name: str, model_type: str) -> list[str]:
     """Return the names of the AutoModel classes that load a model class, which is given by its name."""
     loaded = _loaded_by(model_type).items()
-    return [auto for auto, names in loaded if name in ((names,) if isinstance(names, str) else names)]
+    return [auto for auto, names in loaded if name == names or (not isinstance(names, str) and name in names)]
 
 
 def heads_on(stock: type[PreTrainedModel], model_type: str) -> dict[str, str]:
-    """Return AutoModelFor class -> the class that it loads for a model type, if that has the base of a stock class."""
-    return {
-        auto: name
-        for auto, name in _loaded_by(model_type).items()
-        if auto.startswith("AutoModelFor")
-        and isinstance(name, str)
-        and getattr(getattr(transformers, name, None), "base_model_prefix", None) == stock.base_model_prefix
-    }
+    """Return the classes that put a task head on the same base as `stock`: AutoModelFor class -> what it loads."""
+    heads = {}
+    for auto, name in _loaded_by(model_type).items():
+        if auto.startswith("AutoModelFor") and isinstance(name, str):
+            head = getattr(transformers, name, None)
+            if getattr(head, "base_model_prefix", None) == stock.base_model_prefix:
+                heads[auto] = name
+    return heads
 
 
 def has_auto_base(model: PreTrainedModel) -> bool:
-    """Return whether `AutoModel` loads the base model of a model.
+    """Return whether `AutoModel` can load the base model of a model.
 
     For some types it loads another class, and the heads of some detectors put their own layers into their base model.
     """
     base: Any = model.base_model
     if "AutoModel" not in auto_classes(type(base).__name__, model.config.model_type):
         return False
-    names = {name for name, _ in base.named_parameters()}
-    return base is model or names <= {name for name, _ in empty_model(type(base), base.config).named_parameters()}
+    if base is model:
+        return True
+    of_class = {name for name, _ in empty_model(type(base), base.config).named_parameters()}
+    return all(name in of_class for name, _ in base.named_parameters())
 
 
 def model_class_of(config: PreTrainedConfig, *auto_names: str) -> type[PreTrainedModel] | None:
@@ -140,18 +143,23 @@ def layers_differ(config: PreTrainedConfig) -> bool:
 
 
 @contextmanager
-def layers_unwarned() -> Iterator[None]:
+def _errors_alone(name: str) -> Iterator[None]:
+    """Let a logger report nothing but errors inside the block."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def layers_unwarned() -> AbstractContextManager[None]:
     """Silence transformers' warning, inside the block, of code that reads one number from a config whose layers differ.
 
     transformers cannot know that a slim class gives each layer its own size afterwards.
     """
-    of_configs = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
-    level = of_configs.level
-    of_configs.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        of_configs.setLevel(level)
+    return _errors_alone("transformers.integrations.heterogeneity.configuration_utils")
 
 
 # Load and save
@@ -168,7 +176,7 @@ def never_asking() -> Iterator[None]:
         with attributes_set([(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)]):
             yield
     except ValueError as error:
-        if not any("trust_remote_code=True" in str(one) for one in error_chain(error)):
+        if not any("trust_remote_code=True" in str(cause) for cause in error_chain(error)):
             raise
         raise RequestError(
             "a checkpoint must load with the classes of transformers, as code in it is never run, but a part of this "
@@ -196,15 +204,16 @@ def empty_model(
 def dtypes_in(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return name -> dtype of a model's tensors when its checkpoint is loaded in a dtype; some may stay float32."""
     skeleton = empty_model(type(model), model.config, dtype)
-    found = {name: tensor.dtype for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers())}
-    plan = skeleton._get_dtype_plan(dtype)
-    if plan:
-        any_of, pattern_of, _ = build_glob_alternation(list(plan))
+    dtypes = {name: tensor.dtype for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers())}
+    exceptions = skeleton._get_dtype_plan(dtype)  # pattern of names -> the dtype that these keep
+    if exceptions:
+        # One regular expression for all patterns, in which each is a named group.
+        any_pattern, pattern_of_group, _ = build_glob_alternation(list(exceptions))
         for name in skeleton.state_dict():
-            match = any_of.search(name)
-            if match is not None and name in found and match.lastgroup is not None:
-                found[name] = plan[pattern_of[match.lastgroup]]
-    return found
+            match = any_pattern.search(name)
+            if match is not None and name in dtypes and match.lastgroup is not None:
+                dtypes[name] = exceptions[pattern_of_group[match.lastgroup]]
+    return dtypes
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -214,7 +223,7 @@ def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_as_loaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Let a model save its tensors under the names in the checkpoint that another one of its class was loaded from."""
+    """Let a model save its tensors under the names that they had in the checkpoint of `other`, of the same class."""
     if hasattr(other, "_weight_conversions"):
         model._weight_conversions = other._weight_conversions
 
@@ -228,12 +237,12 @@ def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
 
 
 def file_of(path: str | Path, name: str, *, required: bool = False, **hub: Any) -> Path | None:
-    """Return the local path of a file in a folder or Hub repository, fetched if needed.
+    """Return the local path of a file in a folder or Hub repository, fetched with options `hub` if needed.
 
     Without such a file, return None, or raise an OSError if it is `required`.
     """
-    found = cached_file(str(path), name, _raise_exceptions_for_missing_entries=required, **hub)
-    return None if found is None else Path(found)
+    local = cached_file(str(path), name, _raise_exceptions_for_missing_entries=required, **hub)
+    return None if local is None else Path(local)
 
 
 # The Hub
@@ -252,12 +261,12 @@ def hub_is_switched_off() -> bool:
 def commit_of(path: str | Path) -> str | None:
     """Return the commit of a file or folder in the Hub's cache; None for one elsewhere.
 
-    Configs had it before transformers 5.24.
+    It is read from the path, as configs hold it before transformers 5.24 only.
 
     Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     """
-    found = re.search(r"/models--[^/]+/snapshots/([^/]+)", Path(path).as_posix())
-    return None if found is None else found[1]
+    match = re.search(r"/models--[^/]+/snapshots/([^/]+)", Path(path).as_posix())
+    return None if match is None else match[1]
 
 
 @contextmanager
@@ -266,33 +275,27 @@ def hub_switched_off() -> Iterator[None]:
 
     Source: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhuboffline
     """
-    datasets = sys.modules.get("datasets")
-    places: list[Any] = [constants] if datasets is None else [constants, datasets.config]
-    client = logging.getLogger("huggingface_hub")
-    level = client.level
-    try:
-        client.setLevel(logging.ERROR)
-        with attributes_set((place, "HF_HUB_OFFLINE", True) for place in places):
-            yield
-    finally:
-        client.setLevel(level)
+    datasets = sys.modules.get("datasets")  # None if nothing imported it
+    settings: list[Any] = [constants] if datasets is None else [constants, datasets.config]
+    with _errors_alone("huggingface_hub"), attributes_set((module, "HF_HUB_OFFLINE", True) for module in settings):
+        yield
 
 
 # Attention
 
 
 def register_attention(name: str, function: Callable[..., Any], *, additive_mask: bool) -> None:
-    """Let models select an attention function by a name.
+    """Register an attention function under a name that models can select.
 
-    With `additive_mask` every call gets one, (batch, 1, query, keys); else it gets a boolean mask or None.
+    With `additive_mask` every call gets such a mask, (batch, 1, query, keys); else it gets a boolean mask or None.
     """
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, eager_mask if additive_mask else sdpa_mask)
 
 
 def fused_attention_fits(model: PreTrainedModel) -> bool:
-    """Return whether every part of a model can compute its attention by torch's fused function."""
-    return all(part._supports_sdpa for part in model.modules() if isinstance(part, PreTrainedModel))
+    """Return whether a model and all its submodels can compute attention by torch's fused function."""
+    return all(submodel._supports_sdpa for submodel in model.modules() if isinstance(submodel, PreTrainedModel))
 
 
 def attention_name(config: PreTrainedConfig) -> str:
@@ -301,25 +304,30 @@ def attention_name(config: PreTrainedConfig) -> str:
 
 
 def select_attention(config: PreTrainedConfig, like: PreTrainedConfig) -> None:
-    """Select the attention function of another config in a new one."""
+    """Let a config select the same attention function as the config `like`."""
     config._attn_implementation = like._attn_implementation
 
 
 def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a config and all its sub-configs."""
-    children = [getattr(config, key, None) for key in config.sub_configs]
-    return [config, *(c for child in children if child is not None for c in configs_in(child))]
+    found = [config]
+    for key in config.sub_configs:
+        child = getattr(config, key, None)
+        if child is not None:
+            found += configs_in(child)
+    return found
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
-    """Return the configs of all parts of a model and all their sub-configs, each once."""
-    parts = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return list({id(config): config for part in parts for config in configs_in(part)}.values())
+    """Return the configs of a model and its submodels, and all their sub-configs, each once."""
+    outer = [submodel.config for submodel in model.modules() if isinstance(submodel, PreTrainedModel)]
+    by_id = {id(config): config for outermost in outer for config in configs_in(outermost)}
+    return list(by_id.values())
 
 
 def attention_restored(configs: Iterable[PreTrainedConfig]) -> AbstractContextManager[None]:
     """Give configs back, after the block, the attention function that each had before."""
-    # set_attn_implementation cannot restore None, nor submodels that differ, so every config's own is kept.
+    # set_attn_implementation can restore neither None nor submodels that differ; this attribute can.
     name = "_attn_implementation_internal"
     return attributes_set([(config, name, getattr(config, name)) for config in configs])
 
@@ -330,7 +338,7 @@ def use_torch_attention(config: PreTrainedConfig) -> dict[str, Any]:
     A file may name the function that the model was trained with, such as FlashAttention. That one needs a package, a
     GPU or half precision, and its choice is no part of the model.
     """
-    if all(part._attn_implementation in (None, "eager", "sdpa") for part in configs_in(config)):
+    if all(inner._attn_implementation in (None, "eager", "sdpa") for inner in configs_in(config)):
         return {}
     config._attn_implementation = None
     return {"attn_implementation": None}
@@ -347,10 +355,10 @@ def attention_undecided(configs: Iterable[PreTrainedConfig]) -> AbstractContextM
 
 @contextmanager
 def attention_maps(model: PreTrainedModel) -> Iterator[None]:
-    """Let the parts of a model compute their attention eagerly and return its maps inside the block, if they can."""
+    """Let a model compute attention eagerly inside the block and return its maps, in all submodels that can."""
     configs = configs_of(model)
     with attention_restored(configs):
-        with quiet():  # it warns of parts that know no other
+        with quiet():  # transformers warns of submodels that have one attention function only
             model.set_attn_implementation("eager")
         with attributes_set((config, "_output_attentions", True) for config in configs):
             yield
@@ -360,8 +368,9 @@ def fused_attention_cpu(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return torch's fused attention on the CPU, and the logsumexp of each row of scores, (batch, heads, query)."""
+    no_dropout = 0.0
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
+        query, key, value, no_dropout, is_causal, attn_mask=bias, scale=scale
     )
 
 
@@ -369,8 +378,9 @@ def fused_attention_cuda(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return what `fused_attention_cpu` does, on a GPU; the rows of `bias` must be aligned to 16 elements in memory."""
+    with_logsumexp, no_dropout = True, 0.0
     output, logsumexp, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, 0.0, is_causal, scale=scale
+        query, key, value, bias, with_logsumexp, no_dropout, is_causal, scale=scale
     )
     # This kernel rounds the rows of its logsumexp up to a multiple of 32.
     return output, logsumexp[..., : query.shape[2]]
@@ -383,37 +393,42 @@ def exact_products() -> Iterator[None]:
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
     backends: Any = torch.backends
-    names = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv")
-    places = [functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), backends) for name in names]
-    exact: list[tuple[Any, str, Any]] = [(p, "fp32_precision", "ieee") for p in places if hasattr(p, "fp32_precision")]
-    older = [backends.cudnn] if exact else [backends.cudnn, backends.cuda.matmul]  # releases of torch before 2.9
+    names = (("cuda", "matmul"), ("cudnn", "conv"), ("cudnn", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+    operations = [getattr(getattr(backends, library), operation, None) for library, operation in names]
+    changes: list[tuple[Any, str, Any]] = []
+    changes += [(flags, "fp32_precision", "ieee") for flags in operations if hasattr(flags, "fp32_precision")]
+    # Before torch 2.9 there are the older flags alone. Later the one of cudnn must agree with the new ones, or
+    # torch.backends.cudnn.flags fails, which code of models may call.
+    older = [backends.cudnn] if changes else [backends.cudnn, backends.cuda.matmul]
     with suppress(RuntimeError):  # raised by torch where only the newer flags were set
-        # Code of models may call torch.backends.cudnn.flags, which fails where the older flag says something else.
-        exact = [(flags, "allow_tf32", False) for flags in older if flags.allow_tf32 is not None] + exact
-    with attributes_set(exact):
+        changes = [(flags, "allow_tf32", False) for flags in older if flags.allow_tf32 is not None] + changes
+    with attributes_set(changes):
         yield
 
 
 def multiplies_bfloat16() -> bool:
     """Return whether the CPU has instructions that multiply bfloat16 numbers and add the products in float32."""
-    asks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return any(ask() for ask in asks if ask is not None)
+    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(check() for check in checks if check is not None)  # older releases of torch lack some
 
 
 def bfloat16_products() -> AbstractContextManager[None]:
-    """Multiply float32 numbers on a CPU after rounding them to bfloat16 inside the block, where torch has that option.
+    """Round float32 numbers to bfloat16 before a CPU multiplies them inside the block, if `multiplies_bfloat16`.
 
-    Products of numbers that are bfloat16 already stay exact, and are added in float32.
+    Products of numbers that are bfloat16 already stay exact, and are added in float32. Older releases of torch lack
+    the option, and then nothing changes.
     """
     matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
-    flags = [(matmul, "fp32_precision", "bf16")] if hasattr(matmul, "fp32_precision") and multiplies_bfloat16() else []
-    return attributes_set(flags)
+    can_round = hasattr(matmul, "fp32_precision") and multiplies_bfloat16()
+    return attributes_set([(matmul, "fp32_precision", "bf16")] if can_round else [])
 
 
 def products_in_tf32() -> bool:
     """Return whether torch was told to multiply float32 numbers on a GPU in TF32."""
     matmul: Any = torch.backends.cuda.matmul
-    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+    if hasattr(matmul, "fp32_precision"):
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
 
 
 def graphs_skipped() -> int:
@@ -439,9 +454,9 @@ def share_tensors(model: nn.Module, other: nn.Module) -> None:
     """Replace a model's parameters and buffers by those of another model, whose modules have the same names."""
     for name, module in other.named_modules():
         if module._parameters or module._buffers:
-            place = model.get_submodule(name)
-            place._parameters.update(module._parameters)
-            place._buffers.update(module._buffers)
+            target = model.get_submodule(name)
+            target._parameters.update(module._parameters)
+            target._buffers.update(module._buffers)
 
 
 def with_backend(tokenizer: Any, backend: Any) -> Any:
@@ -452,14 +467,14 @@ def with_backend(tokenizer: Any, backend: Any) -> Any:
 
 
 def without_compiler(model: Any) -> Any:
-    """Return the model inside what `torch.compile` returned; any other model as it is."""
+    """Return the model that `torch.compile` wrapped; any other model as it is."""
     return getattr(model, "_orig_mod", model)
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
-    """Run modules that were compiled by their own method `compile` as they are, inside the block.
+    """Run, inside the block, the uncompiled code of modules that were compiled in place by `nn.Module.compile`.
 
-    Compiled ones ignore hooks that were registered after their first run.
+    Compiled code ignores hooks that were registered after its first run.
     """
     compiled = [module for module in model.modules() if module._compiled_call_impl]
     return attributes_set([(module, "_compiled_call_impl", None) for module in compiled])
@@ -493,19 +508,20 @@ def ask_for_output_alone(configs: Iterable[PreTrainedConfig], *, cache: bool = F
     """
     wanted = {"use_cache": cache, "return_dict": True, "return_loss": False}
     wanted |= {"output_hidden_states": False, "_output_attentions": False, "output_router_logits": False}
-    asked = [(vars(c), {name: vars(c)[name] for name in wanted if name in vars(c)}) for c in configs]
+    every_fields = [vars(config) for config in configs]
+    every_before = [{name: fields[name] for name in wanted if name in fields} for fields in every_fields]
 
     def put_back() -> None:
-        for fields, before in asked:
+        for fields, before in zip(every_fields, every_before, strict=True):
             fields.update(before)
 
-    for fields, before in asked:
+    for fields, before in zip(every_fields, every_before, strict=True):
         fields.update({name: wanted[name] for name in before})
     return put_back
 
 
 def cache_name(model: nn.Module) -> str | None:
-    """Return the name under which the model's forward takes its cache, or None."""
+    """Return the name of the argument by which the model's forward takes its cache, or None."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in accepted), None)
 
@@ -516,14 +532,14 @@ def cache_of(output: Mapping[str, Any]) -> Any:
 
 
 def keys_and_values(output: Mapping[str, Any]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return the keys and values that a model's output has in its cache, by layer; other kinds of state have none."""
+    """Return the keys and values in the cache of a model's output: number of the layer -> both, if it has any."""
     layers = enumerate(getattr(cache_of(output), "layers", ()))
-    return {at: (layer.keys, layer.values) for at, layer in layers if getattr(layer, "keys", None) is not None}
+    return {number: (layer.keys, layer.values) for number, layer in layers if getattr(layer, "keys", None) is not None}
 
 
 def keeps_recurrent_state(config: PreTrainedConfig) -> bool:
     """Return whether a model's cache has layers with a recurrent state in place of keys and values."""
-    recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+    recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # older releases have no such class
     return any(isinstance(layer, recurrent) for layer in DynamicCache(config=config).layers)
 
 
@@ -532,7 +548,7 @@ def keeps_recurrent_state(config: PreTrainedConfig) -> bool:
 
 def require_onnx_exporter() -> None:
     """Raise a MissingRuntimeError if transformers is too old to export to ONNX, or torch too old for its exporter."""
-    with quiet():  # it warns of every release that is not the one it was tested with
+    with quiet():  # the exporter warns of every release of torch that it was not tested with
         try:
             from transformers.exporters import OnnxExporter
 
@@ -558,7 +574,7 @@ def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shape
         options["ort_fusions"] = fusions
     with _matching_last_nodes():
         exported: Any = OnnxExporter().export(module, dict(sample), OnnxConfig(**options))
-    return exported.program if hasattr(exported, "program") else exported.model
+    return exported.program if hasattr(exported, "program") else exported.model  # the older name
 
 
 @contextmanager
@@ -566,17 +582,17 @@ def _matching_last_nodes() -> Iterator[None]:
     """Let onnxscript try a pattern only at nodes of the operator that the pattern ends in, inside the block.
 
     For a pattern with two last nodes, it otherwise lists all pairs of nodes of the graph before it compares the first.
-    Patterns keep their last match, and with it its graph and the weights there; afterwards they are let go.
+    Matchers keep their last match, and with it the weights in its graph; these are freed after the block.
     """
     from onnxscript.rewriter import _basics, _matcher
 
     matcher: Any = _matcher.SimplePatternMatcher
-    match, tried = matcher.match, set[Any]()
+    match, used = matcher.match, set[Any]()
 
     def match_last(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
         last = self.pattern.output_nodes[0]
         if last.op.matches(node.op_type) and last.domain.matches(node.domain):
-            tried.add(self)
+            used.add(self)
             return match(self, model, graph, node, **options)
         return _basics.MatchResult().fail("the node has another operator than the pattern's last one", node)
 
@@ -584,8 +600,8 @@ def _matching_last_nodes() -> Iterator[None]:
         with attributes_set([(matcher, "match", match_last)]):
             yield
     finally:
-        for pattern in tried:
-            pattern._graph = pattern._current_node = pattern._match = None
+        for matcher_of_pattern in used:
+            matcher_of_pattern._graph = matcher_of_pattern._current_node = matcher_of_pattern._match = None
 
 
 def sentence_options(model: Any) -> dict[str, Any]:
@@ -599,5 +615,6 @@ def lacks_pooler(model: PreTrainedModel, missing: Iterable[str]) -> bool:
     Encoders that were trained as embedding models from a masked language model have none.
     """
     names = list(missing)
-    optional = any("add_pooling_layer" in inspect.signature(base).parameters for base in type(model).__mro__[:-1])
-    return optional and bool(names) and all(name.startswith("pooler.") for name in names)
+    classes = type(model).__mro__[:-1]  # without `object`, which has no signature
+    is_optional = any("add_pooling_layer" in inspect.signature(one_class).parameters for one_class in classes)
+    return is_optional and bool(names) and all(name.startswith("pooler.") for name in names)

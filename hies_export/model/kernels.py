@@ -22,13 +22,13 @@ _MAP_ELEMENTS = 2**22
 
 
 class MaskFacts(NamedTuple):
-    """What the mask of a call does.
+    """What the mask of a call does, in the forms that the functions below need.
 
     Attributes:
         bias: The additive mask in the query's dtype; None if the call has no mask. Layers keep it for the backward
             pass, so it is laid out once in the way that the fused kernel needs.
         log_keys: Logarithm of the number of keys that each row sees, float32, broadcastable to (batch, heads, query); 0
-            for rows that do not count: those that see one key or none, and those of padding tokens.
+            for rows that the mean entropy leaves out: those that see one key or none, and those of padding tokens.
         has_bias: Whether the mask changes the scores of visible keys.
     """
 
@@ -38,9 +38,9 @@ class MaskFacts(NamedTuple):
 
 
 class VisibleKeys:
-    """Finds the keys that each query row sees, and remembers them by mask, which the layers of a model share.
+    """Finds the `MaskFacts` of calls, and remembers them by mask, as the layers of a model share one.
 
-    The result for a mask is dropped with the mask, so one object serves any number of forward passes.
+    The facts of a mask are dropped with the mask, so one object serves any number of forward passes.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class VisibleKeys:
         self._without_mask: dict[Any, MaskFacts] = {}
 
     def __call__(self, call: AttentionCall) -> MaskFacts:
-        """Return the facts of a call's mask; as many queries as keys are taken to be the same tokens."""
-        seen = self._without_mask if call.mask is None else self._by_mask.setdefault(call.mask, {})
+        """Return the facts of a call's mask."""
+        known = self._without_mask if call.mask is None else self._by_mask.setdefault(call.mask, {})
         key = (call.is_causal, call.query.shape[2], call.key.shape[2], call.query.dtype, call.query.device)
-        if key not in seen:
-            seen[key] = _facts(call)
-        return seen[key]
+        if key not in known:
+            known[key] = _facts(call)
+        return known[key]
 
 
 def _facts(call: AttentionCall) -> MaskFacts:
@@ -68,16 +68,21 @@ def _facts(call: AttentionCall) -> MaskFacts:
         visible, added = mask > _HIDDEN, mask
         has_bias = bool((mask.masked_fill(~visible, 0) != 0).any())
     bias = added.to(call.query.dtype).masked_fill(~visible, -math.inf)
-    if device.type == "cuda":  # `fused_attention_cuda` needs rows that are aligned to 16 elements in memory
-        bias = bias.expand(*bias.shape[:-1], keys)
-        bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys] if keys % 16 else bias.contiguous()
+    if device.type == "cuda":
+        bias = _aligned(bias, keys)
     counts = visible.expand(*visible.shape[:-1], keys).sum(-1)
     if queries == keys:
-        # In self-attention a token that no row sees is padding, and its own row is no real query.
-        real = visible.any(-2)
-        if real.shape[-1] == keys:
-            counts = counts * real  # a mask that is the same for every row has one count, of all rows
+        # In self-attention, queries and keys are the same tokens. One that no row sees is padding, as is its own row.
+        is_real = visible.any(-2)
+        if is_real.shape[-1] == keys:  # else the mask is one number per row, which says nothing about single keys
+            counts = counts * is_real
     return MaskFacts(bias, counts.clamp(min=1).float().log(), has_bias)
+
+
+def _aligned(bias: Tensor, keys: int) -> Tensor:
+    """Return an additive mask `keys` wide whose rows start at multiples of 16 elements, for `fused_attention_cuda`."""
+    bias = bias.expand(*bias.shape[:-1], keys)
+    return torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys] if keys % 16 else bias.contiguous()
 
 
 def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:
@@ -118,37 +123,36 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
             expected = torch.linalg.vecdot(call.query.float(), mean_key.float()).mul_(call.scaling)
             row_entropy = logsumexp.float() - expected  # (batch, heads, query)
         log_keys = log_keys.expand(row_entropy.shape[0], -1, row_entropy.shape[2])
-        counted = log_keys > 0
-        # A sink is one more key.
-        largest = log_keys if call.sinks is None else log_keys.exp().add(1).log()
-        normalised = torch.where(counted, row_entropy / largest.where(counted, 1.0), 0.0)
-        rows = counted.sum(-1).float()  # (batch, 1 or heads)
+        is_counted = log_keys > 0
+        largest = log_keys if call.sinks is None else log_keys.exp().add(1).log()  # a sink is one more key
+        normalised = torch.where(is_counted, row_entropy / largest.where(is_counted, 1.0), 0.0)
+        rows = is_counted.sum(-1).float()  # (batch, 1 or heads)
         entropy = normalised.sum(-1) / rows.clamp(min=1)
     return output, entropy, rows.amax(-1)  # all heads of a sample count the same rows
 
 
 def _repeat_groups(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Return keys and values repeated for every query head, (batch, heads, keys, width)."""
-    heads = call.query.shape[1]
-    key, value = (
-        tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
-        for tensor in (call.key, call.value)
-    )
-    return key, value
+    """Return the keys and the values, each key/value head once for every query head of its group."""
+
+    def repeated(tensor: Tensor) -> Tensor:
+        repeats = call.query.shape[1] // tensor.shape[1]
+        return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
+
+    return repeated(call.key), repeated(call.value)
 
 
 def _output_and_logsumexp(
     call: AttentionCall, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return attention, and the logsumexp of each row of scores, (batch, heads, query), if a kernel gives it."""
+    """Return attention, and the logsumexp of each row of scores, (batch, heads, query); None if no kernel gives it."""
     query = call.query
     same_width = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and same_width and call.dropout == 0:
         return fused_attention_cpu(query, key, value, bias, is_causal=call.is_causal, scale=call.scaling)
     # The kernel reads 16 bytes at once, so a head's width must be a multiple of that.
     if query.device.type == "cuda" and call.dropout == 0 and query.shape[-1] * query.element_size() % 16 == 0:
-        whole = bias if bias is None else bias.expand(*query.shape[:3], key.shape[2])
-        return fused_attention_cuda(query, key, value, whole, is_causal=call.is_causal, scale=call.scaling)
+        full_bias = bias if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+        return fused_attention_cuda(query, key, value, full_bias, is_causal=call.is_causal, scale=call.scaling)
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, bias, call.dropout, call.is_causal, scale=call.scaling
     )
@@ -156,14 +160,14 @@ def _output_and_logsumexp(
 
 
 def _row_slices(call: AttentionCall) -> list[slice]:
-    """Return slices of query rows, each of at least one row and, if possible, at most `_MAP_ELEMENTS` elements."""
+    """Return slices of query rows, each with at most `_MAP_ELEMENTS` attention weights, or a single row."""
     batch, heads, rows = call.query.shape[:3]
     step = max(1, _MAP_ELEMENTS // (batch * heads * call.key.shape[2]))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _log_softmax(call: AttentionCall, key: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-    """Return the logarithms of attention rows, (batch, heads, rows, keys) float32; a sink is one more key, the last."""
+    """Return the log weights of query rows, (batch, heads, rows, keys) float32; a sink is one more key, the last."""
     scores = (call.query[:, :, rows] @ key.transpose(-1, -2)).float() * call.scaling
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -183,20 +187,20 @@ def _log_softmax(call: AttentionCall, key: Tensor, bias: Tensor | None, rows: sl
 def _explicit_output(call: AttentionCall, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """Compute attention by an explicit softmax, a slice of rows at a time; a backward pass computes the maps again."""
 
-    def some(rows: slice) -> Tensor:
-        p = _log_softmax(call, key, bias, rows).exp()[..., : key.shape[2]]
-        return torch.nn.functional.dropout(p, call.dropout).to(value.dtype) @ value
+    def output_of(rows: slice) -> Tensor:
+        weights = _log_softmax(call, key, bias, rows).exp()[..., : key.shape[2]]  # without that of a sink
+        return torch.nn.functional.dropout(weights, call.dropout).to(value.dtype) @ value
 
     slices = _row_slices(call)
     if len(slices) == 1:
-        return some(slices[0])
-    return torch.cat([checkpoint(some, rows, use_reentrant=False) for rows in slices], dim=2)
+        return output_of(slices[0])
+    return torch.cat([checkpoint(output_of, rows, use_reentrant=False) for rows in slices], dim=2)
 
 
 def _explicit_entropy(call: AttentionCall, key: Tensor, bias: Tensor | None) -> Tensor:
     """Compute row entropies, (batch, heads, query) float32, by an explicit softmax, a slice of rows at a time."""
-    out = []
+    entropies = []
     for rows in _row_slices(call):
         log_p = _log_softmax(call, key, bias, rows)
-        out.append(-(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(-1))
-    return torch.cat(out, dim=-1)
+        entropies.append(-(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(-1))  # 0 log 0 is 0
+    return torch.cat(entropies, dim=-1)

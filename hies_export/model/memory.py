@@ -1,4 +1,4 @@
-"""Hold less: map the weights of a large model from a file, and give memory that was freed back to the system."""
+"""Hold less in memory: map the weights of a large model from a file, and give freed memory back to the system."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .copies import parameter_bytes
 # Weights of more bytes are not held twice: they are mapped from a file while other programs run the model, compared
 # with what was saved without loading it, and timed without a copy.
 LARGE_BYTES = 1 << 30
-# Tensors of this size and more are mapped in a walk; outside, of the largest size that glibc itself sets. Mapping those
-# of 1 MiB, too, took a fifth of the time of a small model's walks, for new pages.
+# Bytes from which on the allocator maps a tensor separately: in `lean_memory`, and elsewhere, where it is the most that
+# glibc itself sets. From 1 MiB on, new pages took a fifth of the time of scoring a small model layer by layer.
 LEAN_BYTES, USUAL_BYTES = 8 << 20, 32 << 20
-M_MMAP_THRESHOLD = -3  # glibc's number of the option
-# Parameters that are mapped -> the file, and the name of the tensor there.
+M_MMAP_THRESHOLD = -3  # glibc's number of this option of mallopt
+# Mapped parameter -> the file, and the name of the tensor there.
 _MAPPED: MutableMapping[torch.Tensor, tuple[Path, str]] = WeakIdKeyDictionary()
 
 
@@ -33,30 +33,28 @@ def map_weights(model: torch.nn.Module, file: Path) -> None:
 
     The model is changed in place, and the file must stay for as long as it is used. A small model stays as it is.
     """
-    if parameter_bytes(model) <= LARGE_BYTES or os.name == "nt":  # there, a file that is mapped cannot be removed
+    if parameter_bytes(model) <= LARGE_BYTES or os.name == "nt":  # Windows cannot remove a file that is mapped
         return
-    named = {str(number): one for number, one in enumerate(model.parameters()) if one.device.type == "cpu"}
+    named = {str(number): p for number, p in enumerate(model.parameters()) if p.device.type == "cpu"}
     save_file({name: parameter.detach().contiguous() for name, parameter in named.items()}, file)
     _MAPPED.update({parameter: (file, name) for name, parameter in named.items()})
     let_go(model)
 
 
 def let_go(model: torch.nn.Module) -> None:
-    """Map the weights of `map_weights` anew, which frees the pages that were read; they are read again on use."""
-    files: dict[Path, dict[str, torch.Tensor]] = {}
-    for parameter in filter(_MAPPED.__contains__, model.parameters()):
-        file, name = _MAPPED[parameter]
-        files.setdefault(file, {})[name] = parameter
-    for file, named in files.items():
-        with safe_open(file, "pt") as mapped:
-            for name, tensor in named.items():
-                tensor.data = mapped.get_tensor(name)
+    """Free the memory of weights that were read from the file of `map_weights`; they are read again on use."""
+    mapped = [parameter for parameter in model.parameters() if parameter in _MAPPED]
+    for file in {_MAPPED[parameter][0] for parameter in mapped}:
+        with safe_open(file, "pt") as tensors:
+            for parameter in mapped:
+                if _MAPPED[parameter][0] == file:
+                    parameter.data = tensors.get_tensor(_MAPPED[parameter][1])  # a new map, of which nothing is read
     give_back_memory()
 
 
 @cache
 def _libc() -> Any:
-    """Return glibc, whose allocator keeps freed memory for itself; None elsewhere."""
+    """Return glibc, whose allocator keeps freed memory for itself; None if the system has another C library."""
     try:
         libc = ctypes.CDLL("libc.so.6")
         return libc if hasattr(libc, "malloc_trim") else None
@@ -66,7 +64,8 @@ def _libc() -> Any:
 
 def give_back_memory() -> None:
     """Give memory that was freed back to the operating system, where the allocator would keep it."""
-    if (libc := _libc()) is not None:
+    libc = _libc()
+    if libc is not None:
         libc.malloc_trim(0)
 
 
@@ -76,7 +75,8 @@ def lean_memory() -> Iterator[None]:
 
     Otherwise tensors of many sizes leave holes between them: on SmolLM2-135M a third of the resident memory was free.
     """
-    if (libc := _libc()) is not None:
+    libc = _libc()
+    if libc is not None:
         libc.mallopt(M_MMAP_THRESHOLD, LEAN_BYTES)
     try:
         yield

@@ -36,7 +36,7 @@ class LayerConfig:
         self.__dict__.update(own, _config=config)
 
     def __getattr__(self, name):
-        if name.startswith("__") or "_config" not in self.__dict__:
+        if name.startswith("__") or "_config" not in self.__dict__:  # asked while it is copied or unpickled
             raise AttributeError(name)
         return getattr(self._config, name)
 
@@ -62,27 +62,29 @@ class Narrow:
 
 @functools.cache
 def _narrow_class(stock):
-    names = list(inspect.signature(stock.forward).parameters)[1:]
+    """Return the class of modules that are `stock`, but narrow their arguments: its bases are `Narrow` and `stock`."""
+    names = list(inspect.signature(stock.forward).parameters)[1:]  # without `self`
 
     @functools.wraps(stock.forward)
     def forward(self, *args, **kwargs):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        parts = {}
+        narrowed = {}
         for name, (axis, total, heads) in self.narrowed.items():
             if given.get(name) is not None:
                 by_head = given[name].unflatten(axis, (-1, total))
                 index = torch.tensor(heads, device=by_head.device)
-                parts[name] = by_head.index_select(axis + 1, index).flatten(axis, axis + 1)
-        outputs = stock.forward(self, **{**given, **parts})
-        # A layer may hand on what it was given, and the next one needs the whole.
-        whole = {id(part): given[name] for name, part in parts.items()}
-        return tuple(whole.get(id(o), o) for o in outputs) if isinstance(outputs, tuple) else outputs
+                narrowed[name] = by_head.index_select(axis + 1, index).flatten(axis, axis + 1)
+        outputs = stock.forward(self, **{**given, **narrowed})
+        # A layer may return an argument for the next one, which needs the values of all heads.
+        full = {id(value): given[name] for name, value in narrowed.items()}
+        return tuple(full.get(id(o), o) for o in outputs) if isinstance(outputs, tuple) else outputs
 
     return type(stock.__name__, (Narrow, stock), {"__module__": __name__, "__doc__": stock.__doc__, "forward": forward})
 
 
 def narrow(module, arguments):
     """Let a module take its heads from some arguments, as an entry of `narrowed` says; from none, it is stock again."""
+    # The order of classes is: the narrow one, `Narrow`, stock.
     stock = type(module).__mro__[2] if isinstance(module, Narrow) else type(module)
     module.__class__ = _narrow_class(stock) if arguments else stock
     module.__dict__.pop("narrowed", None)
@@ -91,28 +93,54 @@ def narrow(module, arguments):
 
 
 def describe_layers(config, layers):
-    """Let the file of a config say what each layer has, in transformers' schema; None or nothing takes it out.
+    """Let a config's file, but not the config in memory, say what each layer has; without `layers`, remove that again.
 
     In memory the config has one number for all layers, which the code of a stock class reads before its layers are
-    resized. transformers would refuse such reads of a config whose layers differ, or warn of them if the second key
-    allows them.
+    resized. transformers would refuse such reads of a config whose layers differ, or warn of them where
+    `allow_global_per_layer_attribute_access` allows them.
     """
-    own = vars(config)
+    fields = vars(config)
     if layers:
         if getattr(config, "is_heterogeneous", False):  # as it is when it was read from a file
             config.per_layer_config = None
         # Not by `setattr`, by which the layers of the config would differ in memory too.
-        own.update(per_layer_config=layers, allow_global_per_layer_attribute_access=True)
-    elif "per_layer_config" in own:
-        del own["per_layer_config"]
-        own.pop("allow_global_per_layer_attribute_access", None)
+        fields.update(per_layer_config=layers, allow_global_per_layer_attribute_access=True)
+    elif "per_layer_config" in fields:
+        del fields["per_layer_config"]
+        fields.pop("allow_global_per_layer_attribute_access", None)
 
 
 def keep_layers_for_files(config):
-    """Let a config that was read from a slim folder have one number for all layers in memory; its file keeps them."""
+    """Give a config that was read from a slim folder one number for all layers in memory; see `describe_layers`."""
     layers = (getattr(config, "hies_export", None) or {}).get("per_layer_config")
     if layers and getattr(config, "is_heterogeneous", False):
         describe_layers(config, layers)
+
+
+def _set_by_name(model, name, value):
+    """Replace the layer or parameter of a dotted name."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, value)
+
+
+def _resize_linear(model, shapes):
+    """Replace the linear layers in `shapes`, and those that share their weights, by new ones of these shapes."""
+    base = model.base_model
+    named = [base.get_submodule(name) for name in shapes]
+    for name, (out_features, in_features) in shapes.items():
+        old = base.get_submodule(name)
+        if isinstance(old, torch.nn.Linear):
+            new = torch.nn.Linear(in_features, out_features, bias=old.bias is not None)
+        elif isinstance(old, transformers.Conv1D):
+            new = transformers.Conv1D(out_features, in_features)
+        else:
+            raise TypeError(f"config.hies_export must name linear layers, got {name}, a {type(old).__name__}")
+        new = new.to(old.weight.device, old.weight.dtype)
+        # Layers with the same weight may have no entry, such as those of an auxiliary loss.
+        same = [n for n, m in model.named_modules() if getattr(m, "weight", None) is old.weight and m not in named]
+        _set_by_name(base, name, new)
+        for other in same:
+            _set_by_name(model, other, new)
 
 
 class SlimModel:
@@ -124,26 +152,11 @@ class SlimModel:
         block = getattr(config, "hies_export", None) or {"linear": {}, "attributes": {}}
         keep_layers_for_files(config)
         super().__init__(config, *args, **kwargs)
-        own = [self.base_model.get_submodule(name) for name in block["linear"]]
-        for name, (out_features, in_features) in block["linear"].items():
-            old = self.base_model.get_submodule(name)
-            if isinstance(old, torch.nn.Linear):
-                new = torch.nn.Linear(in_features, out_features, bias=old.bias is not None)
-            elif isinstance(old, transformers.Conv1D):
-                new = transformers.Conv1D(out_features, in_features)
-            else:
-                raise TypeError(f"config.hies_export must name linear layers, got {name}, a {type(old).__name__}")
-            new = new.to(old.weight.device, old.weight.dtype)
-            # Layers with the same weight may have no entry, such as those of an auxiliary loss.
-            same = [n for n, m in self.named_modules() if getattr(m, "weight", None) is old.weight and m not in own]
-            for model, place in ((self.base_model, name), *((self, other) for other in same)):
-                owner, _, attribute = place.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, new)
+        _resize_linear(self, block["linear"])
         for name, shape in block.get("parameters", {}).items():
             old = self.base_model.get_parameter(name)
-            owner, _, attribute = name.rpartition(".")
             new = torch.nn.Parameter(torch.zeros(shape, dtype=old.dtype, device=old.device))
-            setattr(self.base_model.get_submodule(owner), attribute, new)
+            _set_by_name(self.base_model, name, new)
         for name, attributes in block["attributes"].items():
             module = self.base_model.get_submodule(name)
             for attribute, value in attributes.items():
@@ -158,8 +171,9 @@ class SlimModel:
     def _heads_differ(self):
         """Return whether some attention has other numbers of heads than the config, by which caches are sized."""
         block = getattr(self.config, "hies_export", None) or {"linear": {}}
-        owners = {name.rpartition(".")[0] for name in block["linear"]}
-        return any(hasattr(self.base_model.get_submodule(owner), "layer_idx") for owner in owners)
+        parents = {name.rpartition(".")[0] for name in block["linear"]}
+        # Attention that fills a cache has a `layer_idx`.
+        return any(hasattr(self.base_model.get_submodule(parent), "layer_idx") for parent in parents)
 
     def _get_static_cache_init_shape(self):
         """Let the first keys of each layer size a static cache, as the config cannot."""
@@ -187,25 +201,26 @@ class SlimModel:
         return super().save_pretrained(save_directory, *args, **kwargs)
 
 
-def _module():
-    """Return the module Transformer of sentence-transformers, made to load the class that config.json names.
+def _sentence_transformer_module():
+    """Return sentence-transformers' class `Transformer`, changed to load the model class that config.json names.
 
-    That of encoder-decoders loads a stock class by itself, whose layers have other sizes.
+    The stock one loads a stock class for encoder-decoders, whose layers have other sizes.
     """
-    module = importlib.import_module("sentence_transformers.base.modules").Transformer  # which alone asks for this
+    # Imported late: only sentence-transformers, by modules.json, asks for this class.
+    stock = importlib.import_module("sentence_transformers.base.modules").Transformer
 
-    def encoder(self, path, config, **kwargs):
+    def load_encoder(self, path, config, **kwargs):
         return __getattr__(config.architectures[0]).from_pretrained(path, config=config, **kwargs)
 
-    # modules.json names it by its place in a folder.
-    own = {"__module__": __name__.removeprefix("hies_export.model."), "__doc__": module.__doc__}
-    return type("Transformer", (module,), own | {"_load_encoder_only_model": encoder})
+    # modules.json names the class by the file in its folder, not by this package.
+    attributes = {"__module__": __name__.removeprefix("hies_export.model."), "__doc__": stock.__doc__}
+    return type("Transformer", (stock,), attributes | {"_load_encoder_only_model": load_encoder})
 
 
 def __getattr__(name):
-    """Return the slim class of a model class of transformers, which has the same name."""
+    """Make the slim class of a model class of transformers, with the same name, when it is first asked for."""
     if name == "Transformer":
-        return globals().setdefault(name, _module())
+        return globals().setdefault(name, _sentence_transformer_module())
     stock = getattr(transformers, name, None) if not name.startswith("_") else None
     if not (isinstance(stock, type) and issubclass(stock, transformers.PreTrainedModel)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

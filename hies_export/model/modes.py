@@ -22,9 +22,9 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def output_alone(model: nn.Module, *, cache: bool = False) -> Iterator[None]:
-    """Let a model return inside the block its output alone, with `cache` also its cache, whatever its configs ask for.
+    """Let a model return inside the block its output alone, and with `cache` its cache, whatever its configs ask for.
 
-    They may ask for hidden states, attention weights, router logits or tuples, which no pass of this package reads.
+    They may ask for hidden states, attention weights, router logits or tuples, which nothing in this package reads.
     """
     put_back = ask_for_output_alone(configs_of(model), cache=cache)
     try:
@@ -38,16 +38,16 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
     """Put a model into evaluation mode and freeze its weights inside the block, and restore it afterwards."""
     trainable = [(parameter, "requires_grad", False) for parameter in model.parameters() if parameter.requires_grad]
     # A model without a problem_type guesses it from the first labels, and writes it into its config.
-    kind = (model.config, "problem_type", model.config.problem_type)
-    with attributes_set([*trainable, kind]), evaluating(model):
+    problem_type = (model.config, "problem_type", model.config.problem_type)
+    with attributes_set([*trainable, problem_type]), evaluating(model):
         yield
 
 
 def widens(weight: Tensor) -> bool:
-    """Return whether a layer with such a weight computes in float32: in half precision on a CPU, where that is faster.
+    """Return whether `wide_products` lets a linear layer with this weight compute in float32, where that is faster.
 
-    On a processor without bfloat16 instructions it is six times faster. With them bfloat16 is faster, and as exact:
-    products are added in float32.
+    That is so in half precision on a CPU: without bfloat16 instructions float32 is six times faster. With them bfloat16
+    is faster, and as exact: products are added in float32.
     """
     is_slow = weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and not multiplies_bfloat16())
     return is_slow and weight.device.type == "cpu"
@@ -56,7 +56,7 @@ def widens(weight: Tensor) -> bool:
 def wide_products(model: nn.Module) -> AbstractContextManager[None]:
     """Let linear layers that are slow in half precision compute in float32 inside the block; see `widens`.
 
-    They return their own dtype.
+    They still return the dtype of their input.
     """
 
     def forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -89,13 +89,13 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 
 class Watched:
-    """Inputs and outputs of layers, by key: one for each call, and none of a layer that the inputs do not reach.
+    """Recorded inputs and outputs of layers: key of the layer -> one tensor for each call.
 
-    A batch of texts alone does not reach an image tower, for example.
+    A layer that did not run has none, such as those of an image tower on a batch of texts alone.
     """
 
     def __init__(self) -> None:
-        # Both in the order of the calls; no outputs unless they were asked for.
+        # Both in the order of the calls; no outputs unless `watch` was asked for them.
         self.inputs: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
@@ -114,22 +114,23 @@ def watch(
     `layers` is key -> name of the layer. With `gradients`, every recorded input requires a gradient: one that does not
     by itself, as in front of the first layer of a frozen model, becomes a leaf.
     """
-    seen = Watched()
+    watched = Watched()
 
-    def read(key: str, x: Tensor) -> Tensor:
+    def record_input(key: str, x: Tensor) -> Tensor:
         if gradients and not x.requires_grad:
             x = x.detach().requires_grad_()
-        seen.inputs[key].append(x)
+        watched.inputs[key].append(x)
         return x
 
     def record_output(key: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.outputs[key].append(output)
+        watched.outputs[key].append(output)
 
     with ExitStack() as hooks:
-        for key, name in layers.items() if outputs else ():
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(record_output, key)))
-        with intercept(model, layers, read):
-            yield seen
+        if outputs:
+            for key, name in layers.items():
+                hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(record_output, key)))
+        with intercept(model, layers, record_input):
+            yield watched
 
 
 @contextmanager
@@ -140,11 +141,11 @@ def intercept(model: nn.Module, layers: Mapping[str, str], function: Callable[[s
     ignore hooks.
     """
 
-    def replace(key: str, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def replace_first(key: str, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (function(key, args[0]), *args[1:])
 
     with ExitStack() as hooks:
         hooks.enter_context(uncompiled(model))
         for key, name in layers.items():
-            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(replace, key)))
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(replace_first, key)))
         yield

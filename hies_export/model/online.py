@@ -26,7 +26,7 @@ AGAIN_AFTER = 60.0
 # Errors that say that the cache lacks something, rather than that its content is damaged.
 _ABSENT = (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)
 
-# Endpoint -> when it was asked, and why there was no answer.
+# Endpoint -> when it was asked (`time.monotonic`), and why there was no answer; None if there was one.
 _answers: dict[str, tuple[float, str | None]] = {}
 
 
@@ -34,28 +34,28 @@ _answers: dict[str, tuple[float, str | None]] = {}
 def hub_or_cache(
     name: str | Path, what: str, *, local_files_only: bool = False, error: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """Let libraries read a repository of the Hub, inside the block, without waiting for a Hub that does not answer.
+    """Let libraries read a repository inside the block: of the Hub, or of their caches if the Hub does not answer.
 
-    Their clients try again for half a minute for every file. Here, the Hub is asked once whether it is there. If it is
-    not, they read from their caches inside the block.
+    By themselves they would try again for half a minute for every file; here the Hub is asked once whether it is there.
+    An `error` says that `name` is nowhere; `what` is what it should be, such as "model".
     """
-    missing = None if local_files_only or not _is_hub_id(name) else _unreachable()
-    if missing is None:
+    reason = None if local_files_only or not _is_hub_id(name) else _why_unreachable()
+    if reason is None:
         yield
         return
     try:
         with hub_switched_off():
             yield
-    except Exception as failure:  # of the clients, each its own kind
-        if isinstance(failure, HiesError) or not any(isinstance(one, _ABSENT) for one in error_chain(failure)):
+    except Exception as failure:  # each library raises its own kind
+        if isinstance(failure, HiesError) or not any(isinstance(cause, _ABSENT) for cause in error_chain(failure)):
             raise
         raise error(
             f"a {what} must be on this machine, on the Hub or complete in its cache, but {name} is not here, and the "
-            f"Hub at {hub_endpoint()} {missing}; give a local path, or download it once while the Hub can be "
+            f"Hub at {hub_endpoint()} {reason}; give a local path, or download it once while the Hub can be "
             "reached, and set HF_HUB_OFFLINE=1 afterwards"
         ) from failure
     if not hub_is_switched_off():
-        logger.warning("the Hub at %s %s: the cached copy of %s is used", hub_endpoint(), missing, name)
+        logger.warning("the Hub at %s %s: the cached copy of %s is used", hub_endpoint(), reason, name)
 
 
 def model_or_cache(path: str | Path, options: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -64,24 +64,26 @@ def model_or_cache(path: str | Path, options: Mapping[str, Any]) -> AbstractCont
 
 
 def _is_hub_id(name: str | Path) -> bool:
+    """Return whether a name may be that of a repository of the Hub, and is no local path."""
     with suppress(HFValidationError):
         validate_repo_id(str(name))
         return not os.path.exists(name)
     return False
 
 
-def _unreachable() -> str | None:
+def _why_unreachable() -> str | None:
     """Return why the Hub cannot be asked, as the end of "the Hub ..."; None if it gives any answer."""
     if hub_is_switched_off():
         return "is not asked, as HF_HUB_OFFLINE is set"
     endpoint, now = hub_endpoint(), time.monotonic()
-    asked, found = _answers.get(endpoint, (0.0, ""))
-    if found is None or (found and now - asked < AGAIN_AFTER):
-        return found
+    if endpoint in _answers:
+        asked, reason = _answers[endpoint]
+        if reason is None or now - asked < AGAIN_AFTER:
+            return reason
     try:
         get_session().head(endpoint, timeout=PATIENCE)
-        found = None
+        reason = None
     except Exception as failure:  # of the HTTP library, which differs between versions of the client
-        found = f"cannot be reached ({root_cause(failure, limit=100)})"
-    _answers[endpoint] = (now, found)
-    return found
+        reason = f"cannot be reached ({root_cause(failure, limit=100)})"
+    _answers[endpoint] = (now, reason)
+    return reason

@@ -60,25 +60,26 @@ class TextReader:
         return shortest_limit(self.given.max_seq_length, longest_sequence(self.given[0].config))
 
     def read(self, kind: str, texts: Sequence[str], max_length: int | None = None) -> dict[str, Tensor]:
-        """Return the tokens of texts as the SentenceTransformer reads them.
+        """Return the model's inputs for texts, by name, as the SentenceTransformer makes them.
 
         `kind` is "query", "document" or "text", for what `encode_query`, `encode_document` and `encode` read;
         `max_length` is a limit in tokens below the model's own.
         """
-        first, prompts = self.given[0], self.given.prompts
-        name = next((name for name in _PROMPTS[kind] if name in prompts), self.given.default_prompt_name)
+        transformer, prompts = self.given[0], self.given.prompts
+        prompt = next((name for name in _PROMPTS[kind] if name in prompts), self.given.default_prompt_name)
         task = None if kind == "text" else kind
-        how: dict[str, Any] = {"prompt": prompts.get(name) if name else None, "task": task}
+        options: dict[str, Any] = {"prompt": prompts.get(prompt) if prompt else None, "task": task}
         if max_length is not None:
-            how["max_length"] = shortest_limit(max_length, getattr(first, f"{kind}_length", None), self.max_length)
+            own_limit = getattr(transformer, f"{kind}_length", None)
+            options["max_length"] = shortest_limit(max_length, own_limit, self.max_length)
         # Otherwise texts for Flash Attention would be one row.
-        with attributes_set([(first, "can_flatten_inputs", False)]):
-            found = self.given.preprocess(list(texts), **how)
-        taken = ["input_ids", "attention_mask"]
+        with attributes_set([(transformer, "can_flatten_inputs", False)]):
+            inputs = self.given.preprocess(list(texts), **options)
+        names = ["input_ids", "attention_mask"]
         # A model of fewer than two segments has no use for segment ids, or no embedding for the second.
-        if getattr(first.config, "type_vocab_size", 0) >= 2:
-            taken.append("token_type_ids")
-        return {name: found[name] for name in taken if name in found}
+        if getattr(transformer.config, "type_vocab_size", 0) >= 2:
+            names.append("token_type_ids")
+        return {name: inputs[name] for name in names if name in inputs}
 
 
 class TextEncoder(PreTrainedModel):
@@ -95,12 +96,13 @@ class TextEncoder(PreTrainedModel):
     _supports_attention_backend = True
 
     def __init__(self, given: Any) -> None:
-        first, *rest = given
-        super().__init__(first.model.config)
+        """Take the modules of a SentenceTransformer: its `Transformer`, and those behind it, such as a pooling."""
+        transformer, *behind = given
+        super().__init__(transformer.model.config)
         self.reader = TextReader(given)
-        self.readout = nn.ModuleList(rest)
-        self.hold(first.model)
-        self.train(first.model.training)
+        self.readout = nn.ModuleList(behind)
+        self.hold(transformer.model)
+        self.train(transformer.model.training)
 
     @property
     def dimension(self) -> int:
@@ -112,16 +114,17 @@ class TextEncoder(PreTrainedModel):
         self.auto_model, self.config = auto_model, auto_model.config
 
     def read_by(self, tokenizer: Any) -> None:
-        """Replace the tokenizer, in place."""
+        """Read texts with another tokenizer from now on."""
         self.reader = TextReader(self.wrapped(tokenizer))
 
     def wrapped(self, tokenizer: Any = None) -> Any:
         """Return a SentenceTransformer that shares this model's weights, with a tokenizer, by default its own."""
-        first, *rest = self.reader.given
-        # deepcopy takes what its memo already holds for the finished copy.
-        memo = {id(first.model): self.auto_model, **{id(one): own for one, own in zip(rest, self.readout, strict=True)}}
+        transformer, *behind = self.reader.given
+        # deepcopy takes what its memo, id -> copy, already holds for the finished copy.
+        memo: dict[int, Any] = {id(transformer.model): self.auto_model}
+        memo |= {id(module): own for module, own in zip(behind, self.readout, strict=True)}
         if tokenizer is not None:
-            memo[id(first.tokenizer)] = tokenizer
+            memo[id(transformer.tokenizer)] = tokenizer
         copied = copy.deepcopy(self.reader.given, memo)
         config = self.auto_model.config
         if getattr(config, "hies_export", None) and config.model_type in ENCODERS:

@@ -1,4 +1,7 @@
-"""Make synthetic batches, and describe the tokens of a batch: which are real, their positions, their largest number."""
+"""Make random batches, and describe the tokens of a batch: which are real, their positions, their largest number.
+
+A token is real if it is not padding.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _POSITIONS_START_AFTER_PAD = {
     *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm"),
     *("mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
-# Tokens that show what a model's code does with a text: its windows and chunks are rarely longer.
+# So many tokens show what a model's code does with a text: its windows and chunks are rarely longer.
 SHORT = 64
 # Attributes of a config: placeholder tokens for the features of an image, a video or a sound.
 _PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
@@ -50,7 +53,7 @@ def is_token(number: Any, config: Any) -> TypeGuard[int]:
 
 
 def token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Return the ids in a field of a config that has none, one or several, such as `eos_token_id`."""
+    """Return as a tuple the value of a config's field that has no id, one or several, such as `eos_token_id`."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
@@ -58,8 +61,9 @@ def token_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
 
 def finds_end_by_padding(model: PreTrainedModel) -> bool:
     """Return whether a model classifies by the last token that is not padding, as a decoder with such a head does."""
-    reads = "pad_token_id" in inspect.unwrap(type(model).forward).__code__.co_names
-    return reads and "AutoModelForSequenceClassification" in _heads(model)
+    # The code of `forward` then names this field of the config.
+    reads_padding = "pad_token_id" in inspect.unwrap(type(model).forward).__code__.co_names
+    return reads_padding and "AutoModelForSequenceClassification" in _auto_classes_of(model)
 
 
 def numbers_by_padding(config: Any) -> bool:
@@ -68,10 +72,10 @@ def numbers_by_padding(config: Any) -> bool:
 
 
 def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
-    """Return a mask of the tokens of an attention module's output y, (batch, tokens, width), that are not padding.
+    """Return which tokens of the output y, (batch, tokens, width), of the attention module `name` are real.
 
-    The `attention_mask` describes text only: all patches of an image are real, even if an image has as many patches as
-    the text has tokens.
+    The mask is (batch, tokens). The `attention_mask` describes text only: all patches of an image are real, even if an
+    image has as many patches as the text has tokens.
     """
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == y.shape[:2] and _reads_text(model, name):
@@ -94,20 +98,20 @@ def judged_tokens(model: PreTrainedModel, batch: Mapping[str, Tensor], like: Ten
     """Return a mask of the tokens of a text, shaped as `like`, (batch, tokens), that a language model has to predict.
 
     These are all real tokens that follow a real one, except placeholders of images, videos and audio. A mask and tokens
-    of another shape are those of an encoder.
+    of another shape are those of an encoder, and are not used.
     """
-    own = {name: given for name, given in batch.items() if given.shape == like.shape}
-    real = own.get("attention_mask", torch.ones_like(like)).bool()
+    by_token = {name: tensor for name, tensor in batch.items() if tensor.shape == like.shape}
+    real = by_token.get("attention_mask", torch.ones_like(like)).bool()
     judged = real.clone()
     judged[:, 1:] &= real[:, :-1]  # with padding on the left, nothing real predicts the first token
-    ids = own.get("input_ids")
+    ids = by_token.get("input_ids")
     return judged if ids is None else judged & ~torch.isin(ids, placeholders(model.config).to(ids))
 
 
 def placeholders(config: Any) -> Tensor:
     """Return the ids of the tokens that stand for features of an image, a video or a sound, (tokens,) int64."""
-    named = (getattr(config, name, None) for name in _PLACEHOLDERS)
-    return torch.tensor([token for token in named if isinstance(token, int)], dtype=torch.int64)
+    ids = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return torch.tensor([token for token in ids if isinstance(token, int)], dtype=torch.int64)
 
 
 def refuse_tokens_first(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], x: Tensor) -> None:
@@ -116,8 +120,8 @@ def refuse_tokens_first(model: PreTrainedModel, name: str, batch: Mapping[str, T
     Taken for (samples, tokens, width), it would mix samples. With one sample there is nothing to mix.
     """
     tokens, samples = x.shape[:2]
-    of_text = x.dim() == 3 and tokens != samples > 1 and any(t.shape == (samples, tokens) for t in batch.values())
-    if of_text and _reads_text(model, name):
+    is_swapped = any(tensor.shape == (samples, tokens) for tensor in batch.values())
+    if x.dim() == 3 and samples > 1 and samples != tokens and is_swapped and _reads_text(model, name):
         raise UnsupportedModelError(
             f"a module must read samples before tokens, but {name} of {type(model).__name__} reads {tokens} tokens of "
             f"{samples} samples as {tuple(x.shape)}; make batches of one sample, or leave the module alone"
@@ -125,13 +129,12 @@ def refuse_tokens_first(model: PreTrainedModel, name: str, batch: Mapping[str, T
 
 
 def _reads_text(model: PreTrainedModel, name: str) -> bool:
-    """Return whether the innermost `PreTrainedModel` around a module takes text."""
-    while name:
-        owner = model.get_submodule(name)
-        if isinstance(owner, PreTrainedModel):
-            return owner.main_input_name == "input_ids"
+    """Return whether the innermost `PreTrainedModel` that is or holds a module takes text."""
+    innermost: Any = model.get_submodule(name)
+    while name and not isinstance(innermost, PreTrainedModel):
         name = name.rpartition(".")[0]
-    return model.main_input_name == "input_ids"
+        innermost = model.get_submodule(name)  # in the end `model` itself, whose name is empty
+    return innermost.main_input_name == "input_ids"
 
 
 def synthetic_batch(
@@ -146,7 +149,7 @@ def synthetic_batch(
 
     They are `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values`, (batch, *image), or all three
     for a model of images that also reads text. An `image`, (channels, height, width), has by default the size of the
-    config, which many a processor does not keep. Multiple choice has one choice per row, so its tokens are (batch, 1,
+    config, though processors may make others. Multiple choice has one choice per row, so its tokens are (batch, 1,
     sequence). Tokens that stand for images, videos or audio are not drawn.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -171,21 +174,22 @@ def sample_batch(model: PreTrainedModel, *, sequence: int | None = None) -> dict
     one row only.
     """
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    alone = pad is None and "AutoModelForSequenceClassification" in _heads(model)
-    return synthetic_batch(model, batch=1 if alone else 2, sequence=sequence)
+    takes_one_row = pad is None and "AutoModelForSequenceClassification" in _auto_classes_of(model)
+    return synthetic_batch(model, batch=1 if takes_one_row else 2, sequence=sequence)
 
 
-def _heads(model: PreTrainedModel) -> list[str]:
+def _auto_classes_of(model: PreTrainedModel) -> list[str]:
     return auto_classes(type(model).__name__, model.config.model_type)
 
 
 def random_images(config: Any, batch: int, generator: torch.Generator, image: Sequence[int] | None = None) -> Tensor:
     """Return normal values, (batch, *image) float32; by default in the size in the config, or in its image tower's."""
     if image is None:
-        towers = (config, *(getattr(config, name, None) for name in ("vision_config", "encoder")))
-        vision = next((tower for tower in towers if hasattr(tower, "image_size")), config)
+        configs = [config, getattr(config, "vision_config", None), getattr(config, "encoder", None)]
+        vision = next((tower for tower in configs if hasattr(tower, "image_size")), config)
         size = getattr(vision, "image_size", 224)
-        image = (getattr(vision, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size)))
+        sides = size if isinstance(size, (list, tuple)) else (size, size)
+        image = (getattr(vision, "num_channels", 3), *sides)
     return torch.randn((batch, *image), generator=generator, dtype=torch.float32)
 
 
@@ -200,11 +204,11 @@ def _random_text(
         allowed = f"1..{'any' if longest is None else longest}"
         raise RecipeError(f"sequence must be in {allowed} for {type(model).__name__}, got {sequence}")
     vocabulary = getattr(config.get_text_config(), "vocab_size", 256)  # CANINE has none: it reads code points
-    never = placeholders(config)
-    instead = next(token for token in range(vocabulary) if token not in never.tolist())
+    forbidden = placeholders(config)
+    substitute = next(token for token in range(vocabulary) if token not in forbidden.tolist())
     ids = torch.randint(0, vocabulary, (batch, sequence), generator=generator)
-    ids = ids.where(~torch.isin(ids, never), instead)
-    if "AutoModelForMultipleChoice" in _heads(model):
+    ids = ids.where(~torch.isin(ids, forbidden), substitute)
+    if "AutoModelForMultipleChoice" in _auto_classes_of(model):
         ids = ids[:, None]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -215,18 +219,19 @@ def first_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def short_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first two samples of a batch of texts, cut to `SHORT` tokens that are padding in neither.
+    """Return the first two samples of a batch of texts, cut to `SHORT` tokens that are real in both.
 
     That is enough for what depends on a model's code alone. A batch stays whole if it has other inputs than one value
-    per token or sample, or too few such tokens.
+    per token or sample, or fewer such tokens.
     """
-    tokens = batch["input_ids"].shape if "input_ids" in batch else ()
+    shape = batch["input_ids"].shape if "input_ids" in batch else ()
     by_token = [name for name, tensor in batch.items() if tensor.dim() > 1]
-    if len(tokens) != 2 or any(batch[name].shape[:2] != tokens for name in by_token):
+    if len(shape) != 2 or any(batch[name].shape[:2] != shape for name in by_token):
         return dict(batch)
     samples = first_samples(batch)
-    real = samples.get("attention_mask", torch.ones(tokens)).bool().all(0)
-    if len(columns := real.nonzero()[:SHORT, 0]) < SHORT:
+    real = samples.get("attention_mask", torch.ones(shape)).bool().all(0)
+    columns = real.nonzero()[:SHORT, 0]
+    if len(columns) < SHORT:
         return dict(batch)
     return {name: t[:, columns.to(t.device)] if name in by_token else t for name, t in samples.items()}
 
@@ -235,7 +240,7 @@ def sequence_length(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
     """Return the number of tokens in each row, padding included, or of hidden states of each image."""
     if "input_ids" in batch:
         return int(batch["input_ids"].shape[-1])
-    # Into how many patches an image goes is in the model's code; on the meta device it computes shapes alone.
+    # Only the model's code knows how many patches an image has; on the meta device it computes shapes alone.
     base = share_weights(model.base_model, device="meta").eval()
     inputs = {name: tensor.to("meta") for name, tensor in forward_inputs(base, batch).items()}
     with output_alone(base), torch.no_grad():
@@ -247,7 +252,8 @@ def count_tokens(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
     mask = batch.get("attention_mask")
     if mask is not None:
         return int(mask.sum())
-    return len(next(iter(batch.values()))) * sequence_length(model, batch)
+    samples = len(next(iter(batch.values())))  # the first axis of any input
+    return samples * sequence_length(model, batch)
 
 
 def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
