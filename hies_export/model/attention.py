@@ -99,10 +99,7 @@ def _attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention by the function that `use_attention` set.
-
-    The interface wants the output, (batch, query, heads, width), and an attention map or None.
-    """
+    """Compute attention by the function of `use_attention`; return (batch, query, heads, width), and None for a map."""
     if kwargs.get("cache") is not None:  # given by continuous batching; `key` then has the new tokens alone
         raise UnsupportedModelError(
             f"a model must be scored by plain forward passes, but {type(module).__name__} reads a paged cache; score "
@@ -120,8 +117,7 @@ def _attention_forward(
         value=value,
         mask=attention_mask,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        # A single query is the newest token of a generation, which sees all keys.
-        is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,
+        is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,  # a single query sees all keys
         dropout=dropout,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
@@ -141,8 +137,7 @@ def _with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, keys: int) ->
 
 def on_interface(model: PreTrainedModel) -> bool:
     """Return whether `use_attention` reaches the attention of a model."""
-    # Inside a `TextEncoder`: only a model of transformers itself can select an attention function.
-    encoder: Any = model.base_model
+    encoder: Any = model.base_model  # of a `TextEncoder`, transformers' model inside, which alone can select a function
     try:
         with use_attention(encoder, lambda call: call.value):  # nothing runs here, so nothing calls this function
             return True

@@ -46,8 +46,7 @@ def convert(
 ) -> Model:
     """Copy a model's modules and config, with its tensors in another dtype or on another device.
 
-    `dtype` is that of the floating tensors, or name of a parameter or buffer -> dtype; other tensors keep theirs. The
-    copy shares tensors that need no change.
+    `dtype` is that of the floating tensors, or name of a parameter or buffer -> dtype. Unchanged tensors are shared.
     """
     dtype_by_id: dict[int, torch.dtype] = {}
     if isinstance(dtype, Mapping):
@@ -67,7 +66,7 @@ def convert(
 def round_each(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> list[str]:
     """Round a model's tensors in place to values that other dtypes can hold; return the names of those that overflow.
 
-    `dtypes` is name -> dtype; tensors that it does not name keep their values. All tensors keep their own dtype.
+    `dtypes` is name -> dtype; tensors that it does not name keep their values. None changes its own dtype.
     """
     overflown = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

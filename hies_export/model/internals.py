@@ -83,9 +83,6 @@ def forwards_set(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
                 module.forward = before[module]
 
 
-# Auto classes
-
-
 def _loaded_by(model_type: str) -> dict[str, str | tuple[str, ...]]:
     """Return name of an AutoModel class -> the name or names of the classes that it loads for a model type."""
     mappings = {name: getattr(auto, "_model_mapping", None) for name, auto in vars(modeling_auto).items()}
@@ -122,19 +119,14 @@ def has_auto_base(model: PreTrainedModel) -> bool:
     base: Any = model.base_model
     if "AutoModel" not in auto_classes(type(base).__name__, model.config.model_type):
         return False
-    if base is model:
-        return True
-    of_class = {name for name, _ in empty_model(type(base), base.config).named_parameters()}
-    return all(name in of_class for name, _ in base.named_parameters())
+    names = {name for name, _ in base.named_parameters()}
+    return base is model or names <= {name for name, _ in empty_model(type(base), base.config).named_parameters()}
 
 
 def model_class_of(config: PreTrainedConfig, *auto_names: str) -> type[PreTrainedModel] | None:
     """Return the model class of a config, by the first Auto class that knows it; None if none of them does."""
     mappings = (getattr(transformers, name)._model_mapping for name in auto_names)
     return next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
-
-
-# Layers that differ
 
 
 def layers_differ(config: PreTrainedConfig) -> bool:
@@ -160,9 +152,6 @@ def layers_unwarned() -> AbstractContextManager[None]:
     transformers cannot know that a slim class gives each layer its own size afterwards.
     """
     return _errors_alone("transformers.integrations.heterogeneity.configuration_utils")
-
-
-# Load and save
 
 
 @contextmanager
@@ -245,9 +234,6 @@ def file_of(path: str | Path, name: str, *, required: bool = False, **hub: Any) 
     return None if local is None else Path(local)
 
 
-# The Hub
-
-
 def hub_endpoint() -> str:
     """Return the address of the Hub."""
     return constants.ENDPOINT
@@ -281,9 +267,6 @@ def hub_switched_off() -> Iterator[None]:
         yield
 
 
-# Attention
-
-
 def register_attention(name: str, function: Callable[..., Any], *, additive_mask: bool) -> None:
     """Register an attention function under a name that models can select.
 
@@ -310,12 +293,8 @@ def select_attention(config: PreTrainedConfig, like: PreTrainedConfig) -> None:
 
 def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a config and all its sub-configs."""
-    found = [config]
-    for key in config.sub_configs:
-        child = getattr(config, key, None)
-        if child is not None:
-            found += configs_in(child)
-    return found
+    children = [getattr(config, key, None) for key in config.sub_configs]
+    return sum((configs_in(child) for child in children if child is not None), start=[config])
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
@@ -367,10 +346,9 @@ def attention_maps(model: PreTrainedModel) -> Iterator[None]:
 def fused_attention_cpu(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return torch's fused attention on the CPU, and the logsumexp of each row of scores, (batch, heads, query)."""
-    no_dropout = 0.0
+    """Return torch's attention on the CPU, without dropout, and the logsumexp of each row, (batch, heads, query)."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, no_dropout, is_causal, attn_mask=bias, scale=scale
+        query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
     )
 
 
@@ -378,9 +356,9 @@ def fused_attention_cuda(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return what `fused_attention_cpu` does, on a GPU; the rows of `bias` must be aligned to 16 elements in memory."""
-    with_logsumexp, no_dropout = True, 0.0
+    with_logsumexp, dropout = True, 0.0
     output, logsumexp, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, with_logsumexp, no_dropout, is_causal, scale=scale
+        query, key, value, bias, with_logsumexp, dropout, is_causal, scale=scale
     )
     # This kernel rounds the rows of its logsumexp up to a multiple of 32.
     return output, logsumexp[..., : query.shape[2]]
@@ -415,8 +393,7 @@ def multiplies_bfloat16() -> bool:
 def bfloat16_products() -> AbstractContextManager[None]:
     """Round float32 numbers to bfloat16 before a CPU multiplies them inside the block, if `multiplies_bfloat16`.
 
-    Products of numbers that are bfloat16 already stay exact, and are added in float32. Older releases of torch lack
-    the option, and then nothing changes.
+    Products of numbers that are bfloat16 already stay exact, and are added in float32. Older torch has no such option.
     """
     matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
     can_round = hasattr(matmul, "fp32_precision") and multiplies_bfloat16()
@@ -426,9 +403,7 @@ def bfloat16_products() -> AbstractContextManager[None]:
 def products_in_tf32() -> bool:
     """Return whether torch was told to multiply float32 numbers on a GPU in TF32."""
     matmul: Any = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
+    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
 
 
 def graphs_skipped() -> int:
@@ -436,9 +411,6 @@ def graphs_skipped() -> int:
     import torch._dynamo.utils
 
     return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
-
-
-# Modules
 
 
 def forget_hooks(module: nn.Module) -> None:
@@ -497,9 +469,6 @@ def compile_many_shapes(most: int) -> None:
     limits.recompile_limit = limits.accumulated_recompile_limit = most
 
 
-# Outputs and caches
-
-
 def ask_for_output_alone(configs: Iterable[PreTrainedConfig], *, cache: bool = False) -> Callable[[], None]:
     """Change configs so that a model returns its output alone, and with `cache` also its keys and values.
 
@@ -508,15 +477,16 @@ def ask_for_output_alone(configs: Iterable[PreTrainedConfig], *, cache: bool = F
     """
     wanted = {"use_cache": cache, "return_dict": True, "return_loss": False}
     wanted |= {"output_hidden_states": False, "_output_attentions": False, "output_router_logits": False}
-    every_fields = [vars(config) for config in configs]
-    every_before = [{name: fields[name] for name in wanted if name in fields} for fields in every_fields]
+    changed = []
+    for fields in [vars(config) for config in configs]:
+        before = {name: fields[name] for name in wanted if name in fields}
+        fields.update({name: wanted[name] for name in before})
+        changed.append((fields, before))
 
     def put_back() -> None:
-        for fields, before in zip(every_fields, every_before, strict=True):
+        for fields, before in changed:
             fields.update(before)
 
-    for fields, before in zip(every_fields, every_before, strict=True):
-        fields.update({name: wanted[name] for name in before})
     return put_back
 
 
@@ -541,9 +511,6 @@ def keeps_recurrent_state(config: PreTrainedConfig) -> bool:
     """Return whether a model's cache has layers with a recurrent state in place of keys and values."""
     recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # older releases have no such class
     return any(isinstance(layer, recurrent) for layer in DynamicCache(config=config).layers)
-
-
-# Export
 
 
 def require_onnx_exporter() -> None:

@@ -68,8 +68,9 @@ def _facts(call: AttentionCall) -> MaskFacts:
         visible, added = mask > _HIDDEN, mask
         has_bias = bool((mask.masked_fill(~visible, 0) != 0).any())
     bias = added.to(call.query.dtype).masked_fill(~visible, -math.inf)
-    if device.type == "cuda":
-        bias = _aligned(bias, keys)
+    if device.type == "cuda":  # `fused_attention_cuda` needs rows that are aligned to 16 elements in memory
+        bias = bias.expand(*bias.shape[:-1], keys)
+        bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys] if keys % 16 else bias.contiguous()
     counts = visible.expand(*visible.shape[:-1], keys).sum(-1)
     if queries == keys:
         # In self-attention, queries and keys are the same tokens. One that no row sees is padding, as is its own row.
@@ -77,12 +78,6 @@ def _facts(call: AttentionCall) -> MaskFacts:
         if is_real.shape[-1] == keys:  # else the mask is one number per row, which says nothing about single keys
             counts = counts * is_real
     return MaskFacts(bias, counts.clamp(min=1).float().log(), has_bias)
-
-
-def _aligned(bias: Tensor, keys: int) -> Tensor:
-    """Return an additive mask `keys` wide whose rows start at multiples of 16 elements, for `fused_attention_cuda`."""
-    bias = bias.expand(*bias.shape[:-1], keys)
-    return torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys] if keys % 16 else bias.contiguous()
 
 
 def attend(call: AttentionCall, visible: VisibleKeys) -> Tensor:

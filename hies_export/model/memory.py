@@ -64,8 +64,7 @@ def _libc() -> Any:
 
 def give_back_memory() -> None:
     """Give memory that was freed back to the operating system, where the allocator would keep it."""
-    libc = _libc()
-    if libc is not None:
+    if (libc := _libc()) is not None:
         libc.malloc_trim(0)
 
 

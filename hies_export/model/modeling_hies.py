@@ -62,7 +62,7 @@ class Narrow:
 
 @functools.cache
 def _narrow_class(stock):
-    """Return the class of modules that are `stock`, but narrow their arguments: its bases are `Narrow` and `stock`."""
+    """Return a class that narrows its arguments, and then computes as `stock`; its bases are `Narrow` and `stock`."""
     names = list(inspect.signature(stock.forward).parameters)[1:]  # without `self`
 
     @functools.wraps(stock.forward)
@@ -84,7 +84,6 @@ def _narrow_class(stock):
 
 def narrow(module, arguments):
     """Let a module take its heads from some arguments, as an entry of `narrowed` says; from none, it is stock again."""
-    # The order of classes is: the narrow one, `Narrow`, stock.
     stock = type(module).__mro__[2] if isinstance(module, Narrow) else type(module)
     module.__class__ = _narrow_class(stock) if arguments else stock
     module.__dict__.pop("narrowed", None)
@@ -172,7 +171,6 @@ class SlimModel:
         """Return whether some attention has other numbers of heads than the config, by which caches are sized."""
         block = getattr(self.config, "hies_export", None) or {"linear": {}}
         parents = {name.rpartition(".")[0] for name in block["linear"]}
-        # Attention that fills a cache has a `layer_idx`.
         return any(hasattr(self.base_model.get_submodule(parent), "layer_idx") for parent in parents)
 
     def _get_static_cache_init_shape(self):

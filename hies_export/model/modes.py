@@ -22,10 +22,7 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def output_alone(model: nn.Module, *, cache: bool = False) -> Iterator[None]:
-    """Let a model return inside the block its output alone, and with `cache` its cache, whatever its configs ask for.
-
-    They may ask for hidden states, attention weights, router logits or tuples, which nothing in this package reads.
-    """
+    """Let a model return inside the block its output alone, with `cache` its cache too, whatever its configs say."""
     put_back = ask_for_output_alone(configs_of(model), cache=cache)
     try:
         yield
@@ -54,10 +51,7 @@ def widens(weight: Tensor) -> bool:
 
 
 def wide_products(model: nn.Module) -> AbstractContextManager[None]:
-    """Let linear layers that are slow in half precision compute in float32 inside the block; see `widens`.
-
-    They still return the dtype of their input.
-    """
+    """Let linear layers for which `widens` holds compute in float32 inside the block, and return their own dtype."""
 
     def forward(layer: nn.Linear, x: Tensor) -> Tensor:
         if not widens(layer.weight):  # moved or converted inside the block
@@ -89,13 +83,13 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 
 class Watched:
-    """Recorded inputs and outputs of layers: key of the layer -> one tensor for each call.
+    """Recorded inputs and outputs of layers: key of the layer -> one tensor for each call, in order.
 
-    A layer that did not run has none, such as those of an image tower on a batch of texts alone.
+    A layer that did not run has none, such as those of an image tower on a batch of texts alone. No layer has outputs
+    unless `watch` was asked for them.
     """
 
     def __init__(self) -> None:
-        # Both in the order of the calls; no outputs unless `watch` was asked for them.
         self.inputs: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 

@@ -37,7 +37,7 @@ def hub_or_cache(
     """Let libraries read a repository inside the block: of the Hub, or of their caches if the Hub does not answer.
 
     By themselves they would try again for half a minute for every file; here the Hub is asked once whether it is there.
-    An `error` says that `name` is nowhere; `what` is what it should be, such as "model".
+    If `name` is nowhere, an `error` says so of a `what`, such as "model".
     """
     reason = None if local_files_only or not _is_hub_id(name) else _why_unreachable()
     if reason is None:

@@ -96,7 +96,6 @@ class TextEncoder(PreTrainedModel):
     _supports_attention_backend = True
 
     def __init__(self, given: Any) -> None:
-        """Take the modules of a SentenceTransformer: its `Transformer`, and those behind it, such as a pooling."""
         transformer, *behind = given
         super().__init__(transformer.model.config)
         self.reader = TextReader(given)

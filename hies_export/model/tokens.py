@@ -1,7 +1,4 @@
-"""Make random batches, and describe the tokens of a batch: which are real, their positions, their largest number.
-
-A token is real if it is not padding.
-"""
+"""Make random batches, and describe the tokens of a batch: which are real (no padding), their positions and number."""
 
 from __future__ import annotations
 
@@ -72,10 +69,10 @@ def numbers_by_padding(config: Any) -> bool:
 
 
 def real_tokens(model: PreTrainedModel, name: str, batch: Mapping[str, Tensor], y: Tensor) -> Tensor:
-    """Return which tokens of the output y, (batch, tokens, width), of the attention module `name` are real.
+    """Return a mask, (batch, tokens), of the real tokens in an attention module's output y, (batch, tokens, width).
 
-    The mask is (batch, tokens). The `attention_mask` describes text only: all patches of an image are real, even if an
-    image has as many patches as the text has tokens.
+    The `attention_mask` describes text only: all patches of an image are real, even if an image has as many patches as
+    the text has tokens.
     """
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == y.shape[:2] and _reads_text(model, name):
@@ -230,8 +227,7 @@ def short_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(batch)
     samples = first_samples(batch)
     real = samples.get("attention_mask", torch.ones(shape)).bool().all(0)
-    columns = real.nonzero()[:SHORT, 0]
-    if len(columns) < SHORT:
+    if len(columns := real.nonzero()[:SHORT, 0]) < SHORT:
         return dict(batch)
     return {name: t[:, columns.to(t.device)] if name in by_token else t for name, t in samples.items()}
 
@@ -252,8 +248,7 @@ def count_tokens(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
     mask = batch.get("attention_mask")
     if mask is not None:
         return int(mask.sum())
-    samples = len(next(iter(batch.values())))  # the first axis of any input
-    return samples * sequence_length(model, batch)
+    return len(next(iter(batch.values()))) * sequence_length(model, batch)  # samples, the first axis of any input
 
 
 def forward_inputs(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,8 +1,6 @@
 """Find the units of a model that can be removed, and rehearse their removal.
 
-The input is a model and a batch; the output is `PrunableModule`s: for each attention layer or feed-forward block, the
-rows and columns of its linear layers that belong to each head or neuron, and the attributes that count them. No weight
-is read.
+The input is a model, of which no weight is read, and a batch; the output is `PrunableModule`s.
 
 units.py      the values: modules, their units, and which of these a selection keeps
 find.py       `find_modules`: every kind by its finder

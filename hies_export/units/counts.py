@@ -28,13 +28,13 @@ Ratio = Annotated[float, Field(ge=0, le=1000)]
 
 
 def si(number: float) -> str:
-    """Return a number with three significant digits and an SI prefix; whole numbers below 1,000 as they are."""
+    """Return a number with three digits, or if it is whole and below 1,000 with all, and the SI prefix of a unit."""
     # Rounded first, so that 999,999 becomes 1.00 M and not 1000 k.
     rounded = float(f"{number:.3g}") if number >= 1000 else number
     power = min((len(str(int(rounded))) - 1) // 3, 4)
     scaled = rounded / 1000**power
-    digits = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
-    return f"{scaled:.{digits}f} {' kMGT'[power]}".rstrip() + " " * (power == 0)
+    decimals = 0 if power == 0 and number == int(number) else max(0, 3 - len(str(int(scaled))))
+    return f"{scaled:.{decimals}f} {('', 'k', 'M', 'G', 'T')[power]}"
 
 
 class Record(Mapping[str, Any]):
@@ -50,7 +50,7 @@ class Record(Mapping[str, Any]):
         return iter(vars(self))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)  # `[*self]` would ask for the length
+        return sum(1 for _ in self)  # not `len([*self])`, which would ask for the length again
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Counted(Both[int]):
     backbone: Both[Size] | None = field(default=None, kw_only=True)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, value in vars(self).items() if value is not None)
+        return (name for name, value in vars(self).items() if value is not None)  # files leave out a missing backbone
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class StoredBytes(Both[int]):
     gguf: Size | None = None
 
 
-# Model -> shapes -> FLOPs by module; a run asks for those of the dense model at every step.
+# Model -> shapes of its inputs and weights -> FLOPs by module; a run asks for those of the dense model at every step.
 _COUNTED: WeakKeyDictionary[PreTrainedModel, dict[Any, dict[str, int]]] = WeakKeyDictionary()
 
 
@@ -125,14 +125,15 @@ def count_parameters(model: torch.nn.Module) -> int:
 def count_both_parameters(dense: torch.nn.Module, slim: torch.nn.Module) -> Counted:
     """Count the parameters of two models, in all and in their layers."""
     models = (dense, slim)
-    inside = [sum(count_parameters(model.get_submodule(layer)) for layer in layers_of(model)) for model in models]
-    return Counted(*map(count_parameters, models), backbone=Both(*inside) if inside[0] else None)
+    in_layers = [sum(count_parameters(model.get_submodule(layer)) for layer in layers_of(model)) for model in models]
+    backbone = Both(*in_layers) if in_layers[0] else None
+    return Counted(count_parameters(dense), count_parameters(slim), backbone=backbone)
 
 
 def layers_of(model: torch.nn.Module) -> list[str]:
     """Return the names of the elements of the outermost `nn.ModuleList`s: together they are the backbone."""
-    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)]
-    elements = [f"{name}.{key}" for name, part in lists for key, _ in part.named_children()]
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    elements = [f"{name}.{key}" for name, module_list in lists for key, _ in module_list.named_children()]
     return [name for name in elements if not any(name.startswith(f"{other}.") for other in elements)]
 
 
@@ -163,44 +164,43 @@ def count_both_flops(
     dense: PreTrainedModel, slim: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]
 ) -> dict[Shape, FlopCount]:
     """Count the FLOPs of one forward pass of two models, and of their layers, at each (batch, sequence)."""
-    found = {}
+    counts, layers = {}, layers_of(dense)
     for shape, batch in batches.items():
-        of_dense, of_slim = (flops_by_module(model, batch) for model in (dense, slim))
-        inside = [sum(of.get(layer, 0) for layer in layers_of(dense)) for of in (of_dense, of_slim)]
-        backbone = Both(*inside) if all(inside) else None
-        found[shape] = FlopCount(of_dense[""], of_slim[""], shape, backbone=backbone)
-    return found
+        dense_flops, slim_flops = flops_by_module(dense, batch), flops_by_module(slim, batch)
+        in_layers = [sum(flops.get(layer, 0) for layer in layers) for flops in (dense_flops, slim_flops)]
+        backbone = Both(*in_layers) if all(in_layers) else None
+        counts[shape] = FlopCount(dense_flops[""], slim_flops[""], shape, backbone=backbone)
+    return counts
 
 
 def innermost(name: str, modules: Iterable[str]) -> str | None:
-    """Return the longest dotted name that is or encloses `name` (the empty one always does); None if none does."""
-    around = [module for module in modules if not module or f"{name}.".startswith(f"{module}.")]
-    return max(around, key=len, default=None)
+    """Return the innermost of `modules`, dotted names, that is or holds `name` ("" holds all); None if none does."""
+    holding = [module for module in modules if not module or f"{name}.".startswith(f"{module}.")]
+    return max(holding, key=len, default=None)
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
-    """Return the bytes that each token adds to the key/value cache of one sequence, in the model's dtype.
+    """Return the bytes that each token adds to the key/value cache of one sequence; None if the model cannot generate.
 
-    They are read from the cache that the model itself fills, run on tensors without data. None if the model cannot
-    generate.
+    They are those of the cache that the model itself fills, run on tensors without data in its own dtype.
     """
     if not model.can_generate():
         return None
-    empty = share_weights(model, device="meta").eval()
-    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    with output_alone(empty, cache=True), torch.no_grad():
-        cached = keys_and_values(empty(input_ids=ids))
+    without_data = share_weights(model, device="meta").eval()
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")  # any few tokens do: their bytes are divided by them
+    with output_alone(without_data, cache=True), torch.no_grad():
+        cached = keys_and_values(without_data(input_ids=ids))
     return sum(t.numel() * t.element_size() for layer in cached.values() for t in layer) // ids.shape[1]
 
 
 def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, int]:
-    """Return `count_flops` by dotted module name, with all modules inside; the empty name is the whole model.
+    """Return `count_flops` by dotted name of a module, those inside it included; the empty name is the whole model.
 
-    What was counted without values is remembered as long as the model lives, by the shapes of its weights and inputs.
+    What was counted without data is remembered as long as the model lives, by the shapes of its weights and inputs.
     """
     inputs = forward_inputs(model, batch)
-    given = tuple((name, tensor.shape) for name, tensor in inputs.items())
-    shapes = (given, tuple((name, weight.shape) for name, weight in model.named_parameters()))
+    input_shapes = tuple((name, tensor.shape) for name, tensor in inputs.items())
+    shapes = (input_shapes, tuple((name, weight.shape) for name, weight in model.named_parameters()))
     known = _COUNTED.setdefault(model, {})
     if shapes in known:
         return dict(known[shapes])
@@ -209,8 +209,7 @@ def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[st
     meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
     ids = meta.get("input_ids")
     masked = {} if ids is None else forward_inputs(model, {**meta, "attention_mask": torch.ones_like(ids)})
-    # On values that are missing, torch raises a RuntimeError. Whatever fails with a mask that was not given, a real
-    # pass decides.
+    # For data that is missing, torch raises a RuntimeError; for a mask that was not given, models raise anything.
     for tensors, failures in ((meta, RuntimeError), (masked, Exception)):
         with suppress(failures):
             if tensors:
@@ -220,7 +219,7 @@ def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[st
 
 
 def _count(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return `flops_by_module` of a copy, which is changed to evaluation mode and eager attention."""
+    """Return `flops_by_module` of a copy, which is left in evaluation mode and with eager attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval().set_attn_implementation("eager")

@@ -49,5 +49,5 @@ def find_modules(
     refuse_encoder_decoder(model.config, type(model).__name__)
     refuse_adapters(model)
     refuse_devices(model)
-    rows = short_samples(batch)
-    return tuple(module for kind in kinds for module in FINDERS[kind](model, rows))
+    samples = short_samples(batch)
+    return tuple(module for kind in kinds for module in FINDERS[kind](model, samples))

@@ -1,10 +1,9 @@
 """Find the attention modules of a model, and which features of which linear layers belong to which head.
 
 Nothing here knows an architecture. A forward pass without weights (`Probe`) shows which modules call the attention
-function, and which features of the linear layers in front of it reach which head. That holds for separate and fused
-projections, rotations, norms of single heads and gates. Then the cut is rehearsed: with one head fewer everywhere, the
-model's own code must hand the attention function exactly the remaining heads. A model that fails is refused with the
-reason, because a wrong cut is worse than none.
+function, and which features of the linear layers in front of it reach which head. Then the cut is rehearsed: with one
+head fewer everywhere, the model's own code must hand the attention function exactly the remaining heads. A model that
+fails is refused with the reason, because a wrong cut is worse than none.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..model.attention import AttentionCall, NotOnInterfaceError, use_attention
 from ..model.kernels import VisibleKeys, attend
 from ..model.modes import requiring_gradients
 from .own_heads import find_heads, head_counts, without_first_group, without_first_query
-from .probe import Call, Probe, head_of_columns, head_of_features
+from .probe import Call, Probe, ReachedHeads, head_of_columns, head_of_features
 from .rehearse import Rehearsal, rehearsed, same
 from .units import PrunableModule, Slice, owner_of_rows
 
@@ -35,9 +34,9 @@ class FoundAttention:
     module: nn.Module  # of the probe's model
     # "query", "key" or "value" -> what the attention function was given, (batch, heads, tokens, head_dim).
     given: dict[str, Tensor]
-    head_bias: bool  # whether the attention mask differs between heads
-    # The same roles -> linear layer -> what `head_of_features` says of its features.
-    heads_of: dict[str, dict[str, tuple[Tensor, Tensor]]]
+    mask_by_head: bool  # whether the attention mask differs between heads
+    # The same roles -> linear layer -> the heads of that tensor that its features reach.
+    heads_of: dict[str, dict[str, ReachedHeads]]
     # Parameter outside of linear layers whose every element belongs to one head -> whether these are key/value heads
     # (else query heads), and the head of each element, in the parameter's shape.
     per_head: dict[str, tuple[bool, Tensor]]
@@ -46,8 +45,8 @@ class FoundAttention:
     output: Tensor  # (batch, tokens, heads * value width), a leaf of the autograd graph
     # Linear layer whose input depends on the output directly -> that input.
     readers: dict[str, Tensor] = field(default_factory=dict)
-    # "" (the output) or a layer that gates it -> what `head_of_columns` says of the reader's input.
-    columns: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # "" (the output) or a layer that gates it -> the heads of the reader's input that its features reach.
+    columns: dict[str, ReachedHeads] = field(default_factory=dict)
 
 
 class AttentionObserver:
@@ -57,7 +56,7 @@ class AttentionObserver:
         self._names = {id(module): name for name, module in probe.model.named_modules()}
         self._visible = VisibleKeys()
         self._recent: dict[str, Tensor] = {}  # layers that ran since the last attention function
-        self._waiting: list[FoundAttention] = []  # modules whose output may still be read
+        self._waiting: list[FoundAttention] = []  # those whose output may still be read by a linear layer
         self.found: dict[nn.Module, FoundAttention] = {}
 
     def attention(self, call: AttentionCall) -> Tensor:
@@ -70,7 +69,7 @@ class AttentionObserver:
                 name=self._names[id(call.module)],
                 module=call.module,
                 given={role: tensor.detach() for role, tensor in roles.items()},
-                head_bias=call.mask is not None and call.mask.dim() == 4 and call.mask.shape[1] > 1,
+                mask_by_head=call.mask is not None and call.mask.dim() == 4 and call.mask.shape[1] > 1,
                 heads_of={role: head_of_features(tensor, self._recent) for role, tensor in roles.items()},
                 per_head=_per_head(call, roles),
                 sinks=None if call.sinks is None else call.sinks.detach(),
@@ -109,12 +108,13 @@ def _per_head(call: AttentionCall, roles: Mapping[str, Tensor]) -> dict[str, tup
     # Of a probe, only small parameters outside of linear layers require a gradient.
     parameters = {name: p for name, p in call.module.named_parameters() if p.requires_grad}
     sinks = {} if call.sinks is None else {"sinks": call.sinks.view(1, -1, 1, 1)}
-    found = {}
+    per_head = {}
     for role, tensor in {**roles, **sinks}.items():
-        for name, (heads, _) in head_of_features(tensor, parameters).items():
-            if tensor.shape[1] > 1 and set(heads.tolist()) == set(range(tensor.shape[1])):
-                found[name] = (role in ("key", "value"), heads.view(parameters[name].shape))
-    return found
+        for name, (head_of, _) in head_of_features(tensor, parameters).items():
+            # Every element has one head, and every head some elements.
+            if tensor.shape[1] > 1 and set(head_of.tolist()) == set(range(tensor.shape[1])):
+                per_head[name] = (role in ("key", "value"), head_of.view(parameters[name].shape))
+    return per_head
 
 
 SUPPORTED = (
@@ -153,6 +153,7 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
 
 
 def _find_on_interface(model: PreTrainedModel, batch: Mapping[str, Tensor], label: str) -> tuple[PrunableModule, ...]:
+    """Return the modules that call the attention function; `label` names the model in errors."""
     probe = Probe(model)
     observer = AttentionObserver(probe)
     with requiring_gradients(probe.small_parameters()), use_attention(probe.model, observer.attention):
@@ -163,8 +164,8 @@ def _find_on_interface(model: PreTrainedModel, batch: Mapping[str, Tensor], labe
             f"supported are {SUPPORTED}"
         )
     modules = [_describe(found, label) for found in observer.found.values()]
-    keeps = (without_first_group, without_first_query)
-    rehearsals = [partial(_HeadRehearsal, observer.found, probe, keep) for keep in keeps]
+    selections = (without_first_group, without_first_query)
+    rehearsals = [partial(_HeadRehearsal, observer.found, probe, keep) for keep in selections]
     return rehearsed(label, probe, modules, head_counts, rehearsals, batch, supported=SUPPORTED)
 
 
@@ -173,16 +174,14 @@ def tower_of(model: PreTrainedModel, module: PrunableModule) -> str:
 
     It is named after the sub-config that the module reads. A module without one reads that of the innermost around it.
     """
-    own = None
-    path = module.name.split(".")
-    while own is None and path:
-        own = getattr(model.get_submodule(".".join(path)), "config", None)
-        own = getattr(own, "_config", own)  # a slim layer's view of the model's config
-        path.pop()
-    for name in model.config.sub_configs:
-        config = getattr(model.config, name, None)
-        if config is not None and config is own:
-            tower = name.removesuffix("_config")
+    config, name = None, module.name
+    while config is None and name:
+        config = getattr(model.get_submodule(name), "config", None)
+        config = getattr(config, "_config", config)  # a slim layer's view of the model's config
+        name = name.rpartition(".")[0]
+    for field_name in model.config.sub_configs:
+        if config is not None and getattr(model.config, field_name, None) is config:
+            tower = field_name.removesuffix("_config")
             return "language" if config is model.config.get_text_config() or tower == "text" else tower
     return "language"
 
@@ -198,18 +197,18 @@ def _describe(found: FoundAttention, label: str) -> PrunableModule:
     heads, key_value_heads = query.shape[1], found.given["key"].shape[1]
     if heads % key_value_heads or value.shape[1] != key_value_heads:
         raise refuse(f"{heads} query, {key_value_heads} key and {value.shape[1]} value heads do not match")
-    if found.head_bias:
+    if found.mask_by_head:
         raise NotOnInterfaceError(str(refuse("every head has an attention bias of its own")))
     owned = _features_by_head(found, refuse)
     parameters = _parameter_slices(found, refuse)
-    _add_gates(owned, found, refuse)
-    own = {key: head_of for key, head_of in owned.items() if (head_of >= 0).any()}
-    features = [Slice(layer, 0, head_of, per_group=per_group) for (layer, per_group), head_of in own.items()]
+    consumer = _add_gates(owned, found, refuse)
+    owned = {key: head_of for key, head_of in owned.items() if (head_of >= 0).any()}
+    features = [Slice(layer, 0, head_of, per_group=per_group) for (layer, per_group), head_of in owned.items()]
     return PrunableModule(
         name=found.name,
         units=heads,
         unit_width=value.shape[3],
-        consumer=next(iter(found.readers)),
+        consumer=consumer,
         slices=(*features, *parameters),
         groups=key_value_heads,
         key_width=query.shape[3],
@@ -220,16 +219,16 @@ def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
     """Return which features of the layers in front of the attention make the queries, keys and values of which head."""
     owned: _Owned = {}
     for role, tensor in found.given.items():
-        count, width = tensor.shape[1], tensor.shape[3]
+        heads, head_dim = tensor.shape[1], tensor.shape[3]
         if not found.heads_of[role]:
             raise refuse(f"no linear layer in front of it gives the {role}")
-        widths = torch.zeros(count, dtype=torch.int64)
+        widths = torch.zeros(heads, dtype=torch.int64)  # numbers of features that each head owns
         for layer, (head_of, _) in found.heads_of[role].items():
             _add_features(owned, layer, role != "query", head_of)
-            widths += torch.bincount(head_of[head_of >= 0], minlength=count)
-        uneven = (widths != widths[0]).any() or not widths[0]
+            widths += torch.bincount(head_of[head_of >= 0], minlength=heads)
+        is_uneven = (widths != widths[0]).any() or not widths[0]
         # Heads may share some features of their keys (the rotary part of multi-head latent attention).
-        if count > 1 and (uneven or (role != "key" and widths[0] != width)):
+        if heads > 1 and (is_uneven or (role != "key" and widths[0] != head_dim)):
             layers = " and ".join(sorted(found.heads_of[role]))
             raise refuse(f"the {role} heads do not have features of their own in {layers} (they are mixed or shared)")
     return owned
@@ -252,21 +251,23 @@ def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:
     return slices
 
 
-def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> None:
-    """Add to `owned` the features that gate a head between the attention and its consumer."""
-    heads, width = found.given["query"].shape[1], found.given["value"].shape[3]
+def _add_gates(owned: _Owned, found: FoundAttention, refuse: Refusal) -> str:
+    """Add to `owned` the features that gate heads; return the consumer, which alone must read these, side by side."""
     if len(found.readers) != 1:
         what = "no linear layer reads the attention output"
         raise refuse(what if not found.readers else f"{' and '.join(found.readers)} all read the attention output")
-    order = torch.arange(heads * width) // width
-    if not found.columns or not torch.equal(found.columns[""][0], order):
-        raise refuse(f"the heads do not reach {next(iter(found.readers))} side by side, each on its own,")
-    for layer, (head_of, used) in found.columns.items():
-        if not layer or (head_of[used] == -1).all():
-            continue  # a gate that all heads share stays as it is
-        if (head_of[used] == -1).any():
+    (consumer,) = found.readers
+    heads, width = found.given["query"].shape[1], found.given["value"].shape[3]
+    head_of_column = torch.arange(heads * width) // width
+    if not found.columns or not torch.equal(found.columns[""].head, head_of_column):
+        raise refuse(f"the heads do not reach {consumer} side by side, each on its own,")
+    for layer, (head_of, reaches_any) in found.columns.items():
+        if not layer or (head_of[reaches_any] == -1).all():
+            continue  # the output itself; or a gate that all heads share, which stays as it is
+        if (head_of[reaches_any] == -1).any():
             raise refuse(f"features of {layer} gate several heads")
         _add_features(owned, layer, False, head_of)
+    return consumer
 
 
 class _HeadRehearsal(Rehearsal[Mapping[nn.Module, FoundAttention]]):
@@ -274,31 +275,33 @@ class _HeadRehearsal(Rehearsal[Mapping[nn.Module, FoundAttention]]):
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         self._visible = VisibleKeys()
-        # Layer -> the modules that it reads next, and its input in the dense run.
+        # Consumer -> the modules whose heads it reads next, and its input in the dense run.
         self._read_by: dict[str, list[tuple[PrunableModule, Tensor]]] = {}
         self._called: set[nn.Module] = set()
         with use_attention(self.probe.model, self._attention):
             self.probe.run(batch, before=self._before)
 
     def _attention(self, call: AttentionCall) -> Tensor:
+        """Compute attention, and compare its inputs with those of the kept heads in the dense run."""
         output = attend(call, self._visible)
         found = self.dense.get(call.module)
         if found is None or found.name not in self.pending or call.module in self._called:
-            return output  # of a module that calls it once per image, the dense run kept the first call
+            return output  # of a module that calls it once per image, the dense run recorded the first call
         self._called.add(call.module)
         module, kept = self.pending[found.name], self.kept[found.name]
         for role, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
             heads = kept.units if role == "query" else kept.kept_groups
             if not same(tensor, found.given[role][:, list(heads)]):
-                self.wrong.append((module, f"it makes another {role} of its features"))
+                self.mismatches.append((module, f"it makes another {role} of its features"))
         if found.sinks is not None and not (call.sinks is not None and same(call.sinks, found.sinks[list(kept.units)])):
-            self.wrong.append((module, "its sinks are not those of its heads"))
+            self.mismatches.append((module, "its sinks are not those of its heads"))
         self._read_by.setdefault(module.consumer, []).append((module, found.readers[module.consumer]))
         return output
 
     def _before(self, call: Call, x: Tensor) -> None:
-        for module, read in self._read_by.pop(call[0], []):
+        """Compare what a consumer reads with the columns of the kept heads in the dense run."""
+        for module, dense_input in self._read_by.pop(call[0], []):
             columns = module.columns(self.kept[module.name].units)
-            if not same(x, read[..., columns]):
-                self.wrong.append((module, "it joins the heads in another way"))
+            if not same(x, dense_input[..., columns]):
+                self.mismatches.append((module, "it joins the heads in another way"))
             self.pending.pop(module.name, None)

@@ -1,9 +1,7 @@
 """Find the feed-forward blocks of a model, and which features of which linear layers belong to which neuron.
 
 Nothing here knows an architecture. Derivatives on a weightless copy show where the features of linear layers become the
-input columns of another, one by one and token by token. Then the cut is rehearsed: with fewer neurons everywhere, the
-model's own code must pass the consumer exactly the remaining columns, and every other layer and the outputs must get
-the same as before.
+input columns of another, one by one and token by token. Then the cut is rehearsed (`ConsumerRehearsal`).
 
 A linear layer is the consumer of a block (`fc2`, `down_proj`, `output.dense`) if every one of its input columns
 depends, token by token, on single features of the layers in front of it (the producers: `fc1`, `gate_proj` and
@@ -41,15 +39,16 @@ def layers_of_linears(model: PreTrainedModel) -> dict[str, str]:
     Layers outside of the base model are left out: a slim checkpoint could not name them.
     """
     base: nn.Module = model.base_model
-    inside = set(base.modules())
+    in_base = set(base.modules())
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    found = {}
-    for name in (name for name, module in model.named_modules() if is_linear(module) and module in inside):
-        parts = name.split(".")
-        around = [".".join(parts[: end + 1]) for end in range(1, len(parts) - 1) if ".".join(parts[:end]) in lists]
-        if around:
-            found[name] = around[-1]
-    return found
+    element_of = {}
+    for name in (name for name, module in model.named_modules() if is_linear(module) and module in in_base):
+        element = name.rpartition(".")[0]
+        while element and element.rpartition(".")[0] not in lists:
+            element = element.rpartition(".")[0]
+        if element:
+            element_of[name] = element
+    return element_of
 
 
 def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[PrunableModule]:
@@ -62,13 +61,13 @@ def _blocks(dense: LinearObserver, reasons: dict[str, str]) -> list[PrunableModu
     for call in dense.reads:
         calls.setdefault(call[0], []).append(call)
     blocks = []
-    for of_layer in calls.values():
-        found = [_block(call, dense, reasons) for call in of_layer]
-        first = found[0]
-        if first is None or any(other is None or by_tensor(other) != by_tensor(first) for other in found[1:]):
+    for calls_of_layer in calls.values():
+        first, *others = [_block(call, dense, reasons) for call in calls_of_layer]
+        if first is None or any(other is None or by_tensor(other) != by_tensor(first) for other in others):
             continue
-        fed = {c for call in of_layer for c in dense.reads[call].sources}
-        if all(call in fed for name in first.producers for call in calls[name]):
+        sources = {source for call in calls_of_layer for source in dense.reads[call].sources}
+        # Every call of a producer must be for this consumer.
+        if all(call in sources for producer in first.producers for call in calls[producer]):
             blocks.append(first)
     return blocks
 
@@ -85,12 +84,12 @@ def _block(call: Call, dense: LinearObserver, reasons: dict[str, str]) -> Prunab
         return None  # two layers with no activation between are one of low rank
     if any(dense.reads[source].constant for source in read.reach):
         return None  # such as the network that makes position biases: it sees no sample
-    own = {source for source in read.reach if dense.readers[source] == {call}}
-    if reason := _reason_against(read, own):
+    exclusive = {source for source in read.reach if dense.readers[source] == {call}}
+    if reason := _reason_against(read, exclusive):
         reasons[call[0]] = reason
         return None
-    if own != read.sources or len({name for name, _ in read.sources}) < len(read.sources):
-        return None
+    if exclusive != read.sources or len({name for name, _ in read.sources}) < len(read.sources):
+        return None  # other layers read its sources too, or one of these was called twice
     features = (Slice(name, 0, reach.column) for (name, _), reach in read.reach.items())
     # Parameters that all neurons share stay as they are.
     owned = {name: reach.column for name, reach in read.parameters.items() if not (reach.column < 0).all()}
@@ -99,17 +98,16 @@ def _block(call: Call, dense: LinearObserver, reasons: dict[str, str]) -> Prunab
     return PrunableModule(name="", kind=MLP, units=read.columns, unit_width=1, consumer=call[0], slices=slices)
 
 
-def _reason_against(read: Read, own: set[Call]) -> str:
+def _reason_against(read: Read, exclusive: set[Call]) -> str:
     """Return why a layer whose inputs look like neurons is not the consumer of a block; "" if it may be.
 
-    `own` are the examined sources whose features nothing else reads.
+    `exclusive` are the examined sources whose features nothing else reads.
     """
     names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
-    if own < read.sources:
-        made = " and ".join(
-            dict.fromkeys(s[0] for s in read.reach if s in own and _one_each(read.reach[s], read.columns))
-        )
-        if made:
+    if exclusive < read.sources:
+        producers = [s[0] for s in read.reach if s in exclusive and _one_each(read.reach[s], read.columns)]
+        if producers:
+            made = " and ".join(dict.fromkeys(producers))
             return f"the neurons that {made} makes also depend on features that are not theirs alone,"
         if read.reach.keys() == read.sources and any((reach.column >= 0).any() for reach in read.reach.values()):
             return f"the features of {names} do more than make neurons"
@@ -136,7 +134,7 @@ def evenly_owned(owner: Tensor, owners: int) -> bool:
 
 def by_tensor(module: PrunableModule) -> dict[tuple[str, bool], Slice]:
     """Return the slices of a module by tensor and `per_group`, to compare modules whatever the order."""
-    return {(part.tensor, part.per_group): part for part in module.slices}
+    return {(piece.tensor, piece.per_group): piece for piece in module.slices}
 
 
 def _named(model: nn.Module, blocks: Iterable[PrunableModule], layers: Mapping[str, str]) -> list[PrunableModule]:
@@ -147,18 +145,18 @@ def _named(model: nn.Module, blocks: Iterable[PrunableModule], layers: Mapping[s
     """
     named = [replace(block, name=common_module(block.layers)) for block in blocks]
     inside = [block for block in named if f"{block.name}.".startswith(f"{layers[block.consumer]}.")]
-    shared = [block.name for block in inside]
-    for place, block in enumerate(inside):
+    names = [block.name for block in inside]
+    for index, block in enumerate(inside):
         children = model.get_submodule(block.name).named_children()
-        own = {f"{block.name}.{name}" for name, child in children if is_linear(child)}
-        if shared.count(block.name) > 1 or own - {*block.layers}:
-            inside[place] = replace(block, name=block.consumer)
+        linear_children = {f"{block.name}.{name}" for name, child in children if is_linear(child)}
+        if names.count(block.name) > 1 or linear_children - {*block.layers}:
+            inside[index] = replace(block, name=block.consumer)
     return inside
 
 
 def common_module(names: Iterable[str]) -> str:
-    """Return the dotted name of the innermost module above all the named ones."""
-    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    """Return the dotted name of the innermost module that holds all the named ones."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)  # each with what all names have there
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
@@ -167,6 +165,7 @@ SUPPORTED = (
     "around an elementwise activation, such as BERT, ViT, LLaMA, GPT-2, Phi-3 and LLaVA"
 )
 
+# Names of modules with the experts of a mixture; experts that every token sees are called shared.
 _EXPERTS = re.compile(r"((?!shared)\w+_)?experts?(_\d+)?")
 
 # Attributes whose name says that they count neurons. Others are changed only if a rehearsal fails without it.
@@ -179,16 +178,15 @@ _NAMES = (
 def find_mlp(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[PrunableModule, ...]:
     """Return the feed-forward blocks of a model, in the order in which the forward pass reaches them.
 
-    Two short samples are enough as a batch. The model is not changed, and its weights are not read: it may be on the
-    meta device. Raises UnsupportedModelError if there is no block, or one that cannot be cut.
+    Batch and model are as in `find_modules`. Raises UnsupportedModelError if no block is found, or one cannot be cut.
     """
     label = f"{type(model).__name__} ({model.config.model_type})"
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        named = _EXPERTS.fullmatch(name.rpartition(".")[2]) or "Experts" in kind
-        if named and next(module.parameters(), None) is not None:
+        class_name = type(module).__name__
+        has_experts = _EXPERTS.fullmatch(name.rpartition(".")[2]) or "Experts" in class_name
+        if has_experts and any(True for _ in module.parameters()):
             experts = "its neurons belong to a mixture of experts, of which each token sees a few,"
-            raise _refusal(label, f"{experts} in {name} ({kind})")
+            raise _refusal(label, f"{experts} in {name} ({class_name})")
     probe = Probe(model, positive=True)
     layers = layers_of_linears(probe.model)
     dense = LinearObserver(probe, layers)
@@ -217,13 +215,13 @@ def _refusal(label: str, reason: str) -> UnsupportedModelError:
 
 
 def _by_row(block: PrunableModule, label: str) -> PrunableModule:
-    """Return a block of `_block` whose slices of parameters have the neuron of each row."""
+    """Return a block of `_block` with the neuron of each row, in place of each element, in its slices."""
     slices = []
-    for part in block.slices:
-        if (owner := owner_of_rows(part.owner)) is None:
-            reason = f"the parameter {part.tensor} has values for every neuron, but not in rows,"
+    for piece in block.slices:
+        if (owner := owner_of_rows(piece.owner)) is None:
+            reason = f"the parameter {piece.tensor} has values for every neuron, but not in rows,"
             raise _refusal(label, f"{reason} in front of {block.consumer}")
-        slices.append(replace(part, owner=owner))
+        slices.append(replace(piece, owner=owner))
     return replace(block, slices=tuple(slices))
 
 

@@ -36,13 +36,13 @@ class HeadObserver(LinearObserver):
     def __init__(self, probe: Probe):
         super().__init__(probe, layers_of_linears(probe.model))
         self._model = probe.model
-        # Tensor -> the module that returned it first; "" if that has no linear layers.
+        # Tensor -> its maker: the first module with linear layers that returned it.
         self._makers: Any = WeakTensorKeyDictionary()
-        # Name, value and maker of the arguments since the last layer that reads heads. A module gets a copy of the
-        # value, whose gradient shows the heads it reaches.
+        # Name, value and maker ("" for none) of the arguments since the last layer that reads heads. A module gets a
+        # copy of the value, whose gradient shows the heads it reaches.
         self._arguments: list[tuple[str, nn.Parameter, str]] = []
         self._makers_of_arguments: set[str] = set()  # of those arguments that have values for every head
-        self._found: dict[Call, PrunableModule] = {}
+        self._found: dict[Call, PrunableModule] = {}  # call of a consumer -> the heads in its input
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -50,56 +50,60 @@ class HeadObserver(LinearObserver):
         with ExitStack() as hooks:
             for name, module in self._model.named_modules():
                 if name and any(map(is_linear, module.children())):
-                    before = module.register_forward_pre_hook(self._given, with_kwargs=True, prepend=True)
-                    hooks.enter_context(before)
-                    hooks.enter_context(module.register_forward_hook(partial(self._returned, name)))
+                    replacing = module.register_forward_pre_hook(self._copy_arguments, with_kwargs=True, prepend=True)
+                    hooks.enter_context(replacing)
+                    hooks.enter_context(module.register_forward_hook(partial(self._record_maker, name)))
             yield
 
-    def _given(
+    def _copy_arguments(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the arguments that depend on no linear layer's features, such as a position bias, by copies."""
         names = [*inspect.signature(layer.forward).parameters]
 
-        def taken(name: str, value: Any) -> Any:
+        def copied(name: str, value: Any) -> Any:
             if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2):
                 return value
             if not value.numel() or self._leaves_of(value)[0]:
                 return value
-            own = nn.Parameter(value.detach())
-            passed = own.clone()  # a model may write into it, but not into a leaf
-            self._makers[passed] = maker = self._makers.get(value, "")
-            self._arguments.append((name, own, maker))
+            leaf = nn.Parameter(value.detach())
+            passed = leaf.clone()  # a model may write into it, but not into a leaf
+            maker = self._makers.get(value, "")
+            self._makers[passed] = maker
+            self._arguments.append((name, leaf, maker))
             if name in getattr(layer, "narrowed", ()):
                 self._makers_of_arguments.add(maker)
             return passed
 
         return (
-            tuple(taken(name, value) for name, value in zip(names, args, strict=False)) + args[len(names) :],
-            {name: taken(name, value) for name, value in kwargs.items()},
+            tuple(copied(name, value) for name, value in zip(names, args, strict=False)) + args[len(names) :],
+            {name: copied(name, value) for name, value in kwargs.items()},
         )
 
-    def _returned(self, module: str, layer: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+    def _record_maker(self, module: str, layer: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(output, Tensor):
                 self._makers.setdefault(output, module)
 
     def _examine(self, call: Call, x: Tensor, leaves: dict[Call, Tensor], parameters: dict[str, nn.Parameter]) -> None:
         """Find the heads in a layer's input, and the arguments since the last such layer that have values for each."""
-        found = heads_in(call[0], x, leaves, parameters)
-        if found is None:
+        heads = heads_in(call[0], x, leaves, parameters)
+        if heads is None:
             return
         narrowed = {}
-        given = {at: value for at, (_, value, _) in enumerate(self._arguments)}
-        for at, by_axis in head_of_axes(x, found.unit_width, given).items():
-            name, _, maker = self._arguments[at]
-            placed = _axis(by_axis, found.units)
-            if placed is not None and torch.equal(placed[1], torch.arange(len(placed[1])) % found.units):
-                narrowed[name] = placed[0], found.units
+        values = {number: value for number, (_, value, _) in enumerate(self._arguments)}
+        for number, by_axis in head_of_axes(x, heads.unit_width, values).items():
+            name, _, maker = self._arguments[number]
+            axis_and_heads = _axis_of_heads(by_axis, heads.units)
+            if axis_and_heads is None:
+                continue
+            axis, head_of = axis_and_heads
+            if torch.equal(head_of, torch.arange(len(head_of)) % heads.units):  # the heads run fastest
+                narrowed[name] = axis, heads.units
                 self._makers_of_arguments.add(maker)
         self._arguments = []
         self.reads[call].rows = sample(x)
-        self._found[call] = replace(found, narrowed=narrowed)
+        self._found[call] = replace(heads, narrowed=narrowed)
 
     def modules(self) -> tuple[list[PrunableModule], list[str]]:
         """Return the modules with heads in the order of the run, and for each that cannot be cut the reason."""
@@ -107,11 +111,11 @@ class HeadObserver(LinearObserver):
         reasons: list[str] = []
         for call, heads in self._found.items():
             if heads.units == 1:  # features that all heads would share look like those of the only one
-                own = (part for part in heads.slices if part.parameter or self._only_makes(part.tensor, heads))
-                self._found[call] = replace(heads, slices=tuple(own))
+                slices = (piece for piece in heads.slices if piece.parameter or self._only_makes(piece.tensor, heads))
+                self._found[call] = replace(heads, slices=tuple(slices))
         for call, heads in self._found.items():
             if call[1] or not heads.producers:
-                continue  # a later call, with shared weights, of a layer that must read the same heads every time
+                continue  # a later call, with shared weights, which `_reason_against` compares; or heads of no layer
             heads = replace(heads, name=common_module(heads.producers))
             owner = self._model.get_submodule(heads.name)
             narrowed: Mapping[str, Any] = getattr(owner, "narrowed", {})  # of a slim model
@@ -129,24 +133,23 @@ class HeadObserver(LinearObserver):
         slim = getattr(self._model.config, "hies_export", None) is not None
         return [heads for heads, module_class in found if slim or module_class in several], reasons
 
-    def _only_makes(self, layer: str, found: PrunableModule) -> bool:
+    def _only_makes(self, layer: str, heads: PrunableModule) -> bool:
         """Return whether nothing but the consumer of these heads reads the features of a layer."""
         readers = {name for call in self.reads if call[0] == layer for name, _ in self.readers.get(call, ())}
-        return readers <= {found.consumer}
+        return readers <= {heads.consumer}
 
-    def _reason_against(self, found: PrunableModule) -> str:
+    def _reason_against(self, heads: PrunableModule) -> str:
         """Return why the heads of a module cannot be cut; "" if they can."""
-        calls = [call for call in self.reads if call[0] == found.consumer]
-        for call in calls:
+        for call in (call for call in self.reads if call[0] == heads.consumer):
             other = self._found.get(call)
-            if other is None or by_tensor(other) != by_tensor(found):
-                return f"{found.consumer} does not read the same heads every time"
-        for layer in found.producers:
-            if not self._only_makes(layer, found):
+            if other is None or by_tensor(other) != by_tensor(heads):
+                return f"{heads.consumer} does not read the same heads every time"
+        for layer in heads.producers:
+            if not self._only_makes(layer, heads):
                 return f"the features of {layer} do more than make heads"
-        if found.name in self._makers_of_arguments:
+        if heads.name in self._makers_of_arguments:
             return "other layers take their bias of every head from the one that is made"
-        for name, module in self._model.get_submodule(found.name).named_modules(prefix=found.name):
+        for name, module in self._model.get_submodule(heads.name).named_modules(prefix=heads.name):
             if is_linear(module) and (name, 0) not in self.reads:
                 return f"these inputs do not reach {name}"
         return ""
@@ -163,43 +166,46 @@ def heads_in(
     columns = x.shape[-1]
     if not leaves or not _reaches_other_tokens(x, list(leaves.values())):
         return None
-    single = head_of_columns(x, 1, leaves)
+    single = head_of_columns(x, 1, leaves)  # every column as a head of its own
     has_values = any((column >= 0).any() for column, _ in single.values())
-    for heads in (*_divisors(columns), *([1] if has_values else [])):  # the most heads that have whole blocks
+    candidates = [*_divisors(columns), 1] if has_values else _divisors(columns)
+    for heads in candidates:  # the most heads that have whole blocks
         width = columns // heads
         by_head = head_of_columns(x, width, leaves)
-        if any(_of_whole_blocks(by_head[call][0], single[call][0], heads, width) for call in by_head):
+        if any(_of_whole_blocks(by_head[call].head, single[call].head, heads, width) for call in by_head):
             break
     else:
         return None
     # Linear layer, and whether key/value heads own its features (else query heads) -> the head of each, -1 for none.
     owned: dict[tuple[str, bool], Tensor] = {}
     key_width = groups = 0
-    for call, (head_of, used) in by_head.items():
+    for call, (head_of, reaches_any) in by_head.items():
         if not evenly_owned(head_of, heads):
             return None
         if (head_of >= 0).any():
             owned[call[0], False] = head_of
-        shared = used & (head_of < 0)
-        for fewer in _divisors(heads) if shared.any() else ():
-            group_of = head_of_columns(x, columns // fewer, {call: leaves[call]})[call][0]
+        shared = reaches_any & (head_of < 0)  # by the query heads of a group
+        for group_count in _divisors(heads) if shared.any() else []:  # the most groups
+            group_of = head_of_columns(x, columns // group_count, {call: leaves[call]})[call].head
             if (group_of[shared] >= 0).all():
                 group_of = group_of.where(shared, -1)
-                if not evenly_owned(group_of, fewer):
+                if not evenly_owned(group_of, group_count):
                     return None
                 owned[call[0], True] = group_of
-                groups = fewer
+                groups = group_count
                 break
-        if (single[call][0] < 0).all() and (head_of >= 0).all() and not key_width:
+        # Features of queries and keys reach a whole block each, and no single column.
+        if (single[call].head < 0).all() and (head_of >= 0).all() and not key_width:
             key_width = len(head_of) // heads
-    features = [Slice(layer, 0, head_of, per_group=per_group) for (layer, per_group), head_of in owned.items()]
-    axes = {name: _axis(by_axis, heads) for name, by_axis in head_of_axes(x, width, parameters).items()}
+    slices = [Slice(layer, 0, head_of, per_group=per_group) for (layer, per_group), head_of in owned.items()]
+    axes = {name: _axis_of_heads(by_axis, heads) for name, by_axis in head_of_axes(x, width, parameters).items()}
+    slices += [Slice(name, *axis_and_heads, parameter=True) for name, axis_and_heads in axes.items() if axis_and_heads]
     return PrunableModule(
         name="",
         units=heads,
         unit_width=width,
         consumer=consumer,
-        slices=(*features, *(Slice(name, *axis, parameter=True) for name, axis in axes.items() if axis is not None)),
+        slices=tuple(slices),
         groups=groups or (heads if has_values else 1),  # without values of their own, all heads share one
         key_width=key_width or width,
     )
@@ -207,16 +213,16 @@ def heads_in(
 
 def _of_whole_blocks(head_of: Tensor, column_of: Tensor, heads: int, width: int) -> bool:
     """Return whether all heads have equally many features that reach several of their columns, half a width or more."""
-    of_blocks = head_of.where(column_of < 0, -1)
+    head_of_block = head_of.where(column_of < 0, -1)
     # Fewer than half as many as columns are values whose columns were not told apart.
-    return evenly_owned(of_blocks, heads) and 2 * int((of_blocks == 0).sum()) >= width
+    return evenly_owned(head_of_block, heads) and 2 * int((head_of_block == 0).sum()) >= width
 
 
 def _reaches_other_tokens(x: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Return whether some features reach the input of a layer at other tokens than their own.
 
-    Every second token is tested for what is between, which attention reads. Features of another number of tokens than
-    the input, such as those of positions, belong to none of its tokens, so they count too.
+    The inputs at every second token are tested for features of the tokens between. Features of another number of tokens
+    than the input, such as those of positions, belong to none of its tokens, so they count too.
     """
     rows = x.reshape(-1, x.shape[-1])
     (gradients,) = gradients_of(rows[1::2], [positive_weights(rows[1::2].shape)], leaves)
@@ -225,14 +231,11 @@ def _reaches_other_tokens(x: Tensor, leaves: Sequence[Tensor]) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(number // 2, 1, -1) if number % n == 0]
+    return [n for n in range(number // 2, 1, -1) if number % n == 0]  # without itself and 1, the largest first
 
 
-def _axis(by_axis: Sequence[Tensor], heads: int) -> tuple[int, Tensor] | None:
-    """Return the first axis along which all heads own equally many and all indices, and the head of each index.
-
-    `by_axis` is as in `head_of_axes`. None if there is no such axis.
-    """
+def _axis_of_heads(by_axis: Sequence[Tensor], heads: int) -> tuple[int, Tensor] | None:
+    """Return the first axis all of whose indices heads own, equally many each, and their heads; None without one."""
     for axis, head_of in enumerate(by_axis):
         if (head_of >= 0).all() and evenly_owned(head_of, heads):
             return axis, head_of
@@ -258,36 +261,33 @@ def find_heads(
     """Return the attention modules whose heads linear layers read; raise `otherwise` if there are none."""
     probe = Probe(model)
     dense = HeadObserver(probe)
-    before = [*probe.model.modules()]
+    modules_before = [*probe.model.modules()]
     with requiring_gradients(probe.small_parameters()), dense.watching():
         dense.end(probe.run(batch, before=dense.before, after=dense.after))
-    if before != [*probe.model.modules()]:
+    if modules_before != [*probe.model.modules()]:
         raise UnsupportedModelError(f"{label} cannot be cut: its code replaces modules of its own while it runs")
     modules, reasons = dense.modules()
     if not modules:
         raise UnsupportedModelError(f"{label} cannot be cut: {reasons[0]}") if reasons else otherwise
-    others = {module.name for module in modules[1::2]}
+    every_other = {module.name for module in modules[1::2]}
 
-    def in_every_other(module: PrunableModule) -> Kept:
+    def cut_every_other(module: PrunableModule) -> Kept:
         # Modules that share a tensor, such as a bias, must not have to keep the same heads.
-        if module.name not in others:
+        if module.name not in every_other:
             return module.kept(range(module.units))
         return without_first_query(module) if module.group_size > 1 else without_first_group(module)
 
-    rehearsals = [partial(ConsumerRehearsal, dense, probe, keep) for keep in (without_first_group, in_every_other)]
+    rehearsals = [partial(ConsumerRehearsal, dense, probe, keep) for keep in (without_first_group, cut_every_other)]
     return rehearsed(label, probe, modules, head_counts, rehearsals, batch, supported=SUPPORTED)
 
 
 def head_counts(module: PrunableModule) -> Meanings:
     """Return what the attributes of an attention module may count: heads, or features of all heads."""
     assert module.key_width is not None
-    widths = [
-        AttributeCount("units", module.key_width),
-        AttributeCount("groups", module.key_width),
-        AttributeCount("groups", module.unit_width),
-        AttributeCount("units", module.unit_width),
-    ]
-    by_name = {name: AttributeCount(of) for of, known in _NAMES.items() for name in known}
+    keys, values = module.key_width, module.unit_width
+    factors = (("units", keys), ("groups", keys), ("groups", values), ("units", values))
+    widths = [AttributeCount(counted, width) for counted, width in factors]
+    by_name = {name: AttributeCount(counted) for counted, names in _NAMES.items() for name in names}
     return Meanings(by_name=by_name | {"all_head_size": widths[0]}, by_value=widths)
 
 
@@ -300,5 +300,4 @@ def without_first_group(module: PrunableModule) -> Kept:
 
 def without_first_query(module: PrunableModule) -> Kept:
     """Keep all units but the first of every group; all units if a group has only one."""
-    first = module.group_size > 1
-    return module.kept(u for u in range(module.units) if not first or u % module.group_size)
+    return module.kept(u for u in range(module.units) if module.group_size == 1 or u % module.group_size != 0)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from ..model.linear import features_of, is_linear
 
 K = TypeVar("K")
 Call = tuple[str, int]
-"""A linear layer, and the number of its call in a run."""
+"""A linear layer, and the number of its call in a run, from 0 on."""
 
 # Larger parameters are embeddings or experts, whose values do not matter: one number replaces all of them.
 _LARGEST_REAL_PARAMETER = 2**20
@@ -64,7 +64,7 @@ class Probe:
         return [p for p in self.model.parameters() if id(p) not in linear]
 
     def small_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters outside of linear layers that have random values; larger ones hold a single number."""
+        """Return those of `other_parameters` that have random values; larger ones hold a single number."""
         return [p for p in self.other_parameters() if p.numel() <= _LARGEST_REAL_PARAMETER]
 
     def run(
@@ -79,10 +79,10 @@ class Probe:
         In every call of a linear layer, `before` gets its input, and `after` its features, (..., out_features), which
         are leaves that require a gradient. Random draws of the model are the same in every run.
         """
-        numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+        call_numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
 
         def forward(name: str, out_features: int, x: Tensor) -> Tensor:
-            call = name, next(numbers[name])
+            call = name, next(call_numbers[name])
             before(call, x)
             features = self._features(call, (*x.shape[:-1], out_features))
             after(call, features)
@@ -90,7 +90,7 @@ class Probe:
 
         for reads in self.config_reads.values():
             reads.clear()
-        parts = {
+        cut_parameters = {
             name: self.model.get_parameter(name).detach().index_select(axis, kept)
             for name, (axis, kept) in self.kept_of_parameters.items()
         }
@@ -99,9 +99,10 @@ class Probe:
         inputs = {name: tensor.cpu() for name, tensor in inputs_of(batch).items()}
         with forwards_set(forwards), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed would reseed GPUs too
-            return torch.func.functional_call(self.model, parts, kwargs=inputs, tie_weights=False)
+            return torch.func.functional_call(self.model, cut_parameters, kwargs=inputs, tie_weights=False)
 
     def _features(self, call: Call, shape: tuple[int, ...]) -> Tensor:
+        """Return what a call of a linear layer returns: random numbers of a shape, less the features not in `kept`."""
         name, number = call
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {number}".encode()))
         draw = torch.rand if self.positive else torch.randn
@@ -113,55 +114,59 @@ class Probe:
         return features.requires_grad_()
 
 
-def head_of_features(tensor: Tensor, leaves: Mapping[K, Tensor]) -> dict[K, tuple[Tensor, Tensor]]:
-    """Return the head that each feature of each layer reaches.
+class ReachedHeads(NamedTuple):
+    """The heads that the features of a layer, or the elements of a parameter, reach."""
+
+    head: Tensor  # (features,) int64: the only head that each reaches, -1 for none or several
+    any: Tensor  # (features,) bool: whether it reaches any head
+
+
+def head_of_features(tensor: Tensor, leaves: Mapping[K, Tensor]) -> dict[K, ReachedHeads]:
+    """Return leaf that reaches a tensor -> the heads that its features reach.
 
     With c_h = h + 1 and random weights r, take the gradients of sum_h c_h <r_h, x_h> and of sum_h <r_h, x_h> to a
     feature. Their ratio is c_h at every token if the feature reaches head h alone. If it reaches several heads, the
     ratio varies from token to token.
 
-    Args:
-        tensor: Queries, keys or values, (batch, heads, tokens, head_dim).
-        leaves: Layer or call -> features, (..., features); or name -> a parameter, whose every element is a feature.
-
-    Returns:
-        Leaf that reaches the tensor -> the head of each feature, (features,) int64, -1 for none or several, and whether
-        it reaches any, (features,) bool.
+    `tensor` has queries, keys or values, (batch, heads, tokens, head_dim). `leaves` is layer or call -> features, (...,
+    features); or name -> a parameter, whose every element is a feature.
     """
     labels = torch.arange(1, tensor.shape[1] + 1, dtype=tensor.dtype).view(1, -1, 1, 1)
-    return _attribute(tensor, labels, leaves)
+    return _reached_heads(tensor, labels, leaves)
 
 
-def head_of_columns(x: Tensor, width: int, leaves: Mapping[K, Tensor]) -> dict[K, tuple[Tensor, Tensor]]:
-    """Return which head of x, the input of an output projection, (..., heads * width), each feature reaches.
-
-    The result is as in `head_of_features`.
-    """
-    return _attribute(x, _labels(x, width), leaves)
+def head_of_columns(x: Tensor, width: int, leaves: Mapping[K, Tensor]) -> dict[K, ReachedHeads]:
+    """Return `head_of_features` of x, the input of an output projection, (..., heads * width)."""
+    return _reached_heads(x, _head_labels(x, width), leaves)
 
 
 def head_of_axes(x: Tensor, width: int, leaves: Mapping[K, Tensor]) -> dict[K, list[Tensor]]:
-    """Return for every axis of tensors which head of x, as in `head_of_columns`, each of its indices reaches.
+    """Return leaf that reaches x, as in `head_of_columns` -> by axis of the leaf the head that each index reaches.
 
-    The result is leaf that reaches x -> by axis the head of each index, (size,) int64, -1 for none or several.
+    The heads are (size of the axis,) int64, -1 for none or several.
     """
 
     def by_index(gradient: Tensor, axis: int) -> Tensor:
         return gradient.movedim(axis, -1).reshape(-1, gradient.shape[axis])
 
     return {
-        name: [_heads(by_index(plain, axis), by_index(labelled, axis))[0] for axis in range(plain.dim())]
-        for name, (plain, labelled) in _gradients(x, _labels(x, width), leaves).items()
+        name: [_by_ratio(by_index(plain, axis), by_index(labelled, axis)).head for axis in range(plain.dim())]
+        for name, (plain, labelled) in _gradients(x, _head_labels(x, width), leaves).items()
     }
 
 
-def _labels(x: Tensor, width: int) -> Tensor:
+def _head_labels(x: Tensor, width: int) -> Tensor:
+    """Return for every column of x, (..., heads * width), its head's label, 1 for the first."""
     return (torch.arange(x.shape[-1]) // width + 1).to(x.dtype)
 
 
-def _attribute(tensor: Tensor, labels: Tensor, leaves: Mapping[K, Tensor]) -> dict[K, tuple[Tensor, Tensor]]:
-    gradients = _gradients(tensor, labels, leaves)
-    return {name: _heads(*(g.reshape(-1, features_in(leaves[name])) for g in both)) for name, both in gradients.items()}
+def _reached_heads(tensor: Tensor, labels: Tensor, leaves: Mapping[K, Tensor]) -> dict[K, ReachedHeads]:
+    """Return the heads that leaves reach; `labels` has h + 1 at the elements of head h, and broadcasts to `tensor`."""
+    reached = {}
+    for name, (plain, labelled) in _gradients(tensor, labels, leaves).items():
+        features = features_in(leaves[name])
+        reached[name] = _by_ratio(plain.reshape(-1, features), labelled.reshape(-1, features))
+    return reached
 
 
 def features_in(leaf: Tensor) -> int:
@@ -170,12 +175,13 @@ def features_in(leaf: Tensor) -> int:
 
 
 def _gradients(tensor: Tensor, labels: Tensor, leaves: Mapping[K, Tensor]) -> dict[K, tuple[Tensor, Tensor]]:
-    """Return the plain and the labelled gradient of a tensor to every leaf that reaches it."""
+    """Return for every leaf that reaches a tensor the gradients of its weighted sum: without and with the labels."""
     if not tensor.requires_grad or not leaves:
         return {}
     weights = positive_weights(tensor.shape)
-    found = zip(leaves, *gradients_of(tensor, (weights, weights * labels), [*leaves.values()]), strict=True)
-    return {name: (plain, labelled) for name, plain, labelled in found if plain is not None and labelled is not None}
+    plain, labelled = gradients_of(tensor, (weights, weights * labels), [*leaves.values()])
+    by_name = zip(leaves, plain, labelled, strict=True)
+    return {name: (first, second) for name, first, second in by_name if first is not None and second is not None}
 
 
 def positive_weights(shape: Sequence[int]) -> Tensor:
@@ -190,16 +196,16 @@ def gradients_of(x: Tensor, weights: Iterable[Tensor], leaves: Sequence[Tensor])
 
 def ratios_of(labelled: Tensor, plain: Tensor) -> Tensor:
     """Return the ratios of gradients, (tokens, features); NaN where both are small, so mostly rounding error."""
-    clear = plain.abs() > 1e-3 * plain.abs().amax(0, keepdim=True)
-    return torch.where(clear, labelled / plain.where(clear, 1.0), torch.nan)
+    is_clear = plain.abs() > 1e-3 * plain.abs().amax(0, keepdim=True)
+    return torch.where(is_clear, labelled / plain.where(is_clear, 1.0), torch.nan)
 
 
-def _heads(plain: Tensor, labelled: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the head of each feature, and whether it reaches any, from both gradients, (tokens, features)."""
+def _by_ratio(plain: Tensor, labelled: Tensor) -> ReachedHeads:
+    """Return the heads that features reach, from their gradients without and with labels, (tokens, features)."""
     ratio = ratios_of(labelled, plain)
-    head = ratio.nanmean(0).round()
-    alone = ((ratio - head).abs().nan_to_num(0.0) < 1e-2).all(0) & ~ratio.isnan().all(0)
-    return torch.where(alone, head - 1, -1).long(), ((plain != 0) | (labelled != 0)).any(0)
+    label = ratio.nanmean(0).round()
+    is_single = ((ratio - label).abs().nan_to_num(0.0) < 1e-2).all(0) & ~ratio.isnan().all(0)
+    return ReachedHeads(torch.where(is_single, label - 1, -1).long(), ((plain != 0) | (labelled != 0)).any(0))
 
 
 class _RecordingConfig:
@@ -216,28 +222,27 @@ class _RecordingConfig:
 def _weightless(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model on the CPU, with stand-ins for parameters and buffers that take almost no memory."""
     generator = torch.Generator().manual_seed(0)
+    linear = _linear_parameters(model)
+    parameters = {id(p) for p in model.parameters()}
 
-    def parameter(tensor: Tensor) -> Tensor:
-        if tensor.numel() > _LARGEST_REAL_PARAMETER:
-            return torch.full([1] * tensor.dim(), 0.01).expand(tensor.shape)
-        if tensor.dim() < 2:
-            return 0.5 + torch.rand(tensor.shape, generator=generator)
-        return torch.randn(tensor.shape, generator=generator) * 0.1
-
-    def buffer(tensor: Tensor) -> Tensor:
+    def buffer_stand_in(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor.detach().cpu().float() if tensor.is_floating_point() else tensor.cpu()
         if tensor.is_floating_point():
             return torch.rand(tensor.shape, generator=generator)
-        return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype)
-
-    linear = _linear_parameters(model)
-    parameters = {id(p) for p in model.parameters()}
+        return torch.full(tensor.shape, 1 if tensor.dtype == torch.bool else 0, dtype=tensor.dtype)
 
     def stand_in(tensor: Tensor) -> Tensor:
         if id(tensor) not in parameters:
-            return buffer(tensor)
-        values = torch.zeros([1] * tensor.dim()).expand(tensor.shape) if id(tensor) in linear else parameter(tensor)
+            return buffer_stand_in(tensor)
+        if id(tensor) in linear:  # never read, as the probe computes in place of the layers
+            values = torch.zeros([1] * tensor.dim()).expand(tensor.shape)
+        elif tensor.numel() > _LARGEST_REAL_PARAMETER:
+            values = torch.full([1] * tensor.dim(), 0.01).expand(tensor.shape)
+        elif tensor.dim() < 2:
+            values = 0.5 + torch.rand(tensor.shape, generator=generator)
+        else:
+            values = torch.randn(tensor.shape, generator=generator) * 0.1
         return nn.Parameter(values, requires_grad=False)
 
     copied = copy_with(model, stand_in)
@@ -248,4 +253,4 @@ def _weightless(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _linear_parameters(model: nn.Module) -> set[int]:
-    return {id(p) for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
+    return {id(p) for module in model.modules() if is_linear(module) for p in module.parameters(recurse=False)}

@@ -1,8 +1,7 @@
 """Observe one run of a weightless model: which linear layers read the features of which, and how.
 
 Every linear layer of the probe returns leaves, so the autograd graph of a layer's input ends at the layers right in
-front of it. If each column of the input depends on single features of these, at the same token, the two layers are the
-two halves of a feed-forward block.
+front of it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .probe import Call, Probe, features_in, gradients_of, positive_weights, ratios_of
 
-MIXED, NOWHERE = -1, -2  # reaches several columns, or none
+MIXED, NOWHERE = -1, -2  # in place of a column: the feature reaches several, or none
 # A block has one producer, or gate and up. An input with more sources is on the path between layers, so features that
 # other layers also read need not be examined.
 _FEW = 3
-_SAMPLED_ROWS = 16
-_ENOUGH_DIGITS = 0.1
+_SAMPLED_ROWS = 16  # rows of an input, about so many, that two runs are compared by
+_DIGIT_TOLERANCE = 0.1  # how far from a whole number a digit of a column's number may be
 
 
 @dataclass
@@ -41,10 +40,10 @@ class Reach:
 class Read:
     """One call of a linear layer, as observed."""
 
-    columns: int
+    columns: int  # of its input
     sources: set[Call]  # calls of the layers on whose features its input depends
     constant: bool  # whether its input depends on nothing but buffers, such as a table of coordinates
-    signature: tuple[float, float]  # two sums over the input, which reveal a change
+    signature: tuple[float, float]  # `signature` of its input
     # Examined source -> which column each of its features reaches.
     reach: dict[Call, Reach] = field(default_factory=dict)
     # Parameter outside of linear layers -> the same for its elements.
@@ -80,17 +79,17 @@ class LinearObserver:
 
     def _examine(self, call: Call, x: Tensor, leaves: dict[Call, Tensor], parameters: dict[str, nn.Parameter]) -> None:
         """Find the columns that features and parameters reach, if these can be those of neurons."""
-        few = len(leaves) <= _FEW
-        looked = {leaf: features for leaf, features in leaves.items() if few or len(self.readers[leaf]) == 1}
-        if len(looked) < len(leaves):
+        are_few = len(leaves) <= _FEW
+        examined = {leaf: features for leaf, features in leaves.items() if are_few or len(self.readers[leaf]) == 1}
+        if len(examined) < len(leaves):
             parameters = {}  # those of a whole path between layers
         tokens = x.numel() // x.shape[-1]
-        if not looked or any(leaf.numel() != tokens * leaf.shape[-1] for leaf in looked.values()):
+        if not examined or any(features.numel() != tokens * features.shape[-1] for features in examined.values()):
             return
-        found = reach(x, list(looked.values()), list(parameters.values()))
+        reached = reach(x, list(examined.values()), list(parameters.values()))
         read = self.reads[call]
-        read.reach = dict(zip(looked, found, strict=False))
-        read.parameters = dict(zip(parameters, found[len(looked) :], strict=True))
+        read.reach = dict(zip(examined, reached[: len(examined)], strict=True))
+        read.parameters = dict(zip(parameters, reached[len(examined) :], strict=True))
         read.rows = sample(x)
 
     def after(self, call: Call, features: Tensor) -> None:
@@ -139,42 +138,43 @@ def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> li
     columns = x.shape[-1]
     rows = x.reshape(-1, columns)
     weights = positive_weights(rows.shape)
-    base = math.isqrt(columns - 1) + 1
-    place = torch.arange(columns)
-    tokens = 1 + torch.rand(len(rows), 1, generator=torch.Generator().manual_seed(1))
-    labels = (1.0, 1 + place // base / base, 1 + place % base / base, tokens)
-    every = [*leaves, *parameters]
+    base = math.isqrt(columns - 1) + 1  # the least in which two digits are enough
+    number = torch.arange(columns)
+    token_labels = 1 + torch.rand(len(rows), 1, generator=torch.Generator().manual_seed(1))
+    labels = (1.0, 1 + (number // base) / base, 1 + (number % base) / base, token_labels)
+    sources = [*leaves, *parameters]
     results = []
-    for leaf, *gradients in zip(every, *gradients_of(rows, (weights * c for c in labels), every), strict=True):
-        plain, high, low, token = (
-            (torch.zeros_like(leaf) if g is None else g).reshape(-1, features_in(leaf)) for g in gradients
+    for source, *gradients in zip(sources, *gradients_of(rows, (weights * c for c in labels), sources), strict=True):
+        plain, high, low, by_token = (
+            (torch.zeros_like(source) if g is None else g).reshape(-1, features_in(source)) for g in gradients
         )  # each (tokens, features)
         digits = [(ratios_of(labelled, plain) - 1) * base for labelled in (high, low)]
-        whole = [digit.nanmean(0).round() for digit in digits]
-        alone = ~digits[0].isnan().all(0)
-        for digit, number in zip(digits, whole, strict=True):
-            alone &= ((digit - number).abs().nan_to_num(0.0) < _ENOUGH_DIGITS).all(0)
-        column = torch.where(alone, whole[0] * base + whole[1], MIXED).long()
+        rounded = [digit.nanmean(0).round() for digit in digits]
+        is_single = ~digits[0].isnan().all(0)
+        for digit, whole in zip(digits, rounded, strict=True):
+            is_single &= ((digit - whole).abs().nan_to_num(0.0) < _DIGIT_TOLERANCE).all(0)
+        column = torch.where(is_single, rounded[0] * base + rounded[1], MIXED).long()
         column[column >= columns] = MIXED
         column[((plain == 0) & (high == 0)).all(0)] = NOWHERE
-        if isinstance(leaf, nn.Parameter):
-            results.append(Reach(column.view(leaf.shape)))
+        if isinstance(source, nn.Parameter):
+            results.append(Reach(column.view(source.shape)))
             continue
-        own = bool(((ratios_of(token, plain) - tokens).abs().nan_to_num(0.0) < 1e-3).all())
-        slope = plain / weights[:, column.clamp(min=0)] if own else plain
+        at_token = bool(((ratios_of(by_token, plain) - token_labels).abs().nan_to_num(0.0) < 1e-3).all())
+        slope = plain / weights[:, column.clamp(min=0)] if at_token else plain
         spread = slope.amax(0) - slope.amin(0)
-        results.append(Reach(column, own, len(rows) > 1 and bool((spread <= 1e-4 * slope.abs().amax(0)).all())))
+        is_linear = len(rows) > 1 and bool((spread <= 1e-4 * slope.abs().amax(0)).all())
+        results.append(Reach(column, at_token, is_linear))
     return results
 
 
 def sample(x: Tensor) -> Tensor:
-    """Return some rows of a layer's input, (rows, columns)."""
+    """Return some rows of a layer's input, evenly spaced, (rows, columns)."""
     rows = x.detach().reshape(-1, x.shape[-1])
     return rows[:: max(1, len(rows) // _SAMPLED_ROWS)].clone()
 
 
 def signature(*tensors: Tensor) -> tuple[float, float]:
-    """Return the sum of all finite elements, and the sum of their absolute values."""
+    """Return the sum of all finite elements and the sum of their absolute values, which reveal a change."""
     values = [tensor.detach().nan_to_num(posinf=0.0, neginf=0.0) for tensor in tensors]  # masked logits are infinite
     return (
         sum(v.sum(dtype=torch.float64).item() for v in values),

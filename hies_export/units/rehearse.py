@@ -37,9 +37,9 @@ def parameter_cuts(module: PrunableModule, kept: Kept) -> list[tuple[str, int, T
 
 def _cuts(module: PrunableModule, kept: Kept, *, parameters: bool) -> list[tuple[str, int, Tensor]]:
     """Return name, axis and what stays of the producers, or else of the parameters, that lose indices."""
-    slices = {part.tensor: part for part in module.slices if part.parameter == parameters}  # one for each tensor
-    staying = {name: module.staying(name, kept) for name in slices}
-    return [(n, slices[n].axis, index) for n, index in staying.items() if len(index) < len(slices[n].owner)]
+    by_tensor = {piece.tensor: piece for piece in module.slices if piece.parameter == parameters}  # any, for its axis
+    staying = {name: module.staying(name, kept) for name in by_tensor}
+    return [(n, by_tensor[n].axis, index) for n, index in staying.items() if len(index) < len(by_tensor[n].owner)]
 
 
 def set_attributes(owner: nn.Module, module: PrunableModule, kept: Kept) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def narrow_arguments(owner: nn.Module, module: PrunableModule, kept: Kept) -> di
 
 
 Dense = TypeVar("Dense")
-Wrong = tuple[PrunableModule, str]
+Mismatch = tuple[PrunableModule, str]
 """A module for which two runs differ, and how."""
 
 
@@ -89,20 +89,20 @@ class Rehearsal(Generic[Dense]):
         # The modules that were not compared yet, by any key, in the order of the dense run.
         self.pending = {module.name: module for module in modules}
         self.latest = modules[0]  # compared last, to blame if an error comes after all were compared
-        self.wrong: list[Wrong] = []
+        self.mismatches: list[Mismatch] = []
 
-    def run(self, batch: Mapping[str, Tensor]) -> Wrong | None:
-        """Return the first module for which the two runs differ."""
+    def run(self, batch: Mapping[str, Tensor]) -> Mismatch | None:
+        """Run the probe with fewer units, and return the first module for which this and the dense run differ."""
         try:
-            with fewer(self.probe, self.modules, self.kept):
+            with units_left_out(self.probe, self.modules, self.kept):
                 self.compare(batch)
         except Exception as error:  # whatever the model's own code raises on shapes it does not expect
             reason = " ".join(str(error).split())[:200]
-            self.wrong.append((next(iter(self.pending.values()), self.latest), reason))
-        return self.wrong[0] if self.wrong else None
+            self.mismatches.append((next(iter(self.pending.values()), self.latest), reason))
+        return self.mismatches[0] if self.mismatches else None
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
-        """Run the probe, and add differences from the dense run to `wrong`."""
+        """Run the probe, and add differences from the dense run to `mismatches`."""
         raise NotImplementedError
 
 
@@ -115,17 +115,18 @@ class ConsumerRehearsal(Rehearsal[LinearObserver]):
         self._columns = {module.consumer: module.columns(self.kept[module.name].units) for module in self.modules}
         returned = self.probe.run(batch, before=self._before)
         if not _close(signature(*tensors_in(returned)), self.dense.outputs):
-            self.wrong.append((self.latest, "the model's outputs change"))
+            self.mismatches.append((self.latest, "the model's outputs change"))
 
     def _before(self, call: Call, x: Tensor) -> None:
+        """Compare the input of a linear layer with what it read in the dense run."""
         name, dense = call[0], self.dense.reads.get(call)
         columns = self._columns.get(name)
         if columns is not None:
             self.latest = self.pending.pop(name, self.latest)
             if dense is None or dense.rows is None or not same(sample(x), dense.rows[:, columns]):
-                self.wrong.append((self.latest, f"it computes other {KINDS[self.latest.kind].units}"))
+                self.mismatches.append((self.latest, f"it computes other {KINDS[self.latest.kind].units}"))
         elif dense is None or not _close(signature(x), dense.signature):
-            self.wrong.append((self.latest, f"{name} reads something else"))
+            self.mismatches.append((self.latest, f"{name} reads something else"))
 
 
 def rehearsed(
@@ -153,10 +154,11 @@ def rehearsed(
             values = vars(owner) | {f"config.{n}": getattr(owner.config, n, None) for n in reads[module.name]}
             counting = _counting(module, values, meanings(module), by_value=type(owner) in matched_by_value)
             described.append(replace(module, attributes=counting))
-        wrong = next(filter(None, (rehearsal(described).run(batch) for rehearsal in rehearsals)), None)
-        if wrong is None:
+        runs = (rehearsal(described).run(batch) for rehearsal in rehearsals)  # lazily: none after one that fails
+        mismatch = next((found for found in runs if found is not None), None)
+        if mismatch is None:
             return tuple(described)
-        module, reason = wrong
+        module, reason = mismatch
         failed = type(owners[module.name])
         if failed in matched_by_value:
             raise UnsupportedModelError(
@@ -170,32 +172,33 @@ def _counting(
     module: PrunableModule, attributes: Mapping[str, Any], known: Meanings, *, by_value: bool
 ) -> dict[str, AttributeCount]:
     """Return what attributes count, for those whose name and value fit, or with `by_value` whose value alone fits."""
-    found = {}
+    counting = {}
     for name, value in attributes.items():
         named = known.by_name.get(name.removeprefix("config."))
-        for count in ([] if named is None else [named]) + (known.by_value if by_value else []):
-            if type(value) is int and value == count.value(units=module.units, groups=module.groups):
-                found[name] = count
+        for count in [named, *known.by_value] if by_value else [named]:
+            if count and type(value) is int and value == count.value(units=module.units, groups=module.groups):
+                counting[name] = count
                 break
-    return found
+    return counting
 
 
 @contextmanager
-def fewer(probe: Probe, modules: Sequence[PrunableModule], kept: Mapping[str, Kept]) -> Iterator[None]:
-    """Leave out the features, rows and attributes of the units that are not kept, inside the block."""
+def units_left_out(probe: Probe, modules: Sequence[PrunableModule], kept: Mapping[str, Kept]) -> Iterator[None]:
+    """Let a probe run, inside the block, as if the units that are not kept had been cut."""
     pairs = [(probe.model.get_submodule(module.name), module) for module in modules]
-    taken = [getattr(owner, "narrowed", {}) for owner, _ in pairs]
+    narrowed_before = [getattr(owner, "narrowed", {}) for owner, _ in pairs]
     try:
         for owner, module in pairs:
-            stay = kept[module.name]
-            set_attributes(owner, module, stay)
-            probe.kept |= {name: index for name, axis, index in feature_cuts(module, stay) if axis == 0}
-            probe.kept_of_parameters |= {name: (axis, index) for name, axis, index in parameter_cuts(module, stay)}
-            narrow_arguments(owner, module, stay)
+            units = kept[module.name]
+            set_attributes(owner, module, units)
+            # Axis 0 is that of outputs. Inputs need no cut: the probe's layers return features whatever they read.
+            probe.kept |= {name: index for name, axis, index in feature_cuts(module, units) if axis == 0}
+            probe.kept_of_parameters |= {name: (axis, index) for name, axis, index in parameter_cuts(module, units)}
+            narrow_arguments(owner, module, units)
         yield
     finally:
         probe.kept, probe.kept_of_parameters = {}, {}
-        for (owner, module), before in zip(pairs, taken, strict=True):
+        for (owner, module), before in zip(pairs, narrowed_before, strict=True):
             set_attributes(owner, module, module.kept(range(module.units)))
             modeling_hies.narrow(owner, before)
 

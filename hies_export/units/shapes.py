@@ -20,7 +20,7 @@ from .counts import Shape, count_flops
 
 # More tokens than any machine runs at once; a larger batch would fill the memory before a model sees it.
 MOST_TOKENS = 2**24
-# The length of a data set's rows is rounded up to a multiple of this many tokens.
+# Tokens to a multiple of which the length of a data set's rows is rounded up.
 ROUNDED = 8
 
 
@@ -36,9 +36,9 @@ def row_length(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) -> 
     for batch in batches:
         ids = batch["input_ids"]
         mask = batch.get("attention_mask", torch.ones_like(ids)).flatten(0, -2)
-        # Documents are embedded once, and queries while somebody waits.
-        asked = batch["query"] >= 0 if "query" in batch else torch.ones(len(mask), dtype=torch.bool)
-        lengths += mask[asked].sum(-1).tolist()
+        # Documents are embedded once, and queries while somebody waits, so these alone count.
+        is_query = batch["query"] >= 0 if "query" in batch else torch.ones(len(mask), dtype=torch.bool)
+        lengths += mask[is_query].sum(-1).tolist()
     longest = longest_sequence(model.config) or math.inf
     return int(min(ROUNDED * math.ceil(statistics.median(lengths) / ROUNDED), longest))
 
@@ -50,24 +50,23 @@ def model_shapes(
     sequence: int | None = None,
     image: Sequence[int] | None = None,
 ) -> list[Shape]:
-    """Return the (batch, sequence) pairs to measure. For an image model, the sequence follows from the image's shape.
+    """Return the (batch, sequence) pairs to measure; for an image model, the sequence follows from the image's shape.
 
     By default, the `image`, (channels, height, width), has the size in the config, and the shapes are a batch of 1 and
     of 8, of `sequence` tokens (128, or the most that the model takes).
 
-    Raises RequestError if the shape of a text model has no sequence, or one longer than its positions, or by
-    `check_sizes`.
+    Raises RequestError for a text's shape without a sequence, or with one that is too long, or by `check_sizes`.
     """
     check_sizes(shapes)
     if model.main_input_name == "pixel_values":
-        one = synthetic_batch(model, batch=1, image=image)
-        check_runs(model, one, f"one random image of {' x '.join(map(str, one['pixel_values'].shape[1:]))}")
-        tokens = sequence_length(model, one)
-        return [(batch, tokens) for batch in dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))]
+        one_image = synthetic_batch(model, batch=1, image=image)
+        check_runs(model, one_image, f"one random image of {' x '.join(map(str, one_image['pixel_values'].shape[1:]))}")
+        tokens = sequence_length(model, one_image)
+        return [(rows, tokens) for rows in dict.fromkeys(shape[0] for shape in shapes or ((1,), (8,)))]  # each once
     for shape in shapes:
         if len(shape) != 2:
             raise RequestError(f"a text model's shape must be batch and sequence, got {list(shape)}")
-        synthetic_batch(model, batch=1, sequence=shape[1])
+        synthetic_batch(model, batch=1, sequence=shape[1])  # refuses a sequence that is too long
     if shapes:
         return [(shape[0], shape[1]) for shape in shapes]
     sequence = sequence or min(128, longest_sequence(model.config) or 128)
@@ -92,7 +91,7 @@ def image_shape_at(folder: str | Path, model: PreTrainedModel) -> tuple[int, ...
 
 
 def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> None:
-    """Refuse, by a RequestError, a model that raises an error on a batch, which `what` names in the message.
+    """Refuse, by a RequestError, a model that raises an error on a batch; the message calls the batch `what`.
 
     The batch has no data, only shapes, unless the model's forward reads the data.
     """
@@ -106,5 +105,5 @@ def check_runs(model: PreTrainedModel, batch: Mapping[str, Any], what: str) -> N
 
 def check_shapes(model: PreTrainedModel, batches: Mapping[Shape, Mapping[str, Any]]) -> None:
     """Refuse a model that does not run on the largest of the batches to be measured; see `check_runs`."""
-    size, sequence = max(batches)
-    check_runs(model, batches[size, sequence], f"{size} x {sequence} random inputs to be measured")
+    rows, tokens = max(batches)
+    check_runs(model, batches[rows, tokens], f"{rows} x {tokens} random inputs to be measured")

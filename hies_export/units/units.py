@@ -1,9 +1,4 @@
-"""Describe what can be pruned: modules, their units, and which units a selection keeps.
-
-Units            number of units and groups of a module
-PrunableModule   where these units are in the weights: consumer, slices of producers, attributes
-Kept, Selection  the units that stay, of one module and of a model
-"""
+"""Describe what can be pruned: modules, their units, and which units a selection keeps."""
 
 from __future__ import annotations
 
@@ -136,16 +131,16 @@ class PrunableModule(Units):
         return tuple(dict.fromkeys(s.tensor for s in self.slices if s.parameter))
 
     def below(self, prefix: str) -> PrunableModule:
-        """Return this module with names relative to the submodel `prefix`."""
+        """Return this module with names relative to the submodel `prefix`, as "layer.0" for "encoder.layer.0"."""
         return self._renamed(lambda name: name.removeprefix(f"{prefix}."))
 
     def inside(self, prefix: str) -> PrunableModule:
-        """Return this module of a submodel with names relative to the model that holds the submodel as `prefix`."""
+        """Return this module of the submodel `prefix` with names relative to the whole model; undoes `below`."""
         return self._renamed(lambda name: f"{prefix}.{name}")
 
-    def _renamed(self, new: Callable[[str], str]) -> PrunableModule:
-        slices = tuple(replace(part, tensor=new(part.tensor)) for part in self.slices)
-        return replace(self, name=new(self.name), consumer=new(self.consumer), slices=slices)
+    def _renamed(self, new_name: Callable[[str], str]) -> PrunableModule:
+        slices = tuple(replace(piece, tensor=new_name(piece.tensor)) for piece in self.slices)
+        return replace(self, name=new_name(self.name), consumer=new_name(self.consumer), slices=slices)
 
     def columns(self, units: Iterable[int]) -> Tensor:
         """Return the consumer's input columns that the given units own: (columns,) int64, in the order of the units."""
@@ -153,12 +148,12 @@ class PrunableModule(Units):
         return (owners[:, None] * self.unit_width + torch.arange(self.unit_width)).flatten()
 
     def staying(self, tensor: str, kept: Kept) -> Tensor:
-        """Return which indices of a producer or parameter stay: (indices,) int64, ascending."""
-        parts = [part for part in self.slices if part.tensor == tensor]
-        stay = torch.ones(len(parts[0].owner), dtype=torch.bool)
-        for part in parts:
-            stay[part.indices(kept.removed_groups if part.per_group else kept.removed)] = False
-        return stay.nonzero().flatten()
+        """Return which output features of a producer, or indices of a parameter, stay: (indices,) int64, ascending."""
+        slices = [piece for piece in self.slices if piece.tensor == tensor]
+        stays = torch.ones(len(slices[0].owner), dtype=torch.bool)
+        for piece in slices:
+            stays[piece.indices(kept.removed_groups if piece.per_group else kept.removed)] = False
+        return stays.nonzero().flatten()
 
 
 @dataclass(frozen=True)
@@ -198,17 +193,17 @@ class Kept:
 
 
 def owner_of_rows(owner: Tensor) -> Tensor | None:
-    """Return the owner of each row of a tensor, (rows,), from that of each element; None if rows have several."""
+    """Return the owner of each row of a tensor, (rows,), from that of each element; None if a row has several."""
     by_row = owner.reshape(len(owner), -1)
     return by_row[:, 0] if bool((by_row == by_row[:, :1]).all()) else None
 
 
 def check_indices(units: Sequence[int], total: int, *, what: str = "units") -> None:
-    """Refuse, by a ValueError, kept units that are none, or no ascending indices of `total` units."""
-    ascending = all(one < other for one, other in pairwise(units))
+    """Refuse, by a ValueError, kept units that are none, or no ascending indices below `total`."""
+    is_ascending = all(unit < following for unit, following in pairwise(units))
     if not units:
         raise ValueError(f"{what} must be at least one of {total}, got none")
-    if not (ascending and 0 <= units[0] <= units[-1] < total):
+    if not (is_ascending and 0 <= units[0] <= units[-1] < total):
         raise ValueError(f"{what} must be ascending indices in [0, {total}), got {quoted(list(units))}")
 
 
