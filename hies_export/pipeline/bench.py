@@ -68,52 +68,58 @@ def bench(
     runtimes = runtimes or _default_runtimes(folders)
     _check_request(folders, runtimes, dtypes)
     skeletons = [_skeleton(folder) for folder in folders]
-    images = [image_shape_at(_described(folder), model) for folder, model in zip(folders, skeletons, strict=True)]
+    images = [image_shape_at(_config_folder(folder), model) for folder, model in zip(folders, skeletons, strict=True)]
     _check_inputs(skeletons, images)
     batches = _random_batches(skeletons, shapes, images[0])
     flops = _flops(folders, skeletons, batches)
-    in_lists = {shape: [batch] for shape, batch in batches.items()}
-    how: dict[str, Any] = {"repeats": repeats, "decode": True, "progress": progress}
-    asked = [(name, dtype) for name in runtimes for dtype in dtypes or ("float32",) if dtype in RUNTIMES[name].dtypes]
-    measured: list[LatencyRow] = []
+    one_batch_each = {shape: [batch] for shape, batch in batches.items()}
+    pairs = [(name, dtype) for name in runtimes for dtype in dtypes or ("float32",) if dtype in RUNTIMES[name].dtypes]
+    rows: list[LatencyRow] = []
     with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
-        places = [(folder, Path(temporary) / name) for folder, name in zip(folders, ("first", "second"), strict=True)]
         # All exports come first, because one may be refused.
-        exports = [_exports(*place, asked) for place in places]
-        for runtime, dtype in asked:
-            both = [
-                made.get((runtime, dtype)) or _loaded(folder, runtime, dtype)
-                for folder, made in zip(folders, exports, strict=True)
+        exports = [
+            _exports(folder, Path(temporary) / name, pairs)
+            for folder, name in zip(folders, ("first", "second"), strict=True)
+        ]
+        for pair in pairs:
+            forms = [
+                exported[pair] if pair in exported else _loaded(folder, *pair)
+                for folder, exported in zip(folders, exports, strict=True)
             ]
-            measured += latency_rows(runtime, time(both, in_lists, **how), flops)
-    return measured
+            times = time(forms, one_batch_each, repeats=repeats, decode=True, progress=progress)
+            rows += latency_rows(pair[0], times, flops)
+    return rows
 
 
 def _random_batches(
     skeletons: Sequence[PreTrainedModel], shapes: Sequence[Sequence[int]], image: Sequence[int] | None
 ) -> dict[Shape, dict[str, torch.Tensor]]:
-    """Return a random batch for each shape, all of which both models must run; without shapes, for the usual ones.
+    """Return a random batch that both models can read for each shape; without `shapes`, for those of `model_shapes`.
 
     `image` is (channels, height, width).
     """
     # Without shapes, those of the models differ at most in the sequence, and the shorter ones suit both.
-    wanted = min(model_shapes(model, shapes, image=image) for model in skeletons)
+    common = min(model_shapes(model, shapes, image=image) for model in skeletons)
     # The tokens of the smaller vocabulary are tokens of both.
     smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
-    return {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1], image=image) for shape in wanted}
+    return {
+        (batch, sequence): synthetic_batch(smaller, batch=batch, sequence=sequence, image=image)
+        for batch, sequence in common
+    }
 
 
 def _check_inputs(models: Sequence[PreTrainedModel], images: Sequence[Sequence[int] | None]) -> None:
-    """Refuse models that cannot read the same batch: text and images, or images of another size."""
-    kinds = [model.main_input_name for model in models]
-    if kinds[0] == kinds[1] == "pixel_values":
-        shapes = [
-            shape or image_shape(synthetic_batch(model, batch=1)) or ()
-            for shape, model in zip(images, models, strict=True)
-        ]
-        kinds = [f"images of {' x '.join(map(str, shape))}" for shape in shapes]
-    if kinds[0] != kinds[1]:
-        raise RequestError(f"two models must take the same kind of input to be compared, got {' and '.join(kinds)}")
+    """Refuse models that cannot read the same batch: text and images, or images of different shapes.
+
+    `images` are the (channels, height, width) that the models' processors make, None without one.
+    """
+    inputs = [model.main_input_name for model in models]
+    if inputs == ["pixel_values", "pixel_values"]:
+        for index, model in enumerate(models):
+            shape = images[index] or image_shape(synthetic_batch(model, batch=1)) or ()
+            inputs[index] = f"images of {' x '.join(map(str, shape))}"
+    if inputs[0] != inputs[1]:
+        raise RequestError(f"two models must take the same kind of input to be compared, got {' and '.join(inputs)}")
 
 
 def _format(folder: Path) -> str | None:
@@ -126,68 +132,71 @@ def _format(folder: Path) -> str | None:
 
 
 def _default_runtimes(folders: Sequence[Path]) -> tuple[str, ...]:
-    """Return the one runtime that is used by default, see `bench`."""
-    formats = set(map(_format, folders))
-    found = next((format for format in ("gguf", "openvino", "onnx") if format in formats), None)
-    return ("torch",) if found is None else (str(runtime_of(export_options(found))),)
+    """Return a tuple of the one runtime that is used by default, see `bench`."""
+    formats = {_format(folder) for folder in folders}
+    for format in ("gguf", "openvino", "onnx"):
+        if format in formats:
+            return (str(runtime_of(export_options(format))),)
+    return ("torch",)
 
 
 def _check_request(folders: Sequence[Path], runtimes: Sequence[str], dtypes: Sequence[str]) -> None:
     """Refuse, before anything is loaded, folders and dtypes that the runtimes cannot run."""
     for folder in folders:
-        refuse_parts(folder)
+        refuse_parts(folder)  # a vision-language model, which is exported as several graphs
     for runtime in runtimes:
         check_runtime(runtime)
     for folder in folders:
         format = _format(folder)
         if format is None:
             continue
-        what, other = FORMATS[format].title, runtime_of(export_options(format))
+        title, suited = FORMATS[format].title, runtime_of(export_options(format))
         for runtime in runtimes:
             if format not in RUNTIMES[runtime].formats():
                 needed = "a checkpoint" if RUNTIMES[runtime].reads_models else FORMATS[RUNTIMES[runtime].format].title
-                raise RequestError(f"runtime {runtime} needs {needed}, but {folder} is {what}; use {other}")
+                raise RequestError(f"runtime {runtime} needs {needed}, but {folder} is {title}; use {suited}")
         if dtypes:
-            raise RequestError(f"a dtype can be chosen for checkpoints, but {folder} is {what} with its own")
-        if format == "gguf" and not (_described(folder) / "config.json").is_file():
+            raise RequestError(f"a dtype can be chosen for checkpoints, but {folder} is {title} with its own")
+        if format == "gguf" and not (_config_folder(folder) / "config.json").is_file():
             raise RequestError(
                 "a GGUF file to time must have the config.json beside it that 'hies-export export --format gguf' "
                 f"writes, but {folder} has none; export the checkpoint again"
             )
     check_dtypes(dtypes, runtimes)
-    if None in map(_format, folders):
+    if any(_format(folder) is None for folder in folders):  # checkpoints, which are exported on the fly
         require_exporters({RUNTIMES[name].format for name in runtimes if not RUNTIMES[name].reads_models})
 
 
-def _described(folder: Path) -> Path:
+def _config_folder(path: Path) -> Path:
     """Return the folder that has the config of a model: of a file, the one that it lies in."""
-    return folder.parent if folder.is_file() else folder
+    return path.parent if path.is_file() else path
 
 
 def _loaded(folder: Path, runtime: str, dtype: str) -> Form:
-    """Load a checkpoint, on the GPU if there is one."""
+    """Return a checkpoint as a form, loaded in a dtype, on the GPU if there is one."""
     model: Any = load(folder, dtype=getattr(torch, dtype))
     return Form(str(folder), runtime, model.to("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 
-def _exports(folder: Path, place: Path, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Form]:
-    """Return a form for each way, a runtime and a dtype, whose runtime reads exports.
+def _exports(folder: Path, target: Path, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Form]:
+    """Return a form for each pair of a runtime that reads exports and a dtype; pairs of other runtimes have none.
 
-    It is the folder itself or, of a checkpoint, an export that is written into `place`.
+    It is the folder itself or, of a checkpoint, an export that is written into `target`.
     """
-    ways = [way for way in ways if not RUNTIMES[way[0]].reads_models]
-    if (format := _format(folder)) is not None:
+    pairs = [(runtime, dtype) for runtime, dtype in pairs if not RUNTIMES[runtime].reads_models]
+    format, name = _format(folder), str(folder)
+    if format is not None:
         # OpenVINO's 8-bit format says itself what else is computed in which dtype.
-        return {way: Form(str(folder), way[0], folder, None if format == "openvino" else way[1]) for way in ways}
-    if not ways:
+        own_dtype = format == "openvino"
+        return {pair: Form(name, pair[0], folder, None if own_dtype else pair[1]) for pair in pairs}
+    if not pairs:
         return {}
     model = load(folder, dtype=torch.float32)
-    of_gguf = any(RUNTIMES[runtime].format == "gguf" for runtime, _ in ways)
-    tokenizer = load_processor(folder, task=TASKS["text-generation"]) if of_gguf else None
+    needs_tokenizer = any(RUNTIMES[runtime].format == "gguf" for runtime, _ in pairs)
+    tokenizer = load_processor(folder, task=TASKS["text-generation"]) if needs_tokenizer else None
     sample = synthetic_batch(model, batch=2, sequence=16, image=image_shape_at(folder, model))
-    exporter = Exporter(ExportSection(), Given(sample, tokenizer))
-    forms = Forms({str(folder): model}, exporter, place)
-    return {way: forms.form(str(folder), *way, best_for(*way)) for way in ways}
+    forms = Forms({name: model}, Exporter(ExportSection(), Given(sample, tokenizer)), target)
+    return {pair: forms.form(name, *pair, best_for(*pair)) for pair in pairs}
 
 
 def _flops(
@@ -197,9 +206,10 @@ def _flops(
     try:
         check_shapes(skeletons[0], batches)
     except RequestError as error:
+        # Without weights, torch raises a RuntimeError where a value is read; other errors hold for loaded models too.
         if not isinstance(error.__cause__, RuntimeError):
             raise
-        skeletons = [load(_described(folder), dtype=torch.float32) for folder in folders]
+        skeletons = [load(_config_folder(folder), dtype=torch.float32) for folder in folders]
         check_shapes(skeletons[0], batches)
     return count_both_flops(skeletons[0], skeletons[1], batches)
 
@@ -207,9 +217,9 @@ def _flops(
 @never_asking()
 def _skeleton(folder: Path) -> PreTrainedModel:
     """Build the model of a folder without weights, which is enough to check inputs and count FLOPs."""
-    place = _described(folder)
-    with refusing(f"a model must be built from its config, but that of {place} fails", AGAIN):
-        model = empty_model(find_model_class(place), load_config(place)).eval()
+    source = _config_folder(folder)
+    with refusing(f"a model must be built from its config, but that of {source} fails", AGAIN):
+        model = empty_model(find_model_class(source), load_config(source)).eval()
     if is_vision_language(model):
         raise RequestError(f"bench times encoders and decoders, and {folder} is a vision-language model")
     return model

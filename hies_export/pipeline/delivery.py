@@ -33,7 +33,6 @@ from ..select.cost import CostTable
 from .draw import Splits
 from .pruning import Pruning, Rows
 from .stages import Slim
-from .trimming import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -52,18 +51,17 @@ class Delivery:
     deploy: DeploySection | None = None  # what to search for in place of a budget
     source: Source | None = None  # how the dense model is stored
     inputs: Mapping[str, str | Path] = field(default_factory=dict)  # the model and the data files by field
-    reading: Reading | None = None
     splits: Splits | None = None  # that rows were read from
     in_order: Callable[[int], list[Batch]] | None = None  # by batch size: evaluated rows as they come, to time on
     evaluation_of: int = 0  # how many samples the evaluated split has
     began: float = 0.0  # when the recipe began to be read, by `time.monotonic`
 
     def serve(self, served: TimedSection) -> Predictor:
-        """Return what predicts as a model is served: exported, on its runtime."""
+        """Return a function that exports a model and predicts batches with the export, on the runtime of `served`."""
         return predictor(self.exporter, served.runtime, served.dtype)
 
     def timed_on(self, pruning: Pruning) -> TimedOn:
-        """Return how a budget of time is measured."""
+        """Return the runtime, batch and dtype on which the budget of a pruning, one of time, is measured."""
         timed = pruning.budget.timed
         assert timed is not None
         return TimedOn(
@@ -75,26 +73,27 @@ class Delivery:
         )
 
     def time_cuts(self, pruning: Pruning) -> CostTable:
-        """Time cuts as the budget says, and return what every bundle of units saves; one process times for all."""
-        where, unit = self.timed_on(pruning), pruning.options.unit
+        """Time cuts where the budget says, in the first process, and return the time that bundles of units save."""
+        timed_on, unit = self.timed_on(pruning), pruning.options.unit
         return processes.on_main(
-            lambda: latency_table(pruning.model, pruning.scored, where, unit=unit, progress=pruning.progress)
+            lambda: latency_table(pruning.model, pruning.scored, timed_on, unit=unit, progress=pruning.progress)
         )
 
 
 def exporter_of(options: ExportSection, rows: Rows, processor: Any) -> Exporter:
-    """Return what exports models that read such rows; some formats are calibrated on them."""
+    """Return the exporter of models that read such rows; some formats are calibrated on them."""
     return Exporter(options, Given(first_samples(rows.score[0]), processor, rows.refit or rows.score))
 
 
 def check_bits(model: PreTrainedModel, runtimes: Iterable[str]) -> None:
-    """Refuse, before anything is computed, a model that cannot be in 8 bits for a runtime that has no other dtype."""
+    """Refuse a model that cannot be quantised to 8 bits, if one of the runtimes computes in nothing else."""
     if any(RUNTIMES[name].bits == ("int8",) for name in runtimes):
         check_quantizable(model, "int8")
 
 
-def on_rows(pruning: Pruning) -> bool:
+def timed_on_rows(pruning: Pruning) -> bool:
     """Return whether a deployment is timed on rows: no shapes were given, and a row takes one forward pass."""
+    # A pruning for a deployment has the length of its rows only where no shapes were given.
     return pruning.length is not None and not pruning.task.generative
 
 
@@ -116,10 +115,10 @@ def save(
     refit_file: Path | None = None,
     overwrite: bool = False,
 ) -> Saved:
-    """Save a slim model, load it again and compare, in the first of several processes.
+    """Save a slim model into a folder, load it again and compare, in the first of several processes.
 
     The licence of the dense model's folder is copied. The refitted layers of a compensated model are written to
-    `refit_file`, by default into `folder`.
+    `refit_file`, by default into `folder`. `processor` is saved beside the model, by default that of the pruning.
     """
     pruning.progress.stage("save, load again and compare")
     source = delivery.source

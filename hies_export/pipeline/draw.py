@@ -1,6 +1,7 @@
 """Decide which rows are for what: draw those of each use from separate rows, and hold rows out for a promise.
 
-There is one rule for the promises of `budget: {keep: ...}`, `deploy` and compounds.
+There is one rule for the promises of `budget: {keep: ...}`, `deploy` and compounds. A look is an interval on held-out
+rows that decides whether something is promised; the more looks, the more rows a promise takes.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ class Splits:
     held_out: HeldOutSection | None = None
 
     @property
-    def divided(self) -> bool:
+    def evaluated_is_divided(self) -> bool:
         """Whether the held-out rows come from the evaluated split, which is then divided."""
         return self.held_out is not None and self.held_out.split == self.evaluation.split
 
-    def until(self, rows: datasets.Dataset, end: int) -> int:
-        """Return the first index from `end` on at which drawn rows can be divided, so that no query or group is."""
+    def boundary(self, rows: datasets.Dataset, least: int) -> int:
+        """Return the first index from `least` on that divides drawn rows, but no query or group of `data.together`."""
         if self.data.together is None:
-            return min(end, len(rows))
-        return run_end(common_values(rows, self.data.together), end)
+            return min(least, len(rows))
+        return run_end(common_values(rows, self.data.together), least)
 
-    def counted(self, rows: datasets.Dataset) -> int:
+    def count_judged(self, rows: datasets.Dataset) -> int:
         """Return how many rows can be judged: all, or of queries and documents those that have a query."""
         if self.data.query is None or self.data.query not in rows.column_names:
             return len(rows)
@@ -81,11 +82,12 @@ class Drawn:
     promised: datasets.Dataset
 
 
-def chosen_on(options: PruneSection) -> int:
+def count_to_choose_on(options: PruneSection) -> int:
     """Return the number of held-out samples that an alpha, a criterion or the size of the cut is chosen on."""
     if options.goal.keep is not None:
         return options.goal.keep.samples
-    return {"criterion: auto": AUTO_SAMPLES, "alpha: auto": HELD_OUT_SAMPLES, None: 0}[options.judged_on_held_out]
+    counts = {"criterion: auto": AUTO_SAMPLES, "alpha: auto": HELD_OUT_SAMPLES, None: 0}
+    return counts[options.judged_on_held_out]
 
 
 def draw(
@@ -97,91 +99,99 @@ def draw(
     from the split that the recipe holds out; the last of them are for the promise of the compound. Where criteria are
     compared or something is promised, they are kept out of the refit too, if there are enough.
 
-    Raises RequestError if the calibration split has none left to hold out.
+    `load` takes the arguments of `load_rows` but the source. Raises RequestError if the calibration split has no rows
+    left to hold out.
     """
     calibration, keep = splits.calibration, options.goal.keep
-    scoring, split = calibration.samples, calibration.split
-    compensation = 0 if options.compensation is None else options.compensation.samples
-    promised = 0 if compound is None else compound.samples
-    wanted = chosen_on(options) + promised
-    apart = options.criterion == AUTO or keep is not None or promised > 0
-    separate = _separate_held_out(splits, load, wanted)
-    needed = wanted if separate is None else 0  # from the calibration split
-    count = max(scoring + needed, compensation + (needed if apart else 0))
+    to_score, split = calibration.samples, calibration.split
+    to_refit = 0 if options.compensation is None else options.compensation.samples
+    to_promise = 0 if compound is None else compound.samples
+    to_hold_out = count_to_choose_on(options) + to_promise
+    apart = options.criterion == AUTO or keep is not None or to_promise > 0  # from those to refit on
+    separate = _separate_held_out(splits, load, to_hold_out)
+    needed = to_hold_out if separate is None else 0  # held-out samples from the calibration split
+    count = max(to_score + needed, to_refit + (needed if apart else 0))
     drawn = load(split, samples=count, shuffle_seed=calibration.seed)
     # Rows with a query come first, and the others, which only add documents, cannot be judged.
-    available = splits.counted(drawn)
-    if needed and available <= splits.until(drawn, scoring):
-        what = options.judged_on_held_out or (compound and compound.name)
+    available = splits.count_judged(drawn)
+    if needed and available <= splits.boundary(drawn, to_score):
+        chosen = options.judged_on_held_out or (compound and compound.name)
         raise RequestError(
-            f"{what} needs samples beyond the {scoring} to score on, but the split {split!r} has {available}; lower "
+            f"{chosen} needs samples beyond the {to_score} to score on, but the split {split!r} has {available}; lower "
             "calibration.samples, name other rows as held_out, or leave it out"
         )
 
-    def part(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
-        return rows.select(list(range(splits.until(rows, start), splits.until(rows, start + count))))
+    def slice_of(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
+        return rows.select(list(range(splits.boundary(rows, start), splits.boundary(rows, start + count))))
 
     # A promise is not made on rows that layers are refitted on. If there are too few rows for both, a third is left for
     # the refit.
-    promises = needed > 0 and (promised > 0 or keep is not None)
-    for_refit = max(available - needed, available // 3 if promises else 0)
-    start = max(scoring, min(compensation, for_refit) if apart else 0)
-    held_out = part(drawn, start, needed) if separate is None else separate
-    chosen = min(wanted - promised, len(held_out) // 2) if promised else len(held_out)
+    promised_here = needed > 0 and (to_promise > 0 or keep is not None)
+    left_to_refit = max(available - needed, available // 3 if promised_here else 0)
+    start = max(to_score, min(to_refit, left_to_refit) if apart else 0)
+    held_out = slice_of(drawn, start, needed) if separate is None else separate
+    to_choose = min(to_hold_out - to_promise, len(held_out) // 2) if to_promise else len(held_out)
     return Drawn(
-        scoring=part(drawn, 0, scoring),
-        held_out=part(held_out, 0, chosen),
-        compensation=part(drawn, 0, min(compensation, start) if promises else compensation),
-        promised=part(held_out, chosen, len(held_out)),
+        scoring=slice_of(drawn, 0, to_score),
+        held_out=slice_of(held_out, 0, to_choose),
+        compensation=slice_of(drawn, 0, min(to_refit, start) if promised_here else to_refit),
+        promised=slice_of(held_out, to_choose, len(held_out)),
     )
 
 
-def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], wanted: int) -> datasets.Dataset | None:
-    """Return rows of the split that the recipe holds out; None if it names none, or nothing is chosen on such rows."""
-    if not wanted or splits.held_out is None:
+def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], count: int) -> datasets.Dataset | None:
+    """Return rows of the split that the recipe holds out, by default `count`; None if it names none or `count` is 0."""
+    if not count or splits.held_out is None:
         return None
-    count = splits.held_out.samples or wanted
-    if not splits.divided:
+    count = splits.held_out.samples or count
+    if not splits.evaluated_is_divided:
         return load(splits.held_out.split, samples=count, shuffle_seed=splits.calibration.seed)
-    rows, _ = _divided(splits, load)
-    return rows.select(range(splits.until(rows, count)))
+    held_out, _ = _divide_evaluated(splits, load)
+    return held_out.select(range(splits.boundary(held_out, count)))
 
 
-def evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets.Dataset:
+def draw_evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets.Dataset:
     """Return the samples to evaluate on."""
-    wanted = splits.evaluation
-    if splits.divided:
-        _, rows = _divided(splits, load)
-        return rows.select(range(splits.until(rows, wanted.samples or len(rows))))
-    seed = EVALUATION_SEED if wanted.samples is not None else None
-    return load(wanted.split, samples=wanted.samples, shuffle_seed=seed, in_order=True)
+    evaluation = splits.evaluation
+    if splits.evaluated_is_divided:
+        _, rows = _divide_evaluated(splits, load)
+        return rows.select(range(splits.boundary(rows, evaluation.samples or len(rows))))
+    seed = EVALUATION_SEED if evaluation.samples is not None else None
+    return load(evaluation.split, samples=evaluation.samples, shuffle_seed=seed, in_order=True)
 
 
-def _divided(splits: Splits, load: Callable[..., datasets.Dataset]) -> tuple[datasets.Dataset, datasets.Dataset]:
+def _divide_evaluated(
+    splits: Splits, load: Callable[..., datasets.Dataset]
+) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Return the rows of the evaluated split to hold out, and the others, in a random order that every run shares."""
     split, asked = splits.evaluation.split, splits.held_out
     assert asked is not None
     rows = load(split, samples=None, shuffle_seed=EVALUATION_SEED)
-    wanted = asked.samples or splits.counted(rows) // 2
-    count = splits.until(rows, wanted)
+    available = splits.count_judged(rows)
+    wanted = asked.samples or available // 2
+    count = splits.boundary(rows, wanted)
     # Rows with a query come first, and without any nothing can be evaluated.
-    if not 0 < count < (there := splits.counted(rows)):
+    if not 0 < count < available:
         raise RequestError(
-            f"held_out and evaluation share the split {split!r}, so fewer than its {there:,} samples can be held "
+            f"held_out and evaluation share the split {split!r}, so fewer than its {available:,} samples can be held "
             f"out, got held_out.samples: {wanted:,}; hold out fewer"
         )
     return rows.select(range(count)), rows.select(range(count, len(rows)))
 
 
 def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: bool) -> tuple[Looks, ...]:
-    """Return how often a promise may be looked at by the number of held-out rows, most looks first.
+    """Return the looks that a promise may take, from the most, for many held-out rows, to the fewest.
 
     Only a classifier has compounds. A budget of `keep`, without `deploy`, looks as the last one says; the others are
     there so that it holds out the same rows as a deployment, if there are enough.
     """
     bits = count_reduced_precision(task, () if deploy is None else deploy.runtimes)
-    compounds = [Looks(SEARCHED, compounds=len(FLOPS_TO_TRY), bits=bits)] if classifies else []
-    return (*compounds, Looks(SEARCHED, bits=bits), Looks(bits=bits), *([Looks()] if deploy is None else []))
+    looks = [Looks(SEARCHED, bits=bits), Looks(bits=bits)]
+    if classifies:
+        looks.insert(0, Looks(SEARCHED, compounds=len(FLOPS_TO_TRY), bits=bits))
+    if deploy is None:
+        looks.append(Looks())
+    return tuple(looks)
 
 
 @dataclass(frozen=True)
@@ -215,26 +225,28 @@ def promise_in(recipe: PruningRecipe, task: Task, metric: str | None) -> Promise
 
     `metric` is that of which a share is promised, see `pruning.promised_metric`; None for one of the predictions.
     """
-    keep, compound = recipe.goal.keep, recipe.cascade
-    words, sizes, most = "", [0], 0
-    if keep is not None:
-        most = keep.samples
-        if keep.predictions is None:
-            words, sizes = loss_words(keep), [LEAST_FOR_LOSS]
-        else:
-            classifies = task.classifies and task.predicts == "classes" and metric is None
-            looks = all_looks(type(task), recipe.deploy, classifies=classifies)
-            words, sizes = f"{100 * keep.predictions:g} %", [one.rows(keep.predictions, metric) for one in looks]
-    if compound is not None:
-        needed = rate_rows_needed(compound.disagreement)
-        choices = chosen_on(recipe.options)
-        # Held-out rows are divided between what else is chosen on them and the compound, see `draw`.
-        sizes = [max(needed + min(choices, needed), 2 * sizes[-1])]
-        words = f"a disagreement of at most {100 * compound.disagreement:g} %"
-        most = choices + compound.samples
-    if not words:
+    compound, promise = recipe.cascade, _promise_to_keep(recipe, task, metric)
+    if compound is None:
+        return promise
+    needed = rate_rows_needed(compound.disagreement)
+    to_choose = count_to_choose_on(recipe.options)
+    # Held-out rows are divided between what else is chosen on them and the compound, see `draw`.
+    size = max(needed + min(to_choose, needed), 0 if promise is None else 2 * promise.sizes[-1])
+    words = f"a disagreement of at most {100 * compound.disagreement:g} %"
+    return Promise(words, (size,), to_choose + compound.samples)
+
+
+def _promise_to_keep(recipe: PruningRecipe, task: Task, metric: str | None) -> Promise | None:
+    """Return the promise of a budget `keep` or of `deploy`, see `promise_in`; None without either."""
+    keep, blocks = recipe.goal.keep, task.generative and recipe.data.prompt is None
+    if keep is None:
         return None
-    return Promise(words, tuple(sizes), most, blocks=task.generative and recipe.data.prompt is None)
+    if keep.predictions is None:
+        return Promise(loss_words(keep), (LEAST_FOR_LOSS,), keep.samples, blocks)
+    classifies = task.classifies and task.predicts == "classes" and metric is None
+    plans = all_looks(type(task), recipe.deploy, classifies=classifies)
+    sizes = [looks.rows(keep.predictions, metric) for looks in plans]
+    return Promise(f"{100 * keep.predictions:g} %", tuple(sizes), keep.samples, blocks)
 
 
 def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datasets.Dataset]) -> Splits:
@@ -247,30 +259,31 @@ def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datase
     """
     evaluation, together = splits.evaluation, splits.data.together
     split = evaluation.split
-    of_one = whole_split(split) == whole_split(splits.calibration.split)
-    if promise is None or splits.held_out is not None or promise.most < promise.sizes[-1] or of_one:
+    slices_of_one = whole_split(split) == whole_split(splits.calibration.split)
+    if promise is None or splits.held_out is not None or promise.most < promise.sizes[-1] or slices_of_one:
         return splits
     loaded = load(split, samples=1 if together is None else None)  # one row is enough to learn how many there are
-    rows = total = taken_from(loaded)
+    total = rows = taken_from(loaded)  # of the split, and of those that can be judged
     if together is not None:
-        # Only queries are judged, not what they may find.
-        of_queries = [value for value in common_values(loaded, together) if value is not None]
-        rows = len(of_queries)
-        of_each = math.ceil(rows / max(1, len(set(of_queries))))
-        sizes = tuple(of_each * size for size in promise.sizes)
+        # Only rows of a query are judged, not documents alone; the sizes of the promise count queries.
+        queries = [value for value in common_values(loaded, together) if value is not None]
+        rows = len(queries)
+        rows_per_query = math.ceil(rows / max(1, len(set(queries))))
+        sizes = tuple(rows_per_query * size for size in promise.sizes)
         promise = replace(promise, sizes=sizes, most=max(promise.most, sizes[-1]))
     # Who asks for all rows then evaluates all that are left.
-    everything = evaluation.samples in (None, rows, total)
-    count = promise.count(rows, evaluated=None if everything else evaluation.samples)
+    wants_all = evaluation.samples in (None, rows, total)
+    count = promise.count(rows, evaluated=None if wants_all else evaluation.samples)
     if not count:
+        needed, further = math.ceil(4 * promise.sizes[-1] / 3), splits.calibration.split
         logger.warning(
-            "the split %r has %s rows, too few to promise %s on some and to judge it on the others, which takes %s: %s "
-            "is promised on further rows of %r, and if the model was trained on these, it keeps less of new ones; "
-            "evaluate on more rows, ask for less, or name rows as held_out",
-            *(split, f"{rows:,}", promise.words, f"{math.ceil(4 * promise.sizes[-1] / 3):,}"),
-            *(promise.words, splits.calibration.split),
+            "%s",
+            f"the split {split!r} has {rows:,} rows, too few to promise {promise.words} on some and to judge it on the "
+            f"others, which takes {needed:,}: {promise.words} is promised on further rows of {further!r}, and if the "
+            "model was trained on these, it keeps less of new ones; evaluate on more rows, ask for less, or name rows "
+            "as held_out",
         )
         return splits
-    if everything and evaluation.samples is not None:
+    if wants_all and evaluation.samples is not None:
         evaluation = evaluation.model_copy(update={"samples": evaluation.samples - count})
     return replace(splits, evaluation=evaluation, held_out=HeldOutSection(split=split, samples=count))

@@ -1,4 +1,7 @@
-"""Find the cut, or the compound of it and the dense model, that keeps a promise in the least time."""
+"""Find the cut, or the compound of it and the dense model, that keeps a promise in the least time.
+
+A way is a runtime and the bits that it computes in; a form is a model in one way. `DeployWay` records a tried way.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ from ..select.cost import Goal
 from ..slim.bundles import cut_bundles
 from ..units.counts import Shape
 from .choose import choose, choose_within, sizes_of
-from .delivery import Delivery, on_rows
+from .delivery import Delivery, timed_on_rows
 from .draw import FLOPS_TO_TRY, all_looks
 from .pruning import Pruning, check_pruning
-from .search import Cuts, TriedCut, choose_nothing, guess, largest, promise_of
+from .search import Cuts, Guess, TriedCut, choose_nothing, guess, largest, promise_of
 from .stages import Choice, Key, judge_fields, score, select, trial_model
 
 logger = logging.getLogger(__name__)
@@ -44,13 +47,13 @@ QUICK_ROWS, QUICK_LOADS = 128, 2
 
 
 def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
-    """Return how often a deployment may look at the held-out rows: as often as their number allows."""
-    share, rows = pruning.budget.share, pruning.rows.held_out
+    """Return the most looks that a deployment may take at the held-out rows, by their number; see `Looks`."""
+    share, count = pruning.budget.share, samples_of(pruning.rows.held_out)
     assert share is not None
     metric = pruning.promised_metric
     classifies = pruning.task.classifies and pruning.task.predicts == "classes" and pruning.trimming is None
-    able = all_looks(type(pruning.task), delivery.deploy, classifies=classifies and metric is None)
-    return next((one for one in able if samples_of(rows) >= one.rows(share, metric)), able[-1])
+    plans = all_looks(type(pruning.task), delivery.deploy, classifies=classifies and metric is None)
+    return next((looks for looks in plans if count >= looks.rows(share, metric)), plans[-1])
 
 
 def quick_times(
@@ -62,7 +65,7 @@ def quick_times(
     """
     shape, batch = next(iter(pruning.shapes.items()))
     batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch]}
-    if on_rows(pruning):
+    if timed_on_rows(pruning):
         assert delivery.in_order is not None
         batches = rows_by_shape({shape[0]: delivery.in_order(1)[:QUICK_ROWS]})
     elif compounds:
@@ -77,7 +80,7 @@ class Decision:
     choice: Choice
     compound: Compound | None = None  # how it is joined with the dense model
     sizes: tuple[SizeTried, ...] = ()  # of compounds that were tried
-    ways: tuple[DeployWay, ...] = ()  # the forms that `deploy` tried, and the results
+    ways: tuple[DeployWay, ...] = ()  # that `deploy` tried, and the results
 
 
 def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, forms: Forms) -> Decision:
@@ -94,37 +97,38 @@ def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, f
     judge = pruning.judge(pruning.rows.held_out, **judge_fields(promise), progress=pruning.progress)
     ways = find_ways(type(pruning.task), delivery.deploy.runtimes)
     tried = try_dense(forms, judge, ways, partial(quick_times, pruning, delivery))
-    able = _that_keep(promise, delivery.deploy.keep, tried, trimmed=pruning.trimming is not None)
+    kept_ways = _ways_that_keep(promise, delivery.deploy.keep, tried, trimmed=pruning.trimming is not None)
     scored = score(pruning, statistics)
     search = _Search(pruning, delivery, statistics, forms, promise, judge, scored, tried)
-    decision = search.run(able[: looks.forms], compounds=bool(looks.compounds))
+    decision = search.run(kept_ways[: looks.forms], compounds=looks.compounds > 0)
     if decision is None:
         pruning.progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
-        fastest = able[0]
+        fastest = kept_ways[0]
         assert fastest.kept is not None
         outcome = replace(promise, found=Found(fastest.kept, fastest.at_least))
         decision = Decision(choose_nothing(pruning, statistics, scored[0], outcome))
     return replace(decision, ways=tuple(tried))
 
 
-def _that_keep(promise: Outcome, share: float, tried: Sequence[DeployWay], *, trimmed: bool) -> list[DeployWay]:
+def _ways_that_keep(promise: Outcome, share: float, tried: Sequence[DeployWay], *, trimmed: bool) -> list[DeployWay]:
     """Return the ways in which the dense model keeps a share, the fastest first; raise PlanError if there is none."""
-    able = [way for way in tried if way.at_least is not None]
-    if found := [way for way in able if (way.at_least or 0.0) >= share]:
-        return sorted(found, key=lambda way: way.dense_ratio or 0.0)
-    best = max(able, key=lambda way: way.at_least or 0.0)
-    whole, more = "the dense model itself", "more held-out rows"
+    bounds = [(way.at_least, way) for way in tried if way.at_least is not None]
+    keeping = [way for bound, way in bounds if bound >= share]
+    if keeping:
+        return sorted(keeping, key=lambda way: way.dense_ratio or 0.0)
+    bound, best = max(bounds, key=lambda pair: pair[0])
+    model, remedy = "the dense model itself", "more held-out rows"
     if trimmed:
-        whole, more = "the model without the tokens that go", "vocabulary.files more texts like the held-out rows"
+        model, remedy = "the model without the tokens that go", "vocabulary.files more texts like the held-out rows"
     raise PlanError(
-        f"keep asks for {asked_words(promise)}, and {whole} keeps at least {100 * (best.at_least or 0.0):.2f} % in "
-        f"its best form ({best.runtime}, {best.bits}); ask for less, or give {more}"
+        f"keep asks for {asked_words(promise)}, and {model} keeps at least {100 * bound:.2f} % in its "
+        f"best form ({best.runtime}, {best.bits}); ask for less, or give {remedy}"
     )
 
 
 @dataclass(frozen=True)
 class _Search:
-    """A search for the fastest form: what it works with, and what it has found so far."""
+    """A search for the fastest form: its inputs, and what it has found so far."""
 
     pruning: Pruning
     delivery: Delivery
@@ -140,11 +144,12 @@ class _Search:
         """Search for cuts in some ways, and for compounds if asked; return the fastest, None if none is found."""
         self._trace_a_cut()
         self._search_in(ways)
-        for kind in COMPOUNDS.values() if compounds else ():
-            self._join(kind)
+        if compounds:
+            for kind in COMPOUNDS.values():
+                self._add_compounds(kind)
         decisions, forms = [decision for decision, _ in self.found], [form for _, form in self.found]
-        if len(self.found) < 2:
-            return next(iter(decisions), None)
+        if len(decisions) < 2:
+            return decisions[0] if decisions else None
         self.pruning.progress.stage("time the cuts that were found")
         joined = any(decision.compound for decision in decisions)
         times = ratios(quick_times(self.pruning, self.delivery, forms, compounds=joined))
@@ -154,28 +159,28 @@ class _Search:
         """Export a cut that takes a bundle from every module, so that no further cut has to be traced; see `Traces`."""
         pruning, unit = self.pruning, self.pruning.options.unit
         pruning.progress.stage("trace a cut")
-        lost = {module.name: 1 for module in pruning.scored if bundle_count(module, unit) > 1}
-        self.forms.add("one cut", cut_bundles(pruning.model, pruning.scored, lost, unit=unit))
+        removed = {module.name: 1 for module in pruning.scored if bundle_count(module, unit) > 1}
+        self.forms.add("one cut", cut_bundles(pruning.model, pruning.scored, removed, unit=unit))
         with contextlib.suppress(HiesError):  # then every cut is traced
             self.forms.plain("one cut")
 
     def _search_in(self, ways: Sequence[DeployWay]) -> None:
         """Search for the largest cut that keeps the promise in each way; note in `tried` what was judged."""
-        pruning, guessed, best = self.pruning, None, math.inf
-        asked, sizes = (pruning, self.statistics, self.promise), sizes_of(pruning, None)
-        batch, sequence = next(iter(pruning.shapes))
+        pruning, statistics, promise = self.pruning, self.statistics, self.promise
+        sizes = sizes_of(pruning, None)
+        guessed: Guess | None = None  # made once, in torch, for all ways
+        best_time = math.inf  # predicted by the FLOPs left, relative to the first form of the dense model
         # By bits, as runtimes that compute in the same ones predict the same.
         known = defaultdict[str, dict[Key, TriedCut]](dict)
         for way in ways:
-            dense_ratio = way.dense_ratio or 1.0
-            where = {"runtime": way.runtime, "batch": batch, "sequence": sequence, "dtype": way.bits}
-            served = TimedSection.model_validate(where)
+            dense_time = way.dense_ratio or 1.0
             pruning.progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
             try:
-                guessed = guessed or guess(*asked, self.scored, sizes)
-                too_slow = _largest_too_slow(pruning, guessed.scores, sizes, UNSURE * best / dense_ratio)
+                if guessed is None:
+                    guessed = guess(pruning, statistics, promise, self.scored, sizes)
+                too_slow = _largest_too_slow(pruning, guessed.scores, sizes, UNSURE * best_time / dense_time)
                 pruning.progress.stage(f"judge cuts near that size on held-out rows, on {way.runtime}")
-                cuts = Cuts(*asked, self.judge, sizes, served, known=known[way.bits])
+                cuts = Cuts(pruning, statistics, promise, self.judge, sizes, self._served(way), known=known[way.bits])
                 choice = cuts.near(guessed, too_slow)
             except HiesError as error:
                 logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
@@ -183,9 +188,15 @@ class _Search:
                 continue
             assert choice.outcome is not None
             left = pruning.flops_left(choice.plan.kept)
-            best = min(best, dense_ratio * left)
+            best_time = min(best_time, dense_time * left)
             self.tried[self.tried.index(way)] = replace(way, judged=choice.outcome.judged, flops=left)
             self._add_file(way, choice)
+
+    def _served(self, way: DeployWay) -> TimedSection:
+        """Return a way with the first shape of the pruning, at which forms are timed while searching."""
+        batch, sequence = next(iter(self.pruning.shapes))
+        fields = {"runtime": way.runtime, "batch": batch, "sequence": sequence, "dtype": way.bits}
+        return TimedSection.model_validate(fields)
 
     def _add_file(self, way: DeployWay, choice: Choice) -> None:
         """Export a cut, and add it to `found` if the file keeps the promise.
@@ -201,64 +212,67 @@ class _Search:
         else:
             logger.warning("no cut is deployed on %s in %s: its file breaks the promise", way.runtime, way.bits)
 
-    def _join(self, kind: type[Compound]) -> None:
+    def _add_compounds(self, kind: type[Compound]) -> None:
         """Add compounds of a classifier that keep the promise, in the form in which the dense model is fastest.
 
         The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
         """
         assert self.delivery.deploy is not None
-        able = [
+        usable = [
             way
             for way in self.tried
             if way.runtime in kind.runtimes and way.problem is None and way.bits not in RUNTIMES[way.runtime].calibrated
         ]
-        if not able or not self.forms.has_plain("dense"):
+        if not usable or not self.forms.has_plain("dense"):  # the export that becomes the dense part
             return
-        way = min(able, key=lambda way: way.dense_ratio or 0.0)
-        asked = kind(
+        fastest = min(usable, key=lambda way: way.dense_ratio or 0.0)
+        compound = kind(
             disagreement=1 - self.delivery.deploy.keep,
             confidence=(1 + looks_of(self.pruning, self.delivery).confidence) / 2,  # its interval is one-sided
-            bits=way.bits,
+            bits=fastest.bits,
         )
-        joined, sizes = self._in_sizes(asked)
-        self.found.extend((Decision(choice, asked, sizes), form) for choice, form in joined)
+        joined, sizes = self._join(compound)
+        self.found.extend((Decision(choice, compound, sizes), form) for choice, form in joined)
 
-    def _in_sizes(self, asked: Compound) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
-        """Join cuts to the shares `FLOPS_TO_TRY` with the dense model; return those that succeed, and all results."""
+    def _join(self, compound: Compound) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
+        """Join cuts to the shares `FLOPS_TO_TRY` with the dense model.
+
+        Return the cuts that keep the promise with the forms of their compounds, and the results of all sizes.
+        """
         pruning, forms, rows = self.pruning, self.forms, self.pruning.rows.promise
         dense, answers = forms.plain("dense"), pruning.dense_predictions(rows).values
         joined, sizes = [], []
         for share in FLOPS_TO_TRY:
-            pruning.progress.stage(f"cut to {share:g} of the FLOPs for a {asked.name}")
-            left = share
+            pruning.progress.stage(f"cut to {share:g} of the FLOPs for a {compound.name}")
+            left, name = share, f"{share:g}-for-{compound.name}"
             try:
                 choice = self._cut_to(share)
                 left = pruning.flops_left(choice.plan.kept)
-                forms.add(part := f"{share:g}-for-{asked.name}", trial_model(pruning, self.statistics, choice.trial))
-                slim, place = forms.plain(part), forms.folder / f"{asked.name}-{share:g}"
-                pruning.progress.stage(f"join {left:.2f} of the FLOPs in a {asked.name} on {asked.runtime}")
-                exported = asked.join(slim, dense, place, batches=rows, answers=answers)
+                forms.add(name, trial_model(pruning, self.statistics, choice.trial))
+                slim, folder = forms.plain(name), forms.folder / f"{compound.name}-{share:g}"
+                pruning.progress.stage(f"join {left:.2f} of the FLOPs in a {compound.name} on {compound.runtime}")
+                exported = compound.join(slim, dense, folder, batches=rows, answers=answers)
             except HiesError as error:
                 sizes.append(SizeTried(flops=left, problem=str(error)))
                 continue
             promise = exported.facts["promise"]
             sizes.append(SizeTried(flops=left, passed_on=promise.passed_on, differ=promise.differ))
-            joined.append((choice, asked.form(exported)))
+            joined.append((choice, compound.form(exported)))
         return joined, tuple(sizes)
 
     def _cut_to(self, share: float) -> Choice:
-        """Return a cut to a share of the FLOPs, by the scores of the first cut that was found, else as asked."""
-        like = next((decision.choice for decision, _ in self.found if decision.compound is None), None)
-        if like is not None:
-            return choose_within(self.pruning, self.statistics, share, like)
+        """Return a cut to a share of the FLOPs: by the scores of the first cut that was found, if any, else by all."""
+        for decision, _ in self.found:
+            if decision.compound is None:
+                return choose_within(self.pruning, self.statistics, share, decision.choice)
         options = self.pruning.options.model_copy(update={"budget": Budget(flops=share)})
-        within = replace(self.pruning, options=options)
-        check_pruning(within)
-        return choose(within, self.statistics, self.scored)
+        pruning = replace(self.pruning, options=options)
+        check_pruning(pruning)
+        return choose(pruning, self.statistics, self.scored)
 
 
 def _largest_too_slow(pruning: Pruning, scores: Scores, sizes: Sequence[Goal], most: float) -> int:
-    """Return the largest size whose cut leaves more than a share of the FLOPs; 0 if none does."""
-    if most == math.inf:
+    """Return the largest size whose cut leaves more than `most`, a share of the FLOPs; 0 if none does."""
+    if most == math.inf:  # nothing was found yet that a cut could be slower than
         return 0
     return largest(len(sizes), lambda size: pruning.flops_left(select(pruning, scores, sizes[size - 1])) > most)

@@ -1,7 +1,8 @@
 """Keep what a run has ranked and refitted beside its output until it ends, so that a killed run can go on.
 
-What takes long are the orders of removal, and the layers that are refitted one after the other. Each is a file, which
-appears complete or not at all. Only a kill leaves them behind; a run that ends, fails or is interrupted removes them.
+What takes long are the orders of removal (`Chain`), and the layers that are refitted one after the other. Each is a
+file, which appears complete or not at all. Only a kill leaves them behind; a run that ends, fails or is interrupted
+removes them.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def journal(output: Path, fingerprint: str, progress: Progress) -> Iterator[tupl
     what runs with another fingerprint have left is removed. Of two runs at once with one output, the one that ends
     first removes the folder, and the other may fail.
     """
-    place = output.with_name(f"{output.name}.resume")
-    folder = place / fingerprint
+    parent = output.with_name(f"{output.name}.resume")
+    folder = parent / fingerprint
     if processes.is_first():
-        _remove(place, [other for other in place.glob("*") if _FINGERPRINT.fullmatch(other.name) and other != folder])
-    chains: _Kept[Chain] = _Kept(folder / "ranked")
-    fits: _Kept[Any] = _Kept(folder / "refitted")
+        _remove(parent, [other for other in parent.glob("*") if _FINGERPRINT.fullmatch(other.name) and other != folder])
+    chains: _FileMapping[Chain] = _FileMapping(folder / "ranked")
+    fits: _FileMapping[Any] = _FileMapping(folder / "refitted")
     try:
         if chains or fits:
             counts = f"{len(chains)} modules were ranked, and {len(fits)} refitted"
@@ -49,21 +50,22 @@ def journal(output: Path, fingerprint: str, progress: Progress) -> Iterator[tupl
         yield chains, fits
     finally:
         if processes.is_first():
-            _remove(place, [folder])
+            _remove(parent, [folder])
 
 
-class _Kept(MutableMapping[str, T]):
+class _FileMapping(MutableMapping[str, T]):
     """Values by name, each a file in a folder; of several processes the first reads and writes for all."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         names = processes.on_main(lambda: [file.name.removesuffix(_SUFFIX) for file in folder.glob(f"*{_SUFFIX}")])
-        self._names = dict.fromkeys(names)
+        self._names = dict.fromkeys(names)  # keys alone, as a set in the order of insertion
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}{_SUFFIX}"
 
     def _read(self, name: str) -> Any:
+        """Return the value in a file; a StepError if torch cannot load it."""
         remedy = "run the same command again, which starts anew"
         with (
             refusing("what a killed run has found must be files that can be read", remedy, StepError),
@@ -89,7 +91,7 @@ class _Kept(MutableMapping[str, T]):
         self._names[name] = None
 
     def __delitem__(self, name: str) -> None:
-        del self._names[name]
+        del self._names[name]  # the file goes with the folder, when the block ends
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -98,9 +100,9 @@ class _Kept(MutableMapping[str, T]):
         return len(self._names)
 
 
-def _remove(place: Path, folders: list[Path]) -> None:
-    """Remove folders of journals, and the place that holds them if nothing else is there."""
+def _remove(parent: Path, folders: list[Path]) -> None:
+    """Remove folders of journals, and the folder that holds them if nothing else is there."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        place.rmdir()
+    with suppress(OSError):  # it is not empty, or does not exist
+        parent.rmdir()

@@ -38,7 +38,7 @@ from ..tasks import TASKS, FeatureExtraction, Task
 from ..tasks.given import unlabelled
 from ..vocabulary.kept import check_request
 from .delivery import Delivery, check_bits, exporter_of
-from .draw import Drawn, Splits, all_looks, draw, evaluated, hold_out, promise_in
+from .draw import Drawn, Splits, all_looks, draw, draw_evaluated, hold_out, promise_in
 from .pruning import Pruning, Rows, check_apart, check_pruning, make_pruning, promised_metric
 from .recipe import PruningRecipe
 from .trimming import Reading, Texts, read_tokens, texts_in, texts_of, trim
@@ -70,7 +70,6 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
         deploy=recipe.deploy,
         source=source,
         inputs=recipe.inputs,
-        reading=reading,
         splits=splits,
         in_order=_in_order(reading, judged),
         evaluation_of=taken_from(judged),
@@ -117,7 +116,7 @@ def _draw(recipe: PruningRecipe, reading: Reading, metrics: Sequence[str]) -> tu
     metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
     splits = Splits(recipe.data, recipe.calibration, recipe.evaluation, recipe.held_out)
     splits = hold_out(splits, promise_in(recipe, reading.task, metric), load)
-    return splits, draw(splits, load, recipe.options, recipe.cascade), evaluated(splits, load)
+    return splits, draw(splits, load, recipe.options, recipe.cascade), draw_evaluated(splits, load)
 
 
 def _check(pruning: Pruning, delivery: Delivery) -> None:

@@ -24,7 +24,7 @@ from ..model.text_encoder import TextEncoder
 from ..recipe.budget import Found, Outcome
 from ..recipe.sections import ExportSection
 from ..units.counts import Both, Shape
-from .delivery import Delivery, Saved, on_rows
+from .delivery import Delivery, Saved, timed_on_rows
 from .fastest import Decision, looks_of, quick_times
 from .pruning import Pruning
 from .stages import Slim
@@ -185,7 +185,7 @@ class Measuring:
         pruning, delivery = self.pruning, self.delivery
         pruning.progress.stage("time all forms of both models")
         how: dict[str, Any] = {"progress": pruning.progress}
-        if not joined and not (self.deploy and on_rows(pruning)):
+        if not joined and not (self.deploy and timed_on_rows(pruning)):
             batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch] for shape, batch in pruning.shapes.items()}
             how |= {"repeats": delivery.measure.repeats, "decode": True}
         else:

@@ -15,7 +15,7 @@ from transformers import BertConfig
 from hies_export import RequestError
 from hies_export.data.rows import load_rows
 from hies_export.pipeline import draw as draws_module
-from hies_export.pipeline.draw import Promise, Splits, draw, evaluated, hold_out
+from hies_export.pipeline.draw import Promise, Splits, draw, draw_evaluated, hold_out
 from hies_export.pipeline.options import PruneSection
 from hies_export.recipe.sections import (
     CalibrationSection,
@@ -94,7 +94,7 @@ def test_uses_share_no_query(tmp_path: Path, grouped: bool, seed: int, monkeypat
 def test_an_evaluated_split_is_divided_between_queries(tmp_path: Path, count: int | None) -> None:
     held_out = {"split": "validation"} | ({} if count is None else {"samples": count})
     splits, load = splits_of(tmp_path, held_out=held_out)
-    found, rows = draw(splits, load, OPTIONS).held_out, evaluated(splits, load)
+    found, rows = draw(splits, load, OPTIONS).held_out, draw_evaluated(splits, load)
     assert not queries(found) & queries(rows)
     assert queries(found) | queries(rows) == set(range(40))
     # Only rows with a query are halved; what queries may find besides is left to the evaluation.
@@ -106,7 +106,7 @@ def test_an_evaluated_split_is_divided_between_queries(tmp_path: Path, count: in
 
 @pytest.mark.parametrize(("held_out", "count"), [(None, 50), ({"split": "validation", "samples": 40}, 30)])
 def test_of_the_evaluated_rows_whole_queries_are_drawn(tmp_path: Path, held_out: Any, count: int) -> None:
-    rows = evaluated(*splits_of(tmp_path, held_out=held_out, evaluation={"samples": count}))
+    rows = draw_evaluated(*splits_of(tmp_path, held_out=held_out, evaluation={"samples": count}))
     assert count <= len(rows) < count + 4
     assert rows_of(queries(rows)) == len(rows)
 
@@ -114,7 +114,7 @@ def test_of_the_evaluated_rows_whole_queries_are_drawn(tmp_path: Path, held_out:
 def test_a_query_is_left_to_evaluate(tmp_path: Path) -> None:
     splits, load = splits_of(tmp_path, held_out={"split": "validation", "samples": 120})
     with pytest.raises(RequestError, match="fewer than its 120 samples can be held out, got held_out.samples: 120"):
-        evaluated(splits, load)
+        draw_evaluated(splits, load)
 
 
 @pytest.mark.parametrize("scoring", [119, 130])

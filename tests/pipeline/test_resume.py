@@ -82,13 +82,13 @@ def _assert_same(recipe: Path, name: str) -> None:
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """The modules that were ranked and refitted in this process, as they are kept."""
-    names, kept = defaultdict(list), journal._Kept.__setitem__
+    names, kept = defaultdict(list), journal._FileMapping.__setitem__
 
     def counted(self: Any, name: str, value: Any) -> None:
         names[self._folder.name].append(name)
         kept(self, name, value)
 
-    monkeypatch.setattr(journal._Kept, "__setitem__", counted)
+    monkeypatch.setattr(journal._FileMapping, "__setitem__", counted)
     return names
 
 

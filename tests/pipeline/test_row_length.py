@@ -11,7 +11,7 @@ from support.loading import load_pruning
 from support.models import bert, image_batch, save_project, vit
 
 from hies_export import PruningRecipe
-from hies_export.pipeline.delivery import on_rows
+from hies_export.pipeline.delivery import timed_on_rows
 from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.units.shapes import row_length
 
@@ -86,7 +86,7 @@ def test_what_to_deploy_is_timed_at_the_rows_length(
 ) -> None:
     prepared = load_pruning(recipe_of(tmp_path, {"heads": 0.5}, shapes).to_deploy(keep=0.5))
     assert list(prepared.shapes) == wanted
-    assert on_rows(prepared) == (not shapes)
+    assert timed_on_rows(prepared) == (not shapes)
 
 
 def test_other_budgets_count_flops_as_before(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import signal
 import sys
 from typing import Any
 
-from hies_export.pipeline.journal import _Kept
+from hies_export.pipeline.journal import _FileMapping
 from support.runs import hies, without_tracing
 
 
 def main(number: int, arguments: list[str]) -> int:
     """Run the command; return its exit code if it ends before."""
-    kept, done = _Kept.__setitem__, 0
+    kept, done = _FileMapping.__setitem__, 0
 
     def keep(self: Any, name: str, value: Any) -> None:
         nonlocal done
@@ -25,7 +25,7 @@ def main(number: int, arguments: list[str]) -> int:
         if done == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _Kept.__setitem__ = keep  # type: ignore[method-assign]
+    _FileMapping.__setitem__ = keep  # type: ignore[method-assign]
     with without_tracing():
         return hies(*arguments)
 
