@@ -48,16 +48,17 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     """Load model and rows, and check that the recipe can be run; raise a RequestError if not."""
     began = time.monotonic()
     progress.stage("read the data")
-    checkpoint = _Checkpoint.of(recipe)
-    metrics, ways = _metrics(recipe, checkpoint.task()), _ways(recipe)
+    checkpoint = _Checkpoint.find(recipe)
+    metrics, timed_in = _metrics(recipe, checkpoint.task()), _runtimes_and_dtypes(recipe)
     model, reading = None, checkpoint.reading(metrics)
     if recipe.vocabulary:
-        model, reading = _trimmed(checkpoint, reading, recipe.vocabulary, metrics, progress)
-    splits, drawn, judged = _draw(recipe, reading, metrics)
-    model = model or checkpoint.load(reading, progress)
+        model, reading = _load_trimmed(checkpoint, reading, recipe.vocabulary, metrics, progress)
+    splits, drawn, evaluated = _draw(recipe, reading, metrics)
+    if model is None:  # after the draw, which may be refused
+        model = checkpoint.load(reading, progress)
     reading.task.config = model.config
     rows = read_drawn(recipe, reading, drawn)
-    evaluation, untrimmed = reading.to_judge(judged, recipe.evaluation.batch_size)
+    evaluation, untrimmed = reading.to_judge(evaluated, recipe.evaluation.batch_size)
     rows = replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
     progress.stage("find the units that may go")
     compound, dtype = _compound(recipe, model, rows), recipe.save_dtype or recipe.dtype
@@ -65,14 +66,14 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     delivery = Delivery(
         exporter=exporter_of(recipe.export, rows, reading.processor),
         given=checkpoint.given or Unwrapped(model),
-        measure=MeasureOptions(ways, recipe.measure.repeats),
+        measure=MeasureOptions(timed_in, recipe.measure.repeats),
         compound=compound,
         deploy=recipe.deploy,
         source=source,
         inputs=recipe.inputs,
         splits=splits,
-        in_order=_in_order(reading, judged),
-        evaluation_of=taken_from(judged),
+        in_order=_in_order(reading, evaluated),
+        evaluation_of=taken_from(evaluated),
         began=began,
     )
     pruning = make_pruning(
@@ -87,30 +88,30 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
         serve=delivery.serve,
         time_cuts=delivery.time_cuts,
         dtype=source.dtype,
-        trimming=reading.trimming and reading.trimming.with_judged_rows(untrimmed, evaluation),
+        trimming=None if reading.trimming is None else reading.trimming.with_judged_rows(untrimmed, evaluation),
         seed=recipe.calibration.seed,
         progress=progress,
     )
-    pruning = _aligned(pruning, recipe.export)
+    pruning = _with_aligned_neurons(pruning, recipe.export)
     _check(pruning, delivery)
     return pruning, delivery
 
 
-def _trimmed(
+def _load_trimmed(
     checkpoint: _Checkpoint, dense: Reading, vocabulary: VocabularySection, metrics: Sequence[str], progress: Progress
 ) -> tuple[PreTrainedModel, Reading]:
     """Load the model, trim its vocabulary, and return it with how rows are read by it and by the untrimmed model."""
     texts = _texts(checkpoint.recipe, vocabulary, dense.task)
-    whole = checkpoint.load(dense, progress)
+    untrimmed = checkpoint.load(dense, progress)
     progress.stage("trim the vocabulary")
-    model, processor, trimming = trim(whole, dense.processor, texts, vocabulary)
+    model, processor, trimming = trim(untrimmed, dense.processor, texts, vocabulary)
     dense.task.config = trimming.dense.config
-    task = checkpoint.reader(checkpoint.task(model), processor, metrics)
+    task = checkpoint.to_read(checkpoint.task(model), processor, metrics)
     return model, Reading(task, processor, dense.task, trimming)
 
 
 def _draw(recipe: PruningRecipe, reading: Reading, metrics: Sequence[str]) -> tuple[Splits, Drawn, datasets.Dataset]:
-    """Return the splits, with what is held out of them, the samples that decide what stays, and those that judge."""
+    """Return the splits with the rows held out for a promise, the samples drawn by use, and those to evaluate on."""
     # By the untrimmed task, so that trimming changes nothing about where blocks of text are cut.
     load, keep = partial(reading.dense.load, **recipe.data.source), recipe.goal.keep
     metric = None if keep is None else promised_metric(metrics, keep.metric, _kind_of_rows(recipe))
@@ -131,43 +132,44 @@ def _check(pruning: Pruning, delivery: Delivery) -> None:
 
 
 def _texts(recipe: PruningRecipe, asked: VocabularySection, task: Task) -> Texts:
-    """Return the texts that decide which tokens stay, and how often the task reads each token, after checking them."""
+    """Return the texts whose tokens stay, those of `asked.files` or else of the calibration split, after checks."""
     if asked.files:
         texts = texts_in(asked.files, task)
     else:
         split = recipe.calibration.split
         rows = load_rows(**recipe.data.source, split=split, numbered=True)
         task.check_rows(rows)
-        used = [*texts_of(rows, task.columns_of_text), *filter(None, [recipe.data.prompt])]
+        used = texts_of(rows, task.columns_of_text)
+        if recipe.data.prompt:
+            used.append(recipe.data.prompt)
         texts = Texts(used, read_tokens(task, rows), f"the split {split}")
     check_request(tokenizer_of(task.processor), texts.used)
     return texts
 
 
-def _aligned(pruning: Pruning, export: ExportSection) -> Pruning:
+def _with_aligned_neurons(pruning: Pruning, export: ExportSection) -> Pruning:
     """Return a pruning with the default of `multiple_of.neurons`, see `MultipleOf`: 8 in half precision on a GPU."""
-    model, half = pruning.model, (torch.float16, torch.bfloat16)
-    on_gpu = device_of_blocks(model).type == "cuda" and model.dtype in half
+    model, multiple_of = pruning.model, pruning.options.multiple_of
+    on_gpu = device_of_blocks(model).type == "cuda" and model.dtype in (torch.float16, torch.bfloat16)
     for_gpu = export.provider != "cpu" and export.dtype == "float16"
-    widths = [module.units for module in pruning.modules if module.kind == MLP]
-    asked = pruning.options.multiple_of
-    if asked.neurons is not None or not (on_gpu or for_gpu) or any(width % GPU_HALF_STEP for width in widths):
+    divides_all = all(module.units % GPU_HALF_STEP == 0 for module in pruning.modules if module.kind == MLP)
+    if multiple_of.neurons is not None or not (on_gpu or for_gpu) or not divides_all:
         return pruning
-    aligned = asked.model_copy(update={"neurons": GPU_HALF_STEP})
+    aligned = multiple_of.model_copy(update={"neurons": GPU_HALF_STEP})
     return replace(pruning, options=pruning.options.model_copy(update={"multiple_of": aligned}))
 
 
 def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
     """Return batches of the drawn samples by use, without those to evaluate on."""
     size = recipe.calibration.batch_size
-    held_out, dense = reading.to_judge(drawn.held_out, size)
+    held_out, untrimmed = reading.to_judge(drawn.held_out, size)
     return Rows(
         score=reading.read(drawn.scoring, size=size),
         held_out=held_out,
         refit=unlabelled(reading.read(drawn.compensation, size=size), reading.task),
         # The compounds of `deploy` keep the promise that its cuts keep.
         promise=reading.to_judge(drawn.promised, size)[0] if recipe.deploy is None else held_out,
-        untrimmed={"held_out": dense},
+        untrimmed={"held_out": untrimmed},
     )
 
 
@@ -189,16 +191,16 @@ def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Comp
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     """Return batches of the rows that a recipe refits on if it holds none out, without loading its model."""
-    reading = _Checkpoint.of(recipe).reading()
+    reading = _Checkpoint.find(recipe).reading()
     calibration, compensation = recipe.calibration, recipe.options.compensation
     assert compensation is not None
-    how: dict[str, Any] = {"samples": compensation.samples, "shuffle_seed": calibration.seed}
-    rows = reading.task.load(**recipe.data.source, split=calibration.split, **how)
+    options: dict[str, Any] = {"samples": compensation.samples, "shuffle_seed": calibration.seed}
+    rows = reading.task.load(**recipe.data.source, split=calibration.split, **options)
     return unlabelled(reading.read(rows, size=calibration.batch_size), reading.task)
 
 
 def _in_order(reading: Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
-    """Return a function of a batch size that gives batches of the first 512 rows, in their order, without documents."""
+    """Return a function of a batch size that gives batches of the first `ROWS` rows, in order, without documents."""
     first = rows.select(range(min(len(rows), ROWS)))
     # Documents are embedded once, and queries while somebody waits.
     return lambda size: [batch for batch in reading.read(first, size=size, use="time") if not is_of_documents(batch)]
@@ -206,21 +208,19 @@ def _in_order(reading: Reading, rows: datasets.Dataset) -> Callable[[int], list[
 
 def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
     """Return the names of the metrics to report, after checking that they and that of the budget fit the task."""
+    given, rows, trimmed = recipe.evaluation.metrics, _kind_of_rows(recipe), recipe.vocabulary is not None
     budgeted = () if recipe.goal.metric is None else (recipe.goal.metric,)
-    named = (*recipe.evaluation.metrics, *budgeted)
-    rows = _kind_of_rows(recipe)
     # For questions with choices, token metrics judge only the right choices.
-    of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in named)
-    choices = task.generative and recipe.data.label is not None and not of_tokens
-    trimmed = recipe.vocabulary is not None
-    usual = task.usual_metrics(rows=rows, answers=recipe.data.answer is not None, choices=choices)
+    of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in (*given, *budgeted))
+    judges_choices = task.generative and recipe.data.label is not None and not of_tokens
+    usual = task.usual_metrics(rows=rows, answers=recipe.data.answer is not None, choices=judges_choices)
     if trimmed:  # perplexity is of tokens, and so depends on the vocabulary
         usual = tuple("nats_per_character" if name == "perplexity" else name for name in usual)
-    metrics = recipe.evaluation.metrics or usual
-    predicts = "choices" if choices else task.predicts
+    metrics = tuple(given or usual)
+    predicts = "choices" if judges_choices else task.predicts
     names, labels = tuple(dict.fromkeys((*metrics, *budgeted))), getattr(task.config, "num_labels", None)
     check_metrics(names, predicts=predicts, rows=rows, labels=labels, trimmed=trimmed)
-    return tuple(metrics)
+    return metrics
 
 
 def _kind_of_rows(recipe: PruningRecipe) -> RowsKind | None:
@@ -230,7 +230,9 @@ def _kind_of_rows(recipe: PruningRecipe) -> RowsKind | None:
         return "groups" if data.label is None else "graded"
     if not TASKS[recipe.task].embeds:
         return None
-    return "queries" if data.query is not None else "texts" if data.label is None else "pairs"
+    if data.query is not None:
+        return "queries"
+    return "texts" if data.label is None else "pairs"
 
 
 def runtimes_of(recipe: PruningRecipe) -> tuple[str, ...]:
@@ -241,10 +243,11 @@ def runtimes_of(recipe: PruningRecipe) -> tuple[str, ...]:
     return names if timed is None else tuple(dict.fromkeys((*names, timed.runtime)))
 
 
-def _ways(recipe: PruningRecipe) -> tuple[tuple[str, str | None], ...]:
+def _runtimes_and_dtypes(recipe: PruningRecipe) -> tuple[tuple[str, str | None], ...]:
     """Return pairs of a runtime and a dtype to measure, after checking that the runtimes are installed and can do it.
 
-    ONNX runtimes are left out for a vision-language model, which is exported as several graphs.
+    A dtype of None is that of the model or its export. ONNX runtimes are left out for a vision-language model, which is
+    exported as several graphs.
     """
     names, dtypes, task, timed = runtimes_of(recipe), recipe.measure.dtypes, TASKS[recipe.task], recipe.goal.timed
     for name in names:
@@ -255,13 +258,12 @@ def _ways(recipe: PruningRecipe) -> tuple[tuple[str, str | None], ...]:
     if "runtimes" in recipe.measure.model_fields_set or timed is not None:
         check_one_graph(names, task)
     measured = [name for name in names if RUNTIMES[name].reads_models or not task.in_parts]
-    ways = [
-        (name, dtype)
-        for dtype in dtypes or (None,)
-        for name in measured
-        if dtype is None or dtype in RUNTIMES[name].dtypes
-    ]
-    return tuple(dict.fromkeys([*ways, *([] if timed is None else [(timed.runtime, timed.dtype)])]))
+    pairs: list[tuple[str, str | None]] = []
+    for dtype in dtypes or (None,):
+        pairs += [(name, dtype) for name in measured if dtype is None or dtype in RUNTIMES[name].dtypes]
+    if timed is not None:
+        pairs.append((timed.runtime, timed.dtype))
+    return tuple(dict.fromkeys(pairs))
 
 
 @dataclass(frozen=True)
@@ -272,25 +274,26 @@ class _Checkpoint:
     folder: str | Path  # or Hub id
     config: Any
     hub: Mapping[str, Any]  # the revision, if one is named
-    model_class: type[PreTrainedModel] | None = None
-    given: Unwrapped | None = None
+    model_class: type[PreTrainedModel] | None = None  # None for a model of sentence-transformers
+    given: Unwrapped | None = None  # that model, which is loaded already
 
     @classmethod
-    def of(cls, recipe: PruningRecipe) -> _Checkpoint:
+    def find(cls, recipe: PruningRecipe) -> _Checkpoint:
         """Find the checkpoint, and check that its class fits the task; one of sentence-transformers is loaded."""
         hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
         embeds = TASKS[recipe.task].embeds
+        # Of sentence-transformers, embedding models and rerankers are known; a reranker is a classifier.
         kind = kind_in(recipe.model, **hub) if embeds or recipe.task == "text-classification" else None
+        if embeds and kind == RERANKER:
+            raise RequestError(
+                f"{recipe.task} needs a {EMBEDDER}, but {recipe.model} is a {kind}; its task is text-classification"
+            )
         if not embeds:
             config = load_config(recipe.model, **hub)
             refuse_quantised(config, recipe.model)
             model_class = class_for_task(recipe.model, config, task=recipe.task, **hub)
             if kind != RERANKER:
                 return cls(recipe, recipe.model, config, hub, model_class)
-        elif kind == RERANKER:
-            raise RequestError(
-                f"{recipe.task} needs a {EMBEDDER}, but {recipe.model} is a {kind}; its task is text-classification"
-            )
 
         def load(model_class: type[PreTrainedModel], folder: Path, config: Any) -> PreTrainedModel:
             refuse_quantised(config, folder)
@@ -314,9 +317,10 @@ class _Checkpoint:
 
     def task(self, model: PreTrainedModel | None = None) -> Task:
         """Return the task of the dense model, or of a trimmed `model`, with the recipe's tolerance and threshold."""
-        embedder: Any = model or (self.given and self.given.model)
-        if isinstance(embedder, TextEncoder):
-            return FeatureExtraction(self.config, reader=embedder.reader)
+        if model is None and self.given is not None:
+            model = self.given.model
+        if isinstance(model, TextEncoder):
+            return FeatureExtraction(self.config, reader=model.reader)
         asked = self.recipe.evaluation
         return TASKS[self.recipe.task](self.config, tolerance=asked.stability_tolerance, threshold=asked.threshold)
 
@@ -326,11 +330,11 @@ class _Checkpoint:
             processor = load_processor(self.folder, task=TASKS[self.recipe.task], **self.hub)
         else:
             processor = self.given.processor
-        task = self.reader(self.task(), processor, metrics)
+        task = self.to_read(self.task(), processor, metrics)
         return Reading(task, processor, task, None)
 
-    def reader(self, task: Task, processor: Any, metrics: Sequence[str]) -> Task:
-        """Return the task that reads the columns of the recipe, as choices if the first metric judges these."""
+    def to_read(self, task: Task, processor: Any, metrics: Sequence[str]) -> Task:
+        """Return a task that reads the columns of the recipe: with every choice if the first metric judges choices."""
         columns = self.recipe.data
         if columns.max_length is None and self.given is not None:
             columns = columns.model_copy(update={"max_length": self.given.max_length})

@@ -74,7 +74,7 @@ def build_report(
         auto_class=pruning.task.auto_class,
         **{exported.format: {**names, **exported.facts}},
         **{name: value for name, value in optional.items() if value},
-        **measured.compound[1],
+        **measured.compound_details,
         data=_data_facts(pruning, delivery, choice),
         run=asdict(RunRecord.of(delivery.inputs, command=command, commit=delivery.source.commit)),
     )
@@ -99,7 +99,7 @@ def build_report(
         latency=sizes.latency,
         environment={**machine_facts(), "processes": processes},
         exported=measured.file,
-        **measured.compound[0],
+        **measured.compound_summary,
         ranking=evaluation.ranking or None,
         details=details,
     )
