@@ -1,7 +1,8 @@
 """Estimate the minutes and the memory that a run takes from shapes alone, and the time left from its own pace.
 
-Work is counted in multiplications at the pace of a block's forward pass; slower operations weigh more. The pace is
-measured on the first block of the first walk: for statistics, if a report shows them, else for moments or effects.
+Work is counted in multiplications at the pace of a block's forward pass; slower operations weigh more. The pace, in
+multiplications a second, is measured on the first block of the first pass over the rows: for statistics, if a report
+shows them, else for moments or effects.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ RIDGES = 5.0  # a refit solves for four ridges in float32, and for one in float6
 WORTH_SAYING = 60.0
 # Bytes that Python, torch and this package take, and copies of logits that the loss of a batch holds.
 BASE, LOGITS = 0.75e9, 3
+# How the name of a stage begins -> its key in `Size.work`.
 STAGES = {"score units": "score", "rank units": "rank", "refit the output": "refit", "evaluate both": "judge"}
 
 
@@ -71,30 +73,35 @@ class Size:
 
     @property
     def forward(self) -> float:
-        """Multiplications of one token's forward pass through all blocks, without the head."""
+        """Multiplications of one token's forward pass through all blocks, attention included, without the head."""
         return self.parameters + 2 * self.length * self.hidden * len(self.blocks)
 
     def work(self, double: float = DOUBLE, passed: float = PASSED) -> dict[str, float]:
-        """Return the work of the stages score, rank, refit and judge in multiplications of a forward pass."""
+        """Return the work of the stages score, rank, refit and judge in multiplications of a forward pass.
+
+        `double` and `passed` are the costs that `DOUBLE` and `PASSED` have on the machine.
+        """
         modules, head = [module for block in self.blocks for module in block], HEAD * self.hidden * self.vocabulary
         # Forward twice, and backward through frozen weights, which costs as much as forward.
         score = 3 * self.scored * (self.forward + head)
-        # For the effects as much as for the scores; half of the products of wide inputs.
-        rank = sum(self.refitted * m.inputs**2 / 2 + self._order(m, double, passed) for m in modules)
+        # Effects take as much as scores. Moments take a forward pass and products of inputs, half of which are computed,
+        # as they are symmetric.
+        moments = sum(self.refitted * module.inputs**2 / 2 for module in modules)
+        orders = sum(self._order(module, double, passed) for module in modules)
         if not keeps_spreads((m.inputs for m in modules), self.scored * self.hidden * self.itemsize * len(self.blocks)):
-            rank += 2 * self.scored * self.forward  # each block is computed again
-        rank = (1 - self.ranked) * rank + self.refitted * self.forward + score
-        kept = [replace(m, inputs=round(self.left * m.inputs)) for m in modules]
-        sums = sum(self.refitted * m.inputs * (m.inputs / 2 + m.outputs) for m in kept)
-        fits = sum(RIDGES * (m.inputs**3 / 3 + 2 * m.inputs**2 * m.outputs) for m in kept)
-        walks = 1 + self.left if self.sequential else 1
-        refit = walks * self.refitted * self.forward + (1 - self.done) * (sums + fits)
+            orders += 2 * self.scored * self.forward  # each block is computed again
+        rank = score + self.refitted * self.forward + (1 - self.ranked) * (moments + orders)
+        kept = [replace(module, inputs=round(self.left * module.inputs)) for module in modules]
+        sums = sum(self.refitted * module.inputs * (module.inputs / 2 + module.outputs) for module in kept)
+        fits = sum(RIDGES * (module.inputs**3 / 3 + 2 * module.inputs**2 * module.outputs) for module in kept)
+        passes = 1 + self.left if self.sequential else 1  # of the dense model, and of the slim one layer by layer
+        refit = passes * self.refitted * self.forward + (1 - self.done) * (sums + fits)
         refit += min(PREDICTIONS, self.refitted) * ((1 + self.left) * self.forward + 2 * head)  # the logits' scale
         judge = 2 * self.judged * (self.forward + head)
         return {"score": score, "rank": rank, "refit": refit, "judge": judge}
 
     def _order(self, module: Module, double: float, passed: float) -> float:
-        """Return the work of one order of removal, with the inverse that it begins with."""
+        """Return the work of one module's order of removal, with the inverse matrix that it begins with."""
         tokens, inputs = self.scored, module.inputs
         inverse = 4 / 3 * double * inputs**3
         if not module.step:
@@ -107,19 +114,19 @@ class Size:
         """Return the bytes at the peak of memory by what holds them, such as "weights", "states" and "block"."""
         inputs = max(sum(module.inputs for module in block) for block in self.blocks)
         widest = max(module.inputs for block in self.blocks for module in block)
-        of_block = self.parameters / len(self.blocks)
-        floats = of_block * (4 if self.widened else 0)
+        block_parameters = self.parameters / len(self.blocks)
+        widened = 4 * block_parameters if self.widened else 0.0  # a float32 copy of the block that runs
         states = 2 * self.scored * self.hidden * len(self.blocks) * self.itemsize
         waiting = self.refitted * self.hidden * self.itemsize
         # Moments of both parts of the rows, and the inverse; inputs and gradients, in float32 and in parts.
-        ranking = {"states": states + 2 * waiting, "block": 3 * 8 * widest**2 + 24 * self.scored * inputs + floats}
-        scoring = {"states": states, "batch": 4.0 * LOGITS * self.batch * self.vocabulary, "block": floats}
+        ranking = {"states": states + 2 * waiting, "block": 3 * 8 * widest**2 + 24 * self.scored * inputs + widened}
+        scoring = {"states": states, "batch": 4.0 * LOGITS * self.batch * self.vocabulary, "block": widened}
         # Both models wait, in front of a block and inside of it.
         inside = (1 + self.left) * self.refitted * widest * self.itemsize
-        refitting = {"states": 2 * 2 * waiting, "block": inside + 3 * 8 * (self.left * widest) ** 2 + 2 * floats}
-        refitting["slim"] = self.left * of_block * len(self.blocks) * self.itemsize
-        most = max(ranking, scoring, refitting, key=lambda part: sum(part.values()))
-        return {"process": BASE, "weights": float(self.weights), **most}
+        refitting = {"states": 2 * 2 * waiting, "block": inside + 3 * 8 * (self.left * widest) ** 2 + 2 * widened}
+        refitting["slim"] = self.left * self.parameters * self.itemsize
+        peak = max(ranking, scoring, refitting, key=lambda stage: sum(stage.values()))
+        return {"process": BASE, "weights": float(self.weights), **peak}
 
 
 def size_of_pruning(pruning: Pruning) -> Size | None:
@@ -137,7 +144,7 @@ def size_of_pruning(pruning: Pruning) -> Size | None:
         return sum(count_tokens(model, batch) for batch in batches)
 
     blocks = {name: inside for name, inside in blocks_of(model, pruning.scored, batch).items() if inside}
-    modules = tuple(tuple(module(m.consumer, m.kind) for m in inside) for inside in blocks.values())
+    modules = tuple(tuple(module(units.consumer, units.kind) for units in inside) for inside in blocks.values())
     head = model.get_output_embeddings()
     size = Size(
         scored=tokens(rows.score),
@@ -156,7 +163,8 @@ def size_of_pruning(pruning: Pruning) -> Size | None:
         ranked=len(pruning.chains or ()) / len(pruning.scored),
         done=len(pruning.fits or ()) / len(pruning.scored),
     )
-    if (share := budget.flops or budget.parameters) is None:
+    share = budget.flops or budget.parameters
+    if share is None:
         return replace(size, left=1 - (budget.heads or 0))
     # The share is of the whole model, but blocks alone get smaller, so they lose more than 1 - share.
     return replace(size, left=max(0.0, 1 - (1 - share) * (1 + size.hidden * size.vocabulary / size.forward)))
@@ -169,42 +177,44 @@ class Priced:
         self._shown, self._clock = shown, clock
         self._size: Size | None = None
         self._work: dict[str, float] = {}  # by stages that have not ended
-        # Of the stage that runs: its name in `_work`, the name that is shown, and when it began.
-        self._now, self._name, self._began = "", "", 0.0
+        # Of the stage that runs: its key in `_work`, empty without one; the name that is shown; and when it began.
+        self._stage, self._name, self._began = "", "", 0.0
+        # Seconds and work of the stages that ended, and multiplications a second, 0 until they are measured.
         self._spent, self._worked, self.pace = 0.0, 0.0, 0.0
 
     def expect(self, size: Size | None) -> None:
-        """Show estimates of a run of this size from now on; none of None."""
+        """Show estimates for a run of this size from now on; without a size, none."""
         self._size, self._work = size, {} if size is None else size.work()
 
     def stage(self, name: str) -> None:
         """Report that a stage begins, and how long it and those after it take."""
-        if self._now and self.pace:
+        if self._stage and self.pace:
             # The pace of all stages so far, because an estimate that is wrong for one is mostly wrong for the others.
             self._spent += self._clock() - self._began
-            self._worked += self._work.pop(self._now)
+            self._worked += self._work.pop(self._stage)
             self.pace = self._worked / self._spent
-        self._now = next((of for start, of in STAGES.items() if name.startswith(start) and of in self._work), "")
-        if self._now == "rank":
+        known = [key for start, key in STAGES.items() if name.startswith(start) and key in self._work]
+        self._stage = known[0] if known else ""
+        if self._stage == "rank":
             self._work.pop("score", None)  # nothing was collected
         self._began, self._name = self._clock(), name
-        left = sum(self._work.values()) / self.pace if self.pace and self._now else 0.0
+        left = sum(self._work.values()) / self.pace if self.pace and self._stage else 0.0  # seconds
         self._shown.stage(f"{name} (about {in_words(left)} left)" if left >= WORTH_SAYING else name)
 
     def track(self, items: Sequence[T], name: str) -> Iterator[T]:
-        """Yield the items of a loop in order, and report each."""
+        """Yield the items of a loop in order, and report each; the first item, a block, is timed for the estimate."""
         for number, item in enumerate(self._shown.track(items, name)):
             if number == 0:
                 began = self._clock()
-            elif number == 1 and self._size is not None and self._now and not self.pace:
+            elif number == 1 and self._size is not None and self._stage and not self.pace:
                 self._show_estimate(self._size, name, self._clock() - began)
             yield item
 
     def _show_estimate(self, size: Size, loop: str, seconds: float) -> None:
-        """Set the pace, in multiplications a second, by the seconds of a loop's first block; show what all takes."""
+        """Set the pace by the seconds of a loop's first block, and show what the whole run takes."""
         tokens, products = size.scored, 0.0
         if loop == "moments":
-            tokens, products = size.refitted, sum(size.refitted * m.inputs**2 / 2 for m in size.blocks[0])
+            tokens, products = size.refitted, sum(size.refitted * module.inputs**2 / 2 for module in size.blocks[0])
         self.pace = (tokens * size.forward / len(size.blocks) + products) / max(seconds, 1e-6)
         takes, memory = sum(self._work.values()) / self.pace, sum(size.memory().values())
         if takes >= WORTH_SAYING:
@@ -214,4 +224,6 @@ class Priced:
 def in_words(seconds: float) -> str:
     """Return a time such as "1 minute" or "12 minutes", from 90 minutes on as "1.5 hours"."""
     minutes = max(1, round(seconds / 60))
-    return f"{minutes} minute{'s' * (minutes > 1)}" if minutes < 90 else f"{seconds / 3600:.1f} hours"
+    if minutes >= 90:
+        return f"{seconds / 3600:.1f} hours"
+    return "1 minute" if minutes == 1 else f"{minutes} minutes"

@@ -24,7 +24,8 @@ from ..report.words import model_name, title
 # Folders of the slim model's exports.
 _EXPORTS = ("onnx", "onnx-int8", "onnx-int4", *(f"onnx-{name}" for name in COMPOUNDS), "gguf")
 # Deleted from an earlier push if this one does not write it: these folders, and files at the top with these endings.
-_REPLACED_FOLDERS, _REPLACED = (*_EXPORTS, "openvino", "images"), (".safetensors", ".safetensors.index.json", ".py")
+_REPLACED_FOLDERS = (*_EXPORTS, "openvino", "images")
+_REPLACED_ENDINGS = (".safetensors", ".safetensors.index.json", ".py")
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,13 @@ def push_to_hub(
     public = replace(report, model=dense or model_name(report), details=details)
     contents = _contents(Path(folder), public, repository, origin)
     progress.stage("push")
-    made = _commit(repository, contents, title(report), private=private, overwrite=overwrite)
-    size = sum(len(c) if isinstance(c, bytes) else Path(c).stat().st_size for c in contents.values())
-    return Pushed(repository, made.commit_url, made.oid, tuple(contents), size)
+    commit = _commit(repository, contents, title(report), private=private, overwrite=overwrite)
+    size = sum(len(file) if isinstance(file, bytes) else Path(file).stat().st_size for file in contents.values())
+    return Pushed(repository, commit.commit_url, commit.oid, tuple(contents), size)
 
 
 def _commit(
-    repository: str, contents: Mapping[str, Any], message: str, *, private: bool, overwrite: bool
+    repository: str, contents: Mapping[str, str | bytes], message: str, *, private: bool, overwrite: bool
 ) -> CommitInfo:
     """Commit files, name -> path or bytes, creating the repository if it does not exist.
 
@@ -101,13 +102,13 @@ def _commit(
         repository = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
         if private and not api.model_info(repository).private:
             raise RequestError(f"{repository} must be private, but it exists and is public; make it private there")
-        found = set(api.list_repo_files(repository)) - {".gitattributes"}
-        if found and "hies_plan.json" not in found and not overwrite:
+        existing = set(api.list_repo_files(repository)) - {".gitattributes"}
+        if existing and "hies_plan.json" not in existing and not overwrite:
             raise OutputExistsError(
                 f"a repository must be new, empty or of an earlier push, but {repository} has "
-                f"{', '.join(sorted(found)[:3])}; choose another, or give --overwrite (in Python overwrite=True)"
+                f"{', '.join(sorted(existing)[:3])}; choose another, or give --overwrite (in Python overwrite=True)"
             )
-        stale = sorted(name for name in found - set(contents) if overwrite or _is_replaced(name))
+        stale = sorted(name for name in existing - set(contents) if overwrite or _is_replaced(name))
         operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale]
         operations += [CommitOperationAdd(name, content) for name, content in contents.items()]
         # Not upload_folder, which may make several commits: readers could then see half a checkpoint.
@@ -131,23 +132,25 @@ def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[s
     base = dense or card.get("base_model")
     if not card.get("license") and isinstance(base, str):
         card = read_card(base)
-    own = card.get("license")
-    if not (own or license) or (own and license and own != license):
+    named = card.get("license")
+    if not (named or license) or (named and license and named != license):
         raise RequestError(
             f"a slim model keeps the licence of its dense model, {model_name(report)}, whose card names "
-            f"{own or 'none'}, got license {license}; leave it out if the card names one, else give an id of "
+            f"{named or 'none'}, got license {license}; leave it out if the card names one, else give an id of "
             "https://huggingface.co/docs/hub/repositories-licenses"
         )
-    return {"base_model": base, **({key: card[key] for key in LICENSE_KEYS if key in card} or {"license": license})}
+    licence = {key: card[key] for key in LICENSE_KEYS if key in card}
+    return {"base_model": base, **(licence or {"license": license})}
 
 
-def _contents(folder: Path, report: Report, repository: str, origin: Mapping[str, Any]) -> dict[str, Any]:
+def _contents(folder: Path, report: Report, repository: str, origin: Mapping[str, Any]) -> dict[str, str | bytes]:
     """Return all files of a push: name in the repository -> local path, or the content as bytes."""
-    contents: dict[str, Any] = {}
+    contents: dict[str, str | bytes] = {}
     # A SentenceTransformer's folder has its graphs already, where the tools of the Hub look for them.
     exports = () if (folder / "slim" / MODULES_FILE).is_file() else _EXPORTS
-    for source, prefix in ((folder / "slim", ""), *((folder / name, f"{name}/") for name in exports)):
-        contents |= {prefix + name: path for name, path in _visible(source).items()}
+    contents |= _visible(folder / "slim")
+    for export in exports:
+        contents |= {f"{export}/{name}": path for name, path in _visible(folder / export).items()}
     figures = draw_report(report)
     images = {f"images/{name}": CAPTIONS[name] for name in figures}
     written = {
@@ -170,8 +173,8 @@ def _visible(folder: Path) -> dict[str, str]:
 
 def _is_replaced(name: str) -> bool:
     """Return whether a file of an earlier push is deleted if this push does not write it."""
-    first, slash, _ = name.partition("/")
-    return first in _REPLACED_FOLDERS if slash else name.endswith(_REPLACED)
+    folder, slash, _ = name.partition("/")
+    return folder in _REPLACED_FOLDERS if slash else name.endswith(_REPLACED_ENDINGS)
 
 
 @contextmanager

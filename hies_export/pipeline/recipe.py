@@ -40,9 +40,9 @@ from .options import PruneSection, known_name, sentences
 if TYPE_CHECKING:
     from ..report.report import Report
 
-# The budget of a recipe that removes neither heads nor neurons, and what else it prunes by.
+# The budget of a recipe that removes no units, made without checks because a budget is above 0; what else it prunes by.
 NOTHING = Budget.model_construct(heads=0.0)
-_BY_NOTHING = {"modules": ("attention",), "criterion": "his", "compensation": None}
+_OPTIONS_OF_NOTHING: dict[str, Any] = {"modules": ("attention",), "criterion": "his", "compensation": None}
 
 
 class PruningRecipe(Section):
@@ -105,6 +105,7 @@ class PruningRecipe(Section):
     @field_validator("export", "measure", "deploy")
     @classmethod
     def _names_what_is_known(cls, value: ExportSection | MeasureSection | DeploySection | None) -> Any:
+        """Refuse unknown formats and runtimes."""
         if isinstance(value, ExportSection):
             known_name(value.format, FORMATS, what="format")
         elif value is not None:
@@ -114,13 +115,14 @@ class PruningRecipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> PruningRecipe:
-        task, deploy, given = TASKS[self.task], self.deploy, self.prune.budget
+        """Refuse sections that contradict each other or the task."""
+        task, deploy, budget = TASKS[self.task], self.deploy, self.prune.budget
         export, name = self.export, self.task
         if refusal := task.refusal(self.data):
             raise ValueError(refusal)
-        if deploy and given:
+        if deploy and budget:
             raise ValueError("deploy chooses how much to remove, and prune.budget sets it too; leave out one of them")
-        if not (deploy or given or self.vocabulary):
+        if not (deploy or budget or self.vocabulary):
             raise ValueError("prune.budget must be given")
         if self.vocabulary and not task.text:
             raise ValueError(f"vocabulary is for models that read text, got task: {name}; leave it out")
@@ -185,13 +187,14 @@ class PruningRecipe(Section):
         Fields that were not given are left out, except those of `prune` that follow from the budget.
         """
         fields = self.model_dump(mode="json", exclude_unset=True)
-        chosen = self.prune.model_dump(mode="json", include={"modules", "criterion", "compensation"}, exclude_none=True)
-        fields["prune"] = {**chosen, **fields.get("prune", {})}
+        method = self.prune.model_dump(mode="json", include={"modules", "criterion", "compensation"}, exclude_none=True)
+        fields["prune"] = method | fields.get("prune", {})
         _resolve_paths(fields, Path.cwd())
+        plain = json.loads(json.dumps(fields, default=str))  # paths as text
         file = io.StringIO()
         writer: Any = YAML(typ="safe", pure=True)
         writer.default_flow_style = writer.sort_base_mapping_type_on_output = False
-        writer.dump(json.loads(json.dumps(fields, default=str)), file)
+        writer.dump(plain, file)
         return file.getvalue()
 
     def with_overrides(self, overrides: dict[str, Any]) -> PruningRecipe:
@@ -199,11 +202,12 @@ class PruningRecipe(Section):
         return type(self)(**overridden(self.model_dump(exclude_unset=True), overrides))
 
     def to_deploy(self, *, keep: float | None = None, runtimes: Sequence[str] | None = None) -> PruningRecipe:
-        """Return the recipe with a section `deploy`, some of its fields given, in place of the budget."""
+        """Return the recipe with a section `deploy` in place of the budget; what is given here replaces its fields."""
         fields = self.model_dump(exclude_unset=True)
         fields.get("prune", {}).pop("budget", None)
-        asked = {name: value for name, value in (("keep", keep), ("runtimes", runtimes)) if value is not None}
-        return type(self)(**{**fields, "deploy": {**(fields.get("deploy") or {}), **asked}})
+        given = {name: value for name, value in (("keep", keep), ("runtimes", runtimes)) if value is not None}
+        fields["deploy"] = (fields.get("deploy") or {}) | given
+        return type(self)(**fields)
 
     @property
     def goal(self) -> Budget:
@@ -221,17 +225,17 @@ class PruningRecipe(Section):
     def options(self) -> PruneSection:
         """How to prune: the section `prune`, whose budget is the goal."""
         goal = self.goal
-        return self.prune.model_copy(update={"budget": goal, **(_BY_NOTHING if goal is NOTHING else {})})
+        changes = _OPTIONS_OF_NOTHING if goal is NOTHING else {}
+        return self.prune.model_copy(update={"budget": goal, **changes})
 
     @property
     def inputs(self) -> dict[str, str | Path]:
         """The inputs of the recipe by field: the model and the data files. A Hub id stays as it is."""
         texts = () if self.vocabulary is None else self.vocabulary.files
-        return {
-            "model": self.model,
-            **{f"data.files.{split}": path for split, path in (self.data.files or {}).items()},
-            **{f"vocabulary.files.{number}": path for number, path in enumerate(texts)},
-        }
+        inputs: dict[str, str | Path] = {"model": self.model}
+        inputs |= {f"data.files.{split}": path for split, path in (self.data.files or {}).items()}
+        inputs |= {f"vocabulary.files.{number}": path for number, path in enumerate(texts)}
+        return inputs
 
     def run(self, *, progress: Progress = SILENT) -> Report:
         """Run all stages, write `output` and return the report; see `hies_export.run`."""
@@ -264,12 +268,13 @@ def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
-    """Make the relative paths of `_PATHS`, in place, relative to the recipe's folder.
+    """Put the recipe's folder before the relative paths of `_PATHS`, in place.
 
     A model that is no folder there is a Hub id, and a metric without a slash, or that is no file there, a name.
     """
 
     def resolved(value: Any, field: str) -> Any:
+        """Return the value of a field, a text, list or dict, with the folder before its paths."""
         if isinstance(value, dict):
             return {key: resolved(inner, field) for key, inner in value.items()}
         if isinstance(value, list):
