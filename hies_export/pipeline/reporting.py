@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,31 +36,22 @@ def build_report(
     command: str | None,
     processes: int,
 ) -> Report:
-    """Return the report of a run from what all its stages returned."""
+    """Return the report of a run from what all its stages returned, the command line and the number of processes."""
     plan, metric, sizes, exported = choice.plan, pruning.metrics[0], measured.sizes, measured.exported
     counts: dict[str, Any] = plan_counts(plan)
-    difference: dict[str, Any] = {"onnx_max_abs": None}
+    differences: dict[str, Any] = {"onnx_max_abs": None}
     if exported.format in ("onnx", "gguf"):
-        difference[f"{exported.format}_max_abs"] = exported.max_abs
-    model, marks = model_of(delivery.inputs), head_map(plan)
+        differences[f"{exported.format}_max_abs"] = exported.max_abs
+    model, heads = model_of(delivery.inputs), head_map(plan)
     low, high = evaluation.kept_ends or (None, None)
     assert delivery.source is not None
-    assert choice.statistics is not None
-    assert choice.scores is not None
-    by_module = {**choice.statistics.values, "score": choice.scores.scores}
-    by_module = {what: by_module[what] for what in ("his", "entropy", "score") if what in by_module}
     # Fields of some runs alone, which are left out of the report where they say nothing.
     optional = {"neurons": neuron_counts(plan), "forms": measured.forms, "deployment": measured.deployment}
-    names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
+    graph_names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
     details = Details(
         base_model=None if Path(model).exists() else model,
-        head_map=marks,
-        # Of heads alone: the statistics of all neurons would fill megabytes.
-        heads={
-            name: {what: numbers[name].tolist() for what, numbers in by_module.items() if name in numbers}
-            for name in choice.scores.scores
-            if name in marks
-        },
+        head_map=heads,
+        heads=_numbers_of_heads(choice, heads),
         outcome=measured.outcome,
         metrics=evaluation.metrics,
         uncompensated=evaluation.uncompensated,
@@ -72,7 +64,7 @@ def build_report(
         kept_high=high,
         custom_code=is_slim(slim.model),
         auto_class=pruning.task.auto_class,
-        **{exported.format: {**names, **exported.facts}},
+        **{exported.format: {**graph_names, **exported.facts}},
         **{name: value for name, value in optional.items() if value},
         **measured.compound_details,
         data=_data_facts(pruning, delivery, choice),
@@ -94,7 +86,7 @@ def build_report(
         stability=evaluation.stability,
         cut_max_abs=slim.cut_max_abs,
         reload_max_abs=measured.saved.reload_max_abs,
-        **difference,
+        **differences,
         seconds=pruning.clock.seconds,
         latency=sizes.latency,
         environment={**machine_facts(), "processes": processes},
@@ -105,24 +97,41 @@ def build_report(
     )
 
 
+def _numbers_of_heads(choice: Choice, modules: Container[str]) -> dict[str, dict[str, list[float]]]:
+    """Return module -> name of a statistic -> one number per head, for modules of heads.
+
+    Those of all neurons would fill megabytes.
+    """
+    assert choice.statistics is not None
+    assert choice.scores is not None
+    known = {**choice.statistics.values, "score": choice.scores.scores}
+    shown = {name: known[name] for name in ("his", "entropy", "score") if name in known}
+    return {
+        module: {name: numbers[module].tolist() for name, numbers in shown.items() if module in numbers}
+        for module in choice.scores.scores
+        if module in modules
+    }
+
+
 def _data_facts(pruning: Pruning, delivery: Delivery, choice: Choice) -> DataFacts:
+    """Return what the report says of the rows of each use."""
     assert choice.statistics is not None
     assert delivery.splits is not None
     rows, calibration, splits = pruning.rows, choice.statistics.calibration, delivery.splits
-    data, split, held_out = splits.data, splits.evaluation.split, splits.held_out
+    data, evaluated, held_out = splits.data, splits.evaluation.split, splits.held_out
     return DataFacts(
         labels=choice.plan.calibration["labels"],
         calibration_samples=calibration.samples,
         compensation_samples=samples_of(rows.refit),
         evaluation_samples=samples_of(rows.evaluation),
         evaluation_of=delivery.evaluation_of,
-        evaluation_split=split,
+        evaluation_split=evaluated,
         evaluation_labelled=has_references(rows.evaluation[0]),
         held_out_samples=samples_of(rows.held_out),
         held_out_split=splits.calibration.split if held_out is None else held_out.split,
         held_out_further=held_out is None,
         name=data.name,
-        file=data.files[split.partition("[")[0]].name if data.files else None,
+        file=data.files[evaluated.partition("[")[0]].name if data.files else None,  # without a slice, as in "test[:9]"
         fingerprint=calibration.fingerprint,
     )
 
@@ -141,7 +150,7 @@ def write_choice(choice: Choice, folder: Path) -> None:
         "samples": calibration.samples,
         "labels": calibration.labels,
         "fingerprint": calibration.fingerprint,
-        "tried": [asdict(one) for one in choice.tried],
+        "tried": [asdict(candidate) for candidate in choice.tried],
     }
     (folder / "scores.json").write_text(dump_json(written), encoding="utf-8")
     (folder / "plan.json").write_text(choice.plan.to_json(), encoding="utf-8")

@@ -66,8 +66,8 @@ def run(
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
         formats = _formats(recipe)
         require_exporters(formats)
-        progress = priced = Priced(progress)
-        pruning, delivery = load_recipe(recipe, progress=progress)
+        priced = Priced(progress)
+        pruning, delivery = load_recipe(recipe, progress=priced)
         _check_exports(pruning, delivery, formats)
         with (
             _journal(pruning, recipe.output) as pruning,
@@ -75,7 +75,7 @@ def run(
             # Exports that are not kept are written into the output, so that all use the same disk.
             tempfile.TemporaryDirectory(prefix=".forms-", dir=folder if processes.is_first() else None) as scratch,
         ):
-            forms = Forms({"dense": pruning.model}, delivery.exporter, Path(scratch), progress)
+            forms = Forms({"dense": pruning.model}, delivery.exporter, Path(scratch), priced)
             try_metrics(pruning)
             priced.expect(size_of_pruning(pruning))
             with pruning.clock("score"):
@@ -87,13 +87,13 @@ def run(
                 slim = cut(pruning, decision.choice)
                 decision = replace(decision, choice=decision.choice.after_cut(slim))
                 saved = save(pruning, delivery, slim, folder / "slim", refit_file=folder / REFIT)
-            progress.stage("evaluate both models")
+            priced.stage("evaluate both models")
             uncompensated = None if slim.refitted is None else slim.plan.kept
-            evaluation, count = compare(pruning, slim.model, uncompensated=uncompensated), processes.world()
+            evaluation = compare(pruning, slim.model, uncompensated=uncompensated)
+            choice, count = decision.choice, processes.world()  # not in `finish`, where the first process is alone
 
             def finish() -> Report:
                 (folder / "recipe.yaml").write_text(as_drawn(recipe, delivery.splits).to_yaml(), encoding="utf-8")
-                choice = decision.choice
                 write_choice(choice, folder)
                 measured = Measuring(pruning, delivery, forms, decision, folder).run(slim, saved)
                 report = build_report(pruning, delivery, choice, slim, evaluation, measured, command, count)
@@ -155,13 +155,16 @@ def _formats(recipe: PruningRecipe) -> list[str]:
 def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str]) -> None:
     """Refuse a model that cannot be exported to the formats, also with the uneven layers that a cut may leave."""
     options = pruning.options
-    uneven = options.keep_layers or not all(map(options.uniform, options.parts(pruning.scored)))
-    check_exports(formats, pruning.model, delivery.exporter, uneven=bool(uneven))
+    uniform = all(options.uniform(modules) for modules in options.parts(pruning.scored))
+    check_exports(formats, pruning.model, delivery.exporter, uneven=bool(options.keep_layers) or not uniform)
 
 
 @contextmanager
 def _journal(pruning: Pruning, output: Path) -> Iterator[Pruning]:
-    """Yield the pruning with a journal beside the output, from which a killed run goes on, unless it searches a cut."""
+    """Yield the pruning with a journal beside the output, from which a killed run goes on; as it is for other runs.
+
+    A journal needs a run that ranks by `compensated` and whose cut is neither searched nor timed.
+    """
     if not pruning.cuts_once or pruning.options.criterion != COMPENSATED:
         yield pruning
         return
@@ -175,8 +178,8 @@ def _fingerprint(pruning: Pruning) -> str:
     model, options = pruning.model, pruning.options.model_dump_json()
     weights = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
     rows = [batches_fingerprint(batches) for batches in (pruning.rows.score, pruning.rows.refit)]
-    asked = [options, pruning.seed, [*pruning.shapes], model.device.type, library_versions()]
-    return hashlib.sha256(json.dumps([digest_tensors(weights), rows, asked]).encode()).hexdigest()
+    settings = [options, pruning.seed, [*pruning.shapes], model.device.type, library_versions()]
+    return hashlib.sha256(json.dumps([digest_tensors(weights), rows, settings]).encode()).hexdigest()
 
 
 def output_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
