@@ -77,7 +77,7 @@ class KeepBudget(TimedSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _may_be_a_number(cls, value: Any) -> Any:
+    def _number_is_of_predictions(cls, value: Any) -> Any:
         return {"predictions": value} if isinstance(value, (int, float)) else value
 
     @model_validator(mode="after")
@@ -93,7 +93,7 @@ class KeepBudget(TimedSection):
 
 @dataclass(frozen=True)
 class Found:
-    """What a model has of what a budget asks."""
+    """What a model costs, keeps or loses, as its budget counts it."""
 
     value: float  # share of the dense model's cost, share that stays of its predictions or of a metric, or loss of one
     bound: float | None = None  # of the interval of `value`, the end that decides; None for a count or a time
@@ -161,12 +161,12 @@ class Budget(Section):
         """Return whether a result meets the budget; any result meets a budget of heads."""
         if self.share is not None:
             return found.decides >= self.share
-        limit = self.by if self.searched else self.ratio
-        return limit is None or found.decides <= limit
+        most = self.by if self.searched else self.ratio  # loss of a metric, or share of the cost
+        return most is None or found.decides <= most
 
     @model_validator(mode="before")
     @classmethod
-    def _names_what_it_limits(cls, value: Any) -> Any:
+    def _is_no_number(cls, value: Any) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
             raise ValueError(
                 f"budget must say what {value:g} is about: {{flops: {value:g}}} leaves that share of the FLOPs, "
@@ -175,7 +175,7 @@ class Budget(Section):
         return value
 
     @model_validator(mode="after")
-    def _is_one(self) -> Budget:
+    def _limits_one_thing(self) -> Budget:
         names = list(type(self).model_fields)
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
@@ -205,7 +205,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are neither None nor empty, for report.json."""
-        found = self.found and {name: value for name, value in vars(self.found).items() if value is not None}
-        budget = self.budget.model_dump(exclude_unset=True, exclude_none=True)
-        said = vars(self) | {"budget": budget, "found": found}
-        return {name: value for name, value in said.items() if value not in (None, ())}
+        fields = {**vars(self), "budget": self.budget.model_dump(exclude_unset=True, exclude_none=True)}
+        if self.found is not None:
+            fields["found"] = {name: value for name, value in vars(self.found).items() if value is not None}
+        return {name: value for name, value in fields.items() if value not in (None, ())}

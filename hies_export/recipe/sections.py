@@ -72,11 +72,11 @@ class Columns(Section):
 
     @field_validator("text", "messages", mode="before")
     @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
+    def _as_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _blocks_begin(self) -> Columns:
+    def _bos_is_of_blocks(self) -> Columns:
         if self.bos != "auto" and not self.packing:
             raise ValueError("bos is for packed blocks, but packing is false; leave bos out")
         return self
@@ -104,7 +104,7 @@ class DataSection(Columns):
     shuffled: bool = False
 
     @model_validator(mode="after")
-    def _one_source(self) -> DataSection:
+    def _has_one_source(self) -> DataSection:
         if (self.name is None) == (self.files is None):
             given = "both" if self.name is not None else "neither"
             raise ValueError(f"exactly one of name (a Hub data set) and files must be given, got {given}")
@@ -112,7 +112,7 @@ class DataSection(Columns):
 
     @property
     def source(self) -> dict[str, Any]:
-        """Where the rows are, as `load_rows` takes it."""
+        """Where the rows are, as keyword arguments of `load_rows`."""
         return {"name": self.name, "files": self.files, "shuffled": self.shuffled}
 
 
@@ -221,7 +221,7 @@ class Constraints(Section):
     @classmethod
     def _is_an_allocation(cls, value: Any) -> Any:
         by_kind = value if isinstance(value, dict) else dict.fromkeys(KINDS, value)
-        if any(kind not in KINDS or of_kind not in get_args(Allocation) for kind, of_kind in by_kind.items()):
+        if not (set(by_kind) <= set(KINDS) and all(name in get_args(Allocation) for name in by_kind.values())):
             raise ValueError(
                 f"allocation must be global or uniform, or one for each of {' and '.join(KINDS)}, as in {{attention: "
                 f"uniform, mlp: global}}, got {value!r}"
@@ -237,25 +237,25 @@ class Constraints(Section):
 
     def uniform(self, part: Sequence[Units]) -> bool:
         """Return whether all modules of a part, one of `parts`, lose the same share."""
-        allocation = self.allocation
-        return (allocation if isinstance(allocation, str) else allocation.get(part[0].kind)) == "uniform"
+        allocation = self.allocation if isinstance(self.allocation, str) else self.allocation.get(part[0].kind)
+        return allocation == "uniform"
 
     def least(self, module: Units) -> int:
-        """Return the least number of units that a module keeps."""
+        """Return the least number of units that a module keeps: 1, unless there is a field `min_...` for its kind."""
         return int(getattr(self, f"min_{KINDS[module.kind].units}", 1))
 
     def multiple(self, module: Units) -> int:
-        """Return the number of which a module that loses units keeps a multiple."""
+        """Return the divisor of the number of units that a module keeps, if it loses any; it counts whole groups."""
         multiple: int = getattr(self.multiple_of, KINDS[module.kind].units, None) or 1
-        return multiple * (module.group_size if self.unit == "group" else 1)
+        return multiple * module.group_size if self.unit == "group" else multiple
 
     def protected(self, modules: Sequence[Units]) -> set[int]:
         """Return the positions in `modules` of those that lose nothing, by `keep_layers`."""
-        found: set[int] = set()
+        protected: set[int] = set()
         for kind in {module.kind for module in modules}:
-            places = [i for i, module in enumerate(modules) if module.kind == kind]
-            found.update(places[layer] for layer in self.keep_layers if -len(places) <= layer < len(places))
-        return found
+            layers = [position for position, module in enumerate(modules) if module.kind == kind]
+            protected.update(layers[layer] for layer in self.keep_layers if -len(layers) <= layer < len(layers))
+        return protected
 
 
 class CompensationSection(Section):
@@ -314,14 +314,14 @@ class ExportSection(Section):
 
     @property
     def shown(self) -> str:
-        """Format, provider and dtype, "onnx, cpu, float32" by default."""
+        """Format, provider and dtype for messages, "onnx, cpu, float32" by default."""
         return f"{self.format}, {self.provider}, {self.dtype}"
 
     @property
     def unquantized(self) -> ExportSection:
-        """The export that is quantised; OpenVINO's own format is made from ONNX."""
-        name = "onnx" if self.format == "openvino" else self.format
-        return self.model_copy(update={"format": name, "quantize": None})
+        """The options of the export that is then quantised; OpenVINO's own format is made from ONNX."""
+        format = "onnx" if self.format == "openvino" else self.format
+        return self.model_copy(update={"format": format, "quantize": None})
 
     @property
     def bits_refusal(self) -> str | None:
