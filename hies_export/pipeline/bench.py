@@ -77,10 +77,8 @@ def bench(
     rows: list[LatencyRow] = []
     with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
         # All exports come first, because one may be refused.
-        exports = [
-            _exports(folder, Path(temporary) / name, pairs)
-            for folder, name in zip(folders, ("first", "second"), strict=True)
-        ]
+        targets = Path(temporary) / "first", Path(temporary) / "second"
+        exports = [_exports(folder, target, pairs) for folder, target in zip(folders, targets, strict=True)]
         for pair in pairs:
             forms = [
                 exported[pair] if pair in exported else _loaded(folder, *pair)
@@ -94,25 +92,16 @@ def bench(
 def _random_batches(
     skeletons: Sequence[PreTrainedModel], shapes: Sequence[Sequence[int]], image: Sequence[int] | None
 ) -> dict[Shape, dict[str, torch.Tensor]]:
-    """Return a random batch that both models can read for each shape; without `shapes`, for those of `model_shapes`.
-
-    `image` is (channels, height, width).
-    """
+    """Return a random batch for each shape, which both models can read; `image` is (channels, height, width)."""
     # Without shapes, those of the models differ at most in the sequence, and the shorter ones suit both.
     common = min(model_shapes(model, shapes, image=image) for model in skeletons)
     # The tokens of the smaller vocabulary are tokens of both.
     smaller = min(skeletons, key=lambda model: getattr(model.config.get_text_config(), "vocab_size", 0))
-    return {
-        (batch, sequence): synthetic_batch(smaller, batch=batch, sequence=sequence, image=image)
-        for batch, sequence in common
-    }
+    return {shape: synthetic_batch(smaller, batch=shape[0], sequence=shape[1], image=image) for shape in common}
 
 
 def _check_inputs(models: Sequence[PreTrainedModel], images: Sequence[Sequence[int] | None]) -> None:
-    """Refuse models that cannot read the same batch: text and images, or images of different shapes.
-
-    `images` are the (channels, height, width) that the models' processors make, None without one.
-    """
+    """Refuse models that cannot read the same batch: text and images, or images of other (channels, height, width)."""
     inputs = [model.main_input_name for model in models]
     if inputs == ["pixel_values", "pixel_values"]:
         for index, model in enumerate(models):

@@ -33,6 +33,8 @@ from .recipe import PruningRecipe
 
 logger = logging.getLogger(__name__)
 
+# Loads rows of a split, as `Task.load` does with the source of the data.
+Load = Callable[..., datasets.Dataset]
 # Number of held-out rows on which `alpha: auto` is chosen, and `criterion: auto`, whose candidates differ by few
 # predictions.
 HELD_OUT_SAMPLES, AUTO_SAMPLES = 256, 512
@@ -90,17 +92,14 @@ def count_to_choose_on(options: PruneSection) -> int:
     return counts[options.judged_on_held_out]
 
 
-def draw(
-    splits: Splits, load: Callable[..., datasets.Dataset], options: PruneSection, compound: CascadeSection | None = None
-) -> Drawn:
+def draw(splits: Splits, load: Load, options: PruneSection, compound: CascadeSection | None = None) -> Drawn:
     """Draw samples by use from the calibration split, in the order of its seed.
 
     Those to score on and those to refit on are both from the start. Those to hold out come after the scored ones, or
     from the split that the recipe holds out; the last of them are for the promise of the compound. Where criteria are
     compared or something is promised, they are kept out of the refit too, if there are enough.
 
-    `load` takes the arguments of `load_rows` but the source. Raises RequestError if the calibration split has no rows
-    left to hold out.
+    Raises RequestError if the calibration split has none left to hold out.
     """
     calibration, keep = splits.calibration, options.goal.keep
     to_score, split = calibration.samples, calibration.split
@@ -139,7 +138,7 @@ def draw(
     )
 
 
-def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], count: int) -> datasets.Dataset | None:
+def _separate_held_out(splits: Splits, load: Load, count: int) -> datasets.Dataset | None:
     """Return rows of the split that the recipe holds out, by default `count`; None if it names none or `count` is 0."""
     if not count or splits.held_out is None:
         return None
@@ -150,7 +149,7 @@ def _separate_held_out(splits: Splits, load: Callable[..., datasets.Dataset], co
     return held_out.select(range(splits.boundary(held_out, count)))
 
 
-def draw_evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> datasets.Dataset:
+def draw_evaluated(splits: Splits, load: Load) -> datasets.Dataset:
     """Return the samples to evaluate on."""
     evaluation = splits.evaluation
     if splits.evaluated_is_divided:
@@ -160,9 +159,7 @@ def draw_evaluated(splits: Splits, load: Callable[..., datasets.Dataset]) -> dat
     return load(evaluation.split, samples=evaluation.samples, shuffle_seed=seed, in_order=True)
 
 
-def _divide_evaluated(
-    splits: Splits, load: Callable[..., datasets.Dataset]
-) -> tuple[datasets.Dataset, datasets.Dataset]:
+def _divide_evaluated(splits: Splits, load: Load) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Return the rows of the evaluated split to hold out, and the others, in a random order that every run shares."""
     split, asked = splits.evaluation.split, splits.held_out
     assert asked is not None
@@ -186,12 +183,9 @@ def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: boo
     there so that it holds out the same rows as a deployment, if there are enough.
     """
     bits = count_reduced_precision(task, () if deploy is None else deploy.runtimes)
-    looks = [Looks(SEARCHED, bits=bits), Looks(bits=bits)]
-    if classifies:
-        looks.insert(0, Looks(SEARCHED, compounds=len(FLOPS_TO_TRY), bits=bits))
-    if deploy is None:
-        looks.append(Looks())
-    return tuple(looks)
+    with_compounds = [Looks(SEARCHED, compounds=len(FLOPS_TO_TRY), bits=bits)] if classifies else []
+    of_budget = [Looks()] if deploy is None else []
+    return (*with_compounds, Looks(SEARCHED, bits=bits), Looks(bits=bits), *of_budget)
 
 
 @dataclass(frozen=True)
@@ -249,7 +243,7 @@ def _promise_to_keep(recipe: PruningRecipe, task: Task, metric: str | None) -> P
     return Promise(f"{100 * keep.predictions:g} %", tuple(sizes), keep.samples, blocks)
 
 
-def hold_out(splits: Splits, promise: Promise | None, load: Callable[..., datasets.Dataset]) -> Splits:
+def hold_out(splits: Splits, promise: Promise | None, load: Load) -> Splits:
     """Return splits that hold out rows of the evaluated split for a promise; the other evaluated rows judge it.
 
     The model was often trained on the split that units are scored on, and is surer of those rows than of new ones.

@@ -168,19 +168,22 @@ class _Search:
         """Search for the largest cut that keeps the promise in each way; note in `tried` what was judged."""
         pruning, statistics, promise = self.pruning, self.statistics, self.promise
         sizes = sizes_of(pruning, None)
+        batch, sequence = next(iter(pruning.shapes))  # the only shape that `quick_times` times
         guessed: Guess | None = None  # made once, in torch, for all ways
         best_time = math.inf  # predicted by the FLOPs left, relative to the first form of the dense model
         # By bits, as runtimes that compute in the same ones predict the same.
         known = defaultdict[str, dict[Key, TriedCut]](dict)
         for way in ways:
             dense_time = way.dense_ratio or 1.0
+            fields = {"runtime": way.runtime, "batch": batch, "sequence": sequence, "dtype": way.bits}
+            served = TimedSection.model_validate(fields)
             pruning.progress.stage(f"search for the largest cut that keeps the promise on {way.runtime} in {way.bits}")
             try:
                 if guessed is None:
                     guessed = guess(pruning, statistics, promise, self.scored, sizes)
                 too_slow = _largest_too_slow(pruning, guessed.scores, sizes, UNSURE * best_time / dense_time)
                 pruning.progress.stage(f"judge cuts near that size on held-out rows, on {way.runtime}")
-                cuts = Cuts(pruning, statistics, promise, self.judge, sizes, self._served(way), known=known[way.bits])
+                cuts = Cuts(pruning, statistics, promise, self.judge, sizes, served, known=known[way.bits])
                 choice = cuts.near(guessed, too_slow)
             except HiesError as error:
                 logger.warning("no cut is deployed on %s in %s: %s", way.runtime, way.bits, error)
@@ -191,12 +194,6 @@ class _Search:
             best_time = min(best_time, dense_time * left)
             self.tried[self.tried.index(way)] = replace(way, judged=choice.outcome.judged, flops=left)
             self._add_file(way, choice)
-
-    def _served(self, way: DeployWay) -> TimedSection:
-        """Return a way with the first shape of the pruning, at which forms are timed while searching."""
-        batch, sequence = next(iter(self.pruning.shapes))
-        fields = {"runtime": way.runtime, "batch": batch, "sequence": sequence, "dtype": way.bits}
-        return TimedSection.model_validate(fields)
 
     def _add_file(self, way: DeployWay, choice: Choice) -> None:
         """Export a cut, and add it to `found` if the file keeps the promise.
@@ -235,10 +232,7 @@ class _Search:
         self.found.extend((Decision(choice, compound, sizes), form) for choice, form in joined)
 
     def _join(self, compound: Compound) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
-        """Join cuts to the shares `FLOPS_TO_TRY` with the dense model.
-
-        Return the cuts that keep the promise with the forms of their compounds, and the results of all sizes.
-        """
+        """Return (cut, form) of the compounds at `FLOPS_TO_TRY` that keep the promise, and the results of all."""
         pruning, forms, rows = self.pruning, self.forms, self.pruning.rows.promise
         dense, answers = forms.plain("dense"), pruning.dense_predictions(rows).values
         joined, sizes = [], []
