@@ -47,8 +47,7 @@ def bench(
 
     Args:
         first: What the ratios are relative to: a checkpoint, an ONNX or OpenVINO folder, or a GGUF file or its folder.
-            A checkpoint is exported on the fly for runtimes that read ONNX or GGUF; torch runs it on the GPU if there
-            is one.
+            A checkpoint is exported on the fly for runtimes that read ONNX or GGUF; torch runs it on a GPU, if any.
         second: What to compare with the first.
         runtimes: Names of runtimes; by default `torch` if both are checkpoints, `llamacpp` with a GGUF file, `openvino`
             with an OpenVINO folder, and else `onnxruntime-cpu`.

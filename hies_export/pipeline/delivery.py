@@ -93,8 +93,7 @@ def check_bits(model: PreTrainedModel, runtimes: Iterable[str]) -> None:
 
 def timed_on_rows(pruning: Pruning) -> bool:
     """Return whether a deployment is timed on rows: no shapes were given, and a row takes one forward pass."""
-    # A pruning for a deployment has the length of its rows only where no shapes were given.
-    return pruning.length is not None and not pruning.task.generative
+    return pruning.length is not None and not pruning.task.generative  # a length stands for shapes not given
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Loads rows of a split, as `Task.load` does with the source of the data.
 Load = Callable[..., datasets.Dataset]
-# Number of held-out rows on which `alpha: auto` is chosen, and `criterion: auto`, whose candidates differ by few
-# predictions.
+# Held-out rows on which `alpha: auto` is chosen, and `criterion: auto`, whose candidates differ by few predictions.
 HELD_OUT_SAMPLES, AUTO_SAMPLES = 256, 512
 # Shares of the FLOPs that `deploy` tries in compounds.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
@@ -88,8 +87,7 @@ def count_to_choose_on(options: PruneSection) -> int:
     """Return the number of held-out samples that an alpha, a criterion or the size of the cut is chosen on."""
     if options.goal.keep is not None:
         return options.goal.keep.samples
-    counts = {"criterion: auto": AUTO_SAMPLES, "alpha: auto": HELD_OUT_SAMPLES, None: 0}
-    return counts[options.judged_on_held_out]
+    return {"criterion: auto": AUTO_SAMPLES, "alpha: auto": HELD_OUT_SAMPLES, None: 0}[options.judged_on_held_out]
 
 
 def draw(splits: Splits, load: Load, options: PruneSection, compound: CascadeSection | None = None) -> Drawn:
@@ -123,8 +121,7 @@ def draw(splits: Splits, load: Load, options: PruneSection, compound: CascadeSec
     def slice_of(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
         return rows.select(list(range(splits.boundary(rows, start), splits.boundary(rows, start + count))))
 
-    # A promise is not made on rows that layers are refitted on. If there are too few rows for both, a third is left for
-    # the refit.
+    # A promise is not made on rows that layers are refitted on. Of too few rows for both, a third is left to refit.
     promised_here = needed > 0 and (to_promise > 0 or keep is not None)
     left_to_refit = max(available - needed, available // 3 if promised_here else 0)
     start = max(to_score, min(to_refit, left_to_refit) if apart else 0)
@@ -222,8 +219,7 @@ def promise_in(recipe: PruningRecipe, task: Task, metric: str | None) -> Promise
     compound, promise = recipe.cascade, _promise_to_keep(recipe, task, metric)
     if compound is None:
         return promise
-    needed = rate_rows_needed(compound.disagreement)
-    to_choose = count_to_choose_on(recipe.options)
+    needed, to_choose = rate_rows_needed(compound.disagreement), count_to_choose_on(recipe.options)
     # Held-out rows are divided between what else is chosen on them and the compound, see `draw`.
     size = max(needed + min(to_choose, needed), 0 if promise is None else 2 * promise.sizes[-1])
     words = f"a disagreement of at most {100 * compound.disagreement:g} %"
@@ -248,8 +244,7 @@ def hold_out(splits: Splits, promise: Promise | None, load: Load) -> Splits:
 
     The model was often trained on the split that units are scored on, and is surer of those rows than of new ones.
     So a promise is not made on further rows of that split. The splits stay as they are where both are slices of one,
-    the recipe names other held-out rows or asks for fewer than the promise takes, or the evaluated rows are too few, of
-    which it warns.
+    the recipe names other held-out rows or asks for fewer than the promise takes, or (it warns) too few are evaluated.
     """
     evaluation, together = splits.evaluation, splits.data.together
     split = evaluation.split

@@ -48,9 +48,8 @@ QUICK_ROWS, QUICK_LOADS = 128, 2
 
 def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
     """Return the most looks that a deployment may take at the held-out rows, by their number; see `Looks`."""
-    share, count = pruning.budget.share, samples_of(pruning.rows.held_out)
+    share, metric, count = pruning.budget.share, pruning.promised_metric, samples_of(pruning.rows.held_out)
     assert share is not None
-    metric = pruning.promised_metric
     classifies = pruning.task.classifies and pruning.task.predicts == "classes" and pruning.trimming is None
     plans = all_looks(type(pruning.task), delivery.deploy, classifies=classifies and metric is None)
     return next((looks for looks in plans if count >= looks.rows(share, metric)), plans[-1])
@@ -59,16 +58,13 @@ def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
 def quick_times(
     pruning: Pruning, delivery: Delivery, forms: Sequence[Form], *, compounds: bool = False
 ) -> list[list[Timed]]:
-    """Time forms beside each other as a deployment is timed, at the first of its shapes and without many repeats.
-
-    With `compounds` among them, they are timed on rows, because their times depend on these.
-    """
+    """Time forms, `compounds` among them or not, as a deployment is timed, at its first shape and with few repeats."""
     shape, batch = next(iter(pruning.shapes.items()))
     batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch]}
     if timed_on_rows(pruning):
         assert delivery.in_order is not None
         batches = rows_by_shape({shape[0]: delivery.in_order(1)[:QUICK_ROWS]})
-    elif compounds:
+    elif compounds:  # their times depend on the rows
         batches = rows_by_shape({shape[0]: in_mixed_order(pruning.rows.promise, shape[0])})
     return time_forms(forms, batches, loads=QUICK_LOADS, progress=pruning.progress)
 
@@ -87,8 +83,7 @@ def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, f
     """Return the cut that keeps the promise in the least time; one that removes nothing if a dense form is fastest.
 
     The dense model is judged and timed in all forms. The largest cut is searched for in the fastest of those that keep
-    the promise; of a classifier, compounds of deeper cuts are tried too. Raises PlanError if the dense model keeps the
-    promise in no form.
+    the promise; of a classifier, compounds of deeper cuts are tried too. Raises PlanError if no dense form keeps it.
     """
     assert delivery.deploy is not None
     looks = looks_of(pruning, delivery)
@@ -196,25 +191,21 @@ class _Search:
             self._add_file(way, choice)
 
     def _add_file(self, way: DeployWay, choice: Choice) -> None:
-        """Export a cut, and add it to `found` if the file keeps the promise.
-
-        It is judged again because it may have been judged on another runtime in the same bits.
-        """
+        """Export a cut, and add it to `found` if the file keeps the promise."""
         pruning, judge, budget = self.pruning, self.judge, self.promise.budget
         name = f"{way.runtime}-{way.bits}-cut"
         self.forms.add(name, trial_model(pruning, self.statistics, choice.trial))
         form = self.forms.form(name, way.runtime, way.bits)
+        # Judged again, because the search may have judged it on another runtime in the same bits.
         if budget.met(judge.found(budget, form.predict(judge.batches, judge.task, pruning.progress))):
             self.found.append((Decision(choice), form))
         else:
             logger.warning("no cut is deployed on %s in %s: its file breaks the promise", way.runtime, way.bits)
 
     def _add_compounds(self, kind: type[Compound]) -> None:
-        """Add compounds of a classifier that keep the promise, in the form in which the dense model is fastest.
-
-        The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
-        """
+        """Add compounds of a classifier that keep the promise, in the form in which the dense model is fastest."""
         assert self.delivery.deploy is not None
+        # The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
         usable = [
             way
             for way in self.tried

@@ -1,8 +1,7 @@
 """Keep what a run has ranked and refitted beside its output until it ends, so that a killed run can go on.
 
 What takes long are the orders of removal (`Chain`), and the layers that are refitted one after the other. Each is a
-file, which appears complete or not at all. Only a kill leaves them behind; a run that ends, fails or is interrupted
-removes them.
+file, which appears complete or not at all. Only a kill leaves them; a run that ends or is interrupted removes them.
 """
 
 from __future__ import annotations

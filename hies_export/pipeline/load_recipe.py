@@ -244,11 +244,7 @@ def runtimes_of(recipe: PruningRecipe) -> tuple[str, ...]:
 
 
 def _runtimes_and_dtypes(recipe: PruningRecipe) -> tuple[tuple[str, str | None], ...]:
-    """Return pairs of a runtime and a dtype to measure, after checking that the runtimes are installed and can do it.
-
-    A dtype of None is that of the model or its export. ONNX runtimes are left out for a vision-language model, which is
-    exported as several graphs.
-    """
+    """Return (runtime, dtype) pairs to measure, after checks that they can be run; a dtype of None is the model's."""
     names, dtypes, task, timed = runtimes_of(recipe), recipe.measure.dtypes, TASKS[recipe.task], recipe.goal.timed
     for name in names:
         check_runtime(name, task=task)
@@ -257,6 +253,7 @@ def _runtimes_and_dtypes(recipe: PruningRecipe) -> tuple[tuple[str, str | None],
         check_dtypes([timed.dtype], [timed.runtime])
     if "runtimes" in recipe.measure.model_fields_set or timed is not None:
         check_one_graph(names, task)
+    # Runtimes of ONNX cannot time a vision-language model, which is exported as several graphs.
     measured = [name for name in names if RUNTIMES[name].reads_models or not task.in_parts]
     pairs: list[tuple[str, str | None]] = []
     for dtype in dtypes or (None,):
@@ -306,7 +303,6 @@ class _Checkpoint:
     def load(self, reading: Reading, progress: Progress) -> PreTrainedModel:
         """Return the dense model; one of text then knows the padding token of its tokenizer."""
         progress.stage("load the model")
-        model: PreTrainedModel
         if self.given is None:
             model = load_dense(self.folder, self.model_class, dtype=self.recipe.dtype, **self.hub)
         else:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.sentence import write_served
 from ..evaluate.judge import Judge
-from ..forms.deployment import Deployment, DeployWay
+from ..forms.deployment import Deployment
 from ..forms.form import Form, Forms
 from ..forms.formats import Export, add_graphs, link_files, runtime_of
 from ..forms.judged import ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
@@ -63,13 +63,15 @@ class Measuring:
 
     Both are counted, and timed on every runtime that the recipe names. All forms of both (a form is a model on a
     runtime in some bits), in fewer bits and joined in a compound, are then judged and timed beside each other. `ways`
-    are the runtimes and bits in which a deployment could serve the dense model.
+    are the runtimes and bits that serve the dense model in a deployment; in those of `broken` it breaks the promise.
     """
 
     def __init__(self, pruning: Pruning, delivery: Delivery, forms: Forms, decision: Decision, folder: Path):
         self.pruning, self.delivery, self.forms, self.folder = pruning, delivery, forms, folder
         self.decision, self.deploy = decision, delivery.deploy
         self.ways = [way for way in decision.ways if way.problem is None]
+        keep = 0.0 if self.deploy is None else self.deploy.keep
+        self.broken = {(way.runtime, way.bits) for way in self.ways if (way.at_least or 0.0) < keep}
 
     def run(self, slim: Slim, saved: Saved) -> Measured:
         """Export the slim model, and count, judge and time both."""
@@ -130,8 +132,7 @@ class Measuring:
 
     def _join(self) -> Export | None:
         """Write the compound of both models into the folder of a run; None if none is asked for."""
-        compound = self.decision.compound
-        if compound is None:
+        if (compound := self.decision.compound) is None:
             return None
         self.pruning.progress.stage(f"join both models in a {compound.name}, and compare it with them")
         slim, dense, rows = self.forms.plain("slim"), self.forms.plain("dense"), self.pruning.rows.promise
@@ -141,8 +142,7 @@ class Measuring:
     def _forms(self, joined: Export | None, *, same: bool) -> list[Form]:
         """Return all forms of a run, the dense float32 graph first, and that of the compound last, if one was `joined`.
 
-        If both models are the `same`, the others are those of the dense one alone. There are none of a model that is
-        exported as several graphs.
+        If both models are the `same`, the others are those of the dense one alone. A model of several graphs has none.
         """
         if self.pruning.task.in_parts:
             return []
@@ -151,17 +151,13 @@ class Measuring:
             pairs = self.delivery.measure.ways_to_judge(self.forms.exporter.options, compound)
         else:
             pairs = [(way.runtime, way.bits) for way in self.ways]
-        # A form with a calibration of its own is made of the slim model only if the dense one keeps the promise in it.
-        dense_alone = {
-            (way.runtime, way.bits)
-            for way in self.ways
-            if way.bits in RUNTIMES[way.runtime].calibrated and self._breaks(way)
-        }
         forms = []
-        for pair in pairs:
-            forms.append(self.forms.form("dense", *pair))
-            if not same and pair not in dense_alone:
-                forms.append(self.forms.form("slim", *pair))
+        for runtime, bits in pairs:
+            forms.append(self.forms.form("dense", runtime, bits))
+            # Calibrated bits are made of the slim model only if the dense one keeps the promise in them.
+            left_out = bits in RUNTIMES[runtime].calibrated and (runtime, bits) in self.broken
+            if not (same or left_out):
+                forms.append(self.forms.form("slim", runtime, bits))
         if compound is not None and joined is not None:
             forms.append(compound.form(joined))
         return forms
@@ -175,21 +171,17 @@ class Measuring:
         ways = {(way.runtime, way.bits): way for way in self.ways}
         all_judged = []
         for form in forms:
-            way = ways.get((form.runtime, str(form.bits)))
-            # The search has judged the dense model on these rows. Nothing is promised of the slim model where the dense
-            # one breaks the promise, see `Looks`.
-            judged_before = way if form.model == "dense" else None
-            broken = form.model == "slim" and way is not None and self._breaks(way)
+            pair = form.runtime, str(form.bits)
+            # The search has judged the dense model on these rows. Where it breaks the promise, see `Looks`, nothing is
+            # promised of the slim one.
+            judged_before = ways.get(pair) if form.model == "dense" else None
+            broken = form.model == "slim" and pair in self.broken
             on_held_out = None if judged_before or broken else held_out
             (judged,) = judge_forms([form], judge, on_held_out, progress=pruning.progress)
             if judged_before is not None:
                 judged = replace(judged, kept=judged_before.kept, at_least=judged_before.at_least)
             all_judged.append(judged)
         return all_judged
-
-    def _breaks(self, way: DeployWay) -> bool:
-        """Return whether the dense model breaks the promise of a deployment in a way."""
-        return self.deploy is not None and (way.at_least or 0.0) < self.deploy.keep
 
     def _time(self, forms: Sequence[Form], judged: Sequence[Judged], *, joined: bool) -> _TimedForms:
         """Time judged forms, a compound among them if `joined`, and find the one to deploy.
@@ -232,10 +224,8 @@ class Measuring:
                 form = self.forms.form(best.model, best.runtime, best.bits)
                 ranking = judge.ranking(form.predict(judge.batches, judge.task))
             # Last, as it moves what the form reads.
-            same = all(form.model == "dense" for form in timed.judged)
-            file = keep_file(self.forms, best, self.folder, same=same)
-        ways = list(self.decision.ways)
-        return Deployment(self.deploy.keep, timed.best, timed.step, ways, seconds, file, ranking)
+            file = keep_file(self.forms, best, self.folder, same=all(form.model == "dense" for form in timed.judged))
+        return Deployment(self.deploy.keep, timed.best, timed.step, list(self.decision.ways), seconds, file, ranking)
 
     def _compound(self, judge: Judge, joined: Export, stability: float) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return what the report's summary and its details say of the compound, each by the compound's name."""
@@ -249,10 +239,7 @@ class Measuring:
     def _serve(
         self, model: TextEncoder, exports: Mapping[ExportSection, Export], best: Judged | None, best_file: str | None
     ) -> None:
-        """Write `served/`, which sentence-transformers runs: the file to deploy, or else the last of the exports.
-
-        Nothing is written if a deployment finds no form, or no runtime reads the export.
-        """
+        """Write `served/`, which sentence-transformers runs: the file to deploy, or else the last export."""
         if self.deploy is None or (best is not None and RUNTIMES[best.runtime].reads_models):
             exported = [*exports.values()][-1]
             file, runtime, dtype = exported.file, runtime_of(exported.how), None
@@ -260,9 +247,9 @@ class Measuring:
             bits = best.bits if best.bits in RUNTIMES[best.runtime].hints else None
             file, runtime, dtype = self.folder / best_file, best.runtime, bits
         else:
-            return
+            return  # no form keeps the promise
         if runtime is None:
-            return
+            return  # none reads the export
         link_files(file.parent, self.folder / "served")
         write_served(self.folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)
 

@@ -1,8 +1,7 @@
 """Estimate the minutes and the memory that a run takes from shapes alone, and the time left from its own pace.
 
-Work is counted in multiplications at the pace of a block's forward pass; slower operations weigh more. The pace, in
-multiplications a second, is measured on the first block of the first pass over the rows: for statistics, if a report
-shows them, else for moments or effects.
+Work is counted in multiplications at the pace of a block's forward pass; slower operations weigh more. The pace is
+measured on the first block of the first pass over rows: for statistics, if a report shows them, or moments or effects.
 """
 
 from __future__ import annotations
@@ -77,10 +76,7 @@ class Size:
         return self.parameters + 2 * self.length * self.hidden * len(self.blocks)
 
     def work(self, double: float = DOUBLE, passed: float = PASSED) -> dict[str, float]:
-        """Return the work of the stages score, rank, refit and judge in multiplications of a forward pass.
-
-        `double` and `passed` are the costs that `DOUBLE` and `PASSED` have on the machine.
-        """
+        """Return the work of the stages score, rank, refit and judge in multiplications of a forward pass."""
         modules, head = [module for block in self.blocks for module in block], HEAD * self.hidden * self.vocabulary
         # Forward twice, and backward through frozen weights, which costs as much as forward.
         score = 3 * self.scored * (self.forward + head)
@@ -114,8 +110,7 @@ class Size:
         """Return the bytes at the peak of memory by what holds them, such as "weights", "states" and "block"."""
         inputs = max(sum(module.inputs for module in block) for block in self.blocks)
         widest = max(module.inputs for block in self.blocks for module in block)
-        block_parameters = self.parameters / len(self.blocks)
-        widened = 4 * block_parameters if self.widened else 0.0  # a float32 copy of the block that runs
+        widened = 4 * self.parameters / len(self.blocks) if self.widened else 0.0  # a float32 copy of one block
         states = 2 * self.scored * self.hidden * len(self.blocks) * self.itemsize
         waiting = self.refitted * self.hidden * self.itemsize
         # Moments of both parts of the rows, and the inverse; inputs and gradients, in float32 and in parts.
@@ -163,8 +158,7 @@ def size_of_pruning(pruning: Pruning) -> Size | None:
         ranked=len(pruning.chains or ()) / len(pruning.scored),
         done=len(pruning.fits or ()) / len(pruning.scored),
     )
-    share = budget.flops or budget.parameters
-    if share is None:
+    if (share := budget.flops or budget.parameters) is None:
         return replace(size, left=1 - (budget.heads or 0))
     # The share is of the whole model, but blocks alone get smaller, so they lose more than 1 - share.
     return replace(size, left=max(0.0, 1 - (1 - share) * (1 + size.hidden * size.vocabulary / size.forward)))

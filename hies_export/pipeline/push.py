@@ -24,8 +24,7 @@ from ..report.words import model_name, title
 # Folders of the slim model's exports.
 _EXPORTS = ("onnx", "onnx-int8", "onnx-int4", *(f"onnx-{name}" for name in COMPOUNDS), "gguf")
 # Deleted from an earlier push if this one does not write it: these folders, and files at the top with these endings.
-_REPLACED_FOLDERS = (*_EXPORTS, "openvino", "images")
-_REPLACED_ENDINGS = (".safetensors", ".safetensors.index.json", ".py")
+_STALE_FOLDERS, _STALE_ENDINGS = (*_EXPORTS, "openvino", "images"), (".safetensors", ".safetensors.index.json", ".py")
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,9 @@ def push_to_hub(
 def _commit(
     repository: str, contents: Mapping[str, str | bytes], message: str, *, private: bool, overwrite: bool
 ) -> CommitInfo:
-    """Commit files, name -> path or bytes, creating the repository if it does not exist.
+    """Commit files, name -> path or bytes, to a repository, which is created if it does not exist.
 
-    A repository that is neither new nor of an earlier push is refused unless `overwrite`, and what is left of an
-    earlier push is deleted.
+    Refuse one that is neither new nor of an earlier push unless `overwrite`; delete what is left of an earlier push.
     """
     api = HfApi(library_name="hies-export")
     with _explained(repository):
@@ -145,10 +143,9 @@ def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[s
 
 def _contents(folder: Path, report: Report, repository: str, origin: Mapping[str, Any]) -> dict[str, str | bytes]:
     """Return all files of a push: name in the repository -> local path, or the content as bytes."""
-    contents: dict[str, str | bytes] = {}
+    contents: dict[str, str | bytes] = {**_visible(folder / "slim")}
     # A SentenceTransformer's folder has its graphs already, where the tools of the Hub look for them.
     exports = () if (folder / "slim" / MODULES_FILE).is_file() else _EXPORTS
-    contents |= _visible(folder / "slim")
     for export in exports:
         contents |= {f"{export}/{name}": path for name, path in _visible(folder / export).items()}
     figures = draw_report(report)
@@ -174,7 +171,7 @@ def _visible(folder: Path) -> dict[str, str]:
 def _is_replaced(name: str) -> bool:
     """Return whether a file of an earlier push is deleted if this push does not write it."""
     folder, slash, _ = name.partition("/")
-    return folder in _REPLACED_FOLDERS if slash else name.endswith(_REPLACED_ENDINGS)
+    return folder in _STALE_FOLDERS if slash else name.endswith(_STALE_ENDINGS)
 
 
 @contextmanager

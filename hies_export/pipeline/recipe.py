@@ -1,8 +1,7 @@
 """The whole recipe: the rules between its sections, and how it is read from YAML.
 
 Fields of a YAML file, or keyword arguments, become a `PruningRecipe`, frozen and consistent, or one `RecipeError` that
-names all problems at once. Nothing is loaded: `pipeline.load_recipe` finds out whether model, data and recipe fit
-together.
+names all problems at once. Nothing is loaded: `load_recipe` finds out whether model, data and recipe fit together.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ class PruningRecipe(Section):
 
     @field_validator("export", "measure", "deploy")
     @classmethod
-    def _names_what_is_known(cls, value: ExportSection | MeasureSection | DeploySection | None) -> Any:
-        """Refuse unknown formats and runtimes."""
+    def _knows_formats_and_runtimes(cls, value: ExportSection | MeasureSection | DeploySection | None) -> Any:
         if isinstance(value, ExportSection):
             known_name(value.format, FORMATS, what="format")
         elif value is not None:
@@ -117,7 +115,7 @@ class PruningRecipe(Section):
     def _fits_together(self) -> PruningRecipe:
         """Refuse sections that contradict each other or the task."""
         task, deploy, budget = TASKS[self.task], self.deploy, self.prune.budget
-        export, name = self.export, self.task
+        export, shown, name = self.export, self.export.shown, self.task
         if refusal := task.refusal(self.data):
             raise ValueError(refusal)
         if deploy and budget:
@@ -135,17 +133,15 @@ class PruningRecipe(Section):
             raise ValueError("deploy tries cascades by itself, got a section cascade; leave it out")
         if self.cascade and not task.classifies:
             raise ValueError(f"cascade is for classifiers, got task: {name}; leave it out")
-        if self.cascade and export.shown != ExportSection().shown:
-            raise ValueError(
-                f"cascade needs export: onnx for provider cpu in float32, got {export.shown}; leave them out"
-            )
+        if self.cascade and shown != ExportSection().shown:
+            raise ValueError(f"cascade needs export: onnx for provider cpu in float32, got {shown}; leave them out")
         if deploy and task.in_parts:
             raise ValueError(
                 f"deploy compares models that are one graph, got task: {name}, which is exported as several; prune it "
                 "with hies-export run, and a budget of keep"
             )
-        if deploy and export.shown != ExportSection().shown:
-            raise ValueError(f"deploy exports what each runtime reads, got export: {export.shown}; leave it out")
+        if deploy and shown != ExportSection().shown:
+            raise ValueError(f"deploy exports what each runtime reads, got export: {shown}; leave it out")
         if self.goal.timed and self.measure.dtypes:
             raise ValueError(
                 "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not "
@@ -163,8 +159,7 @@ class PruningRecipe(Section):
 
         Args:
             path: The YAML file.
-            overrides: Dotted field -> value, e.g. {"prune.alpha": 0.5}; their relative paths are relative to the
-                working folder.
+            overrides: Dotted field -> value, as {"prune.alpha": 0.5}; their relative paths begin in the working folder.
 
         Raises:
             RecipeError: No such file, no valid YAML, or fields that are unknown, missing or impossible.
@@ -190,11 +185,10 @@ class PruningRecipe(Section):
         method = self.prune.model_dump(mode="json", include={"modules", "criterion", "compensation"}, exclude_none=True)
         fields["prune"] = method | fields.get("prune", {})
         _resolve_paths(fields, Path.cwd())
-        plain = json.loads(json.dumps(fields, default=str))  # paths as text
         file = io.StringIO()
         writer: Any = YAML(typ="safe", pure=True)
         writer.default_flow_style = writer.sort_base_mapping_type_on_output = False
-        writer.dump(plain, file)
+        writer.dump(json.loads(json.dumps(fields, default=str)), file)  # with paths as text
         return file.getvalue()
 
     def with_overrides(self, overrides: dict[str, Any]) -> PruningRecipe:
@@ -211,10 +205,7 @@ class PruningRecipe(Section):
 
     @property
     def goal(self) -> Budget:
-        """How much is removed: the budget, or the promise of `deploy`.
-
-        Without either, as where only the vocabulary is trimmed, it is a budget of no heads.
-        """
+        """How much is removed: the budget, the promise of `deploy`, or nothing if only the vocabulary is trimmed."""
         if self.prune.budget is not None:
             return self.prune.budget
         if self.deploy is not None:
@@ -274,7 +265,6 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     """
 
     def resolved(value: Any, field: str) -> Any:
-        """Return the value of a field, a text, list or dict, with the folder before its paths."""
         if isinstance(value, dict):
             return {key: resolved(inner, field) for key, inner in value.items()}
         if isinstance(value, list):

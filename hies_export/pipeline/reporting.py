@@ -78,17 +78,13 @@ def build_report(
         seed=plan.seed,
         **counts,
         vocabulary=None if pruning.trimming is None else pruning.trimming.facts,
-        parameters=sizes.parameters,
-        bytes=sizes.bytes,
-        flops=sizes.flops,
-        cache_bytes_per_token=sizes.cache_bytes_per_token,
+        **vars(sizes),  # parameters, bytes, FLOPs, the cache's bytes per token and the latency
         quality=FirstMetric(metric=metric, **asdict(evaluation.metrics[metric])),
         stability=evaluation.stability,
         cut_max_abs=slim.cut_max_abs,
         reload_max_abs=measured.saved.reload_max_abs,
         **differences,
         seconds=pruning.clock.seconds,
-        latency=sizes.latency,
         environment={**machine_facts(), "processes": processes},
         exported=measured.file,
         **measured.compound_summary,
@@ -98,10 +94,7 @@ def build_report(
 
 
 def _numbers_of_heads(choice: Choice, modules: Container[str]) -> dict[str, dict[str, list[float]]]:
-    """Return module -> name of a statistic -> one number per head, for modules of heads.
-
-    Those of all neurons would fill megabytes.
-    """
+    """Return module of heads -> statistic -> one number per head; those of all neurons would fill megabytes."""
     assert choice.statistics is not None
     assert choice.scores is not None
     known = {**choice.statistics.values, "score": choice.scores.scores}
@@ -140,8 +133,7 @@ def write_choice(choice: Choice, folder: Path) -> None:
     """Write scores.json (statistics and scores per unit) and plan.json."""
     assert choice.statistics is not None
     assert choice.scores is not None
-    statistics, scores = choice.statistics, choice.scores
-    calibration = statistics.calibration
+    statistics, scores, calibration = choice.statistics, choice.scores, choice.statistics.calibration
     written = {
         "criterion": scores.criterion,
         "parameters": scores.parameters,

@@ -88,8 +88,7 @@ def run(
                 decision = replace(decision, choice=decision.choice.after_cut(slim))
                 saved = save(pruning, delivery, slim, folder / "slim", refit_file=folder / REFIT)
             priced.stage("evaluate both models")
-            uncompensated = None if slim.refitted is None else slim.plan.kept
-            evaluation = compare(pruning, slim.model, uncompensated=uncompensated)
+            evaluation = compare(pruning, slim.model, uncompensated=None if slim.refitted is None else slim.plan.kept)
             choice, count = decision.choice, processes.world()  # not in `finish`, where the first process is alone
 
             def finish() -> Report:
@@ -161,10 +160,7 @@ def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str])
 
 @contextmanager
 def _journal(pruning: Pruning, output: Path) -> Iterator[Pruning]:
-    """Yield the pruning with a journal beside the output, from which a killed run goes on; as it is for other runs.
-
-    A journal needs a run that ranks by `compensated` and whose cut is neither searched nor timed.
-    """
+    """Yield the pruning, with a journal beside the output if it ranks and refits only once, by `compensated`."""
     if not pruning.cuts_once or pruning.options.criterion != COMPENSATED:
         yield pruning
         return
