@@ -39,10 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """How a pruned model is exported, timed, joined, saved and reported.
-
-    For a model in memory, all fields but the first two have their defaults.
-    """
+    """How a pruned model is exported, timed, joined, saved and reported; one in memory needs the first two fields."""
 
     exporter: Exporter  # for runtimes that read files, by the options of the recipe
     given: Unwrapped  # what the model was taken from, such as a SentenceTransformer; it also wraps slim models

@@ -58,7 +58,7 @@ def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
 def quick_times(
     pruning: Pruning, delivery: Delivery, forms: Sequence[Form], *, compounds: bool = False
 ) -> list[list[Timed]]:
-    """Time forms, `compounds` among them or not, as a deployment is timed, at its first shape and with few repeats."""
+    """Time forms, `compounds` among them or not, as a deployment is timed, at its first shape and with few loads."""
     shape, batch = next(iter(pruning.shapes.items()))
     batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch]}
     if timed_on_rows(pruning):
@@ -246,7 +246,7 @@ class _Search:
         return joined, tuple(sizes)
 
     def _cut_to(self, share: float) -> Choice:
-        """Return a cut to a share of the FLOPs: by the scores of the first cut that was found, if any, else by all."""
+        """Return a cut to a share of the FLOPs: by the scores of the first cut that was found, else as asked."""
         for decision, _ in self.found:
             if decision.compound is None:
                 return choose_within(self.pruning, self.statistics, share, decision.choice)

@@ -1,7 +1,7 @@
 """Keep what a run has ranked and refitted beside its output until it ends, so that a killed run can go on.
 
 What takes long are the orders of removal (`Chain`), and the layers that are refitted one after the other. Each is a
-file, which appears complete or not at all. Only a kill leaves them; a run that ends or is interrupted removes them.
+file, which appears complete or not at all. Only a kill leaves them; a run that ends in any other way removes them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class _FileMapping(MutableMapping[str, T]):
         return self._folder / f"{name}{_SUFFIX}"
 
     def _read(self, name: str) -> Any:
-        """Return the value in a file; a StepError if torch cannot load it."""
         remedy = "run the same command again, which starts anew"
         with (
             refusing("what a killed run has found must be files that can be read", remedy, StepError),

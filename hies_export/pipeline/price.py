@@ -1,7 +1,7 @@
 """Estimate the minutes and the memory that a run takes from shapes alone, and the time left from its own pace.
 
 Work is counted in multiplications at the pace of a block's forward pass; slower operations weigh more. The pace is
-measured on the first block of the first pass over rows: for statistics, if a report shows them, or moments or effects.
+measured on the first block of the first pass: for statistics, if a report shows them, else for moments or effects.
 """
 
 from __future__ import annotations

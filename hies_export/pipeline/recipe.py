@@ -159,7 +159,8 @@ class PruningRecipe(Section):
 
         Args:
             path: The YAML file.
-            overrides: Dotted field -> value, as {"prune.alpha": 0.5}; their relative paths begin in the working folder.
+            overrides: Dotted field -> value, e.g. {"prune.alpha": 0.5}; their relative paths are relative to the
+                working folder.
 
         Raises:
             RecipeError: No such file, no valid YAML, or fields that are unknown, missing or impossible.
@@ -235,8 +236,7 @@ class PruningRecipe(Section):
         return report
 
 
-# Fields with paths.
-_PATHS = ("output", "data.files", "vocabulary.files", "model", "evaluation.metrics")
+_FIELDS_WITH_PATHS = ("output", "data.files", "vocabulary.files", "model", "evaluation.metrics")
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
@@ -259,7 +259,7 @@ def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
-    """Put the recipe's folder before the relative paths of `_PATHS`, in place.
+    """Put the recipe's folder before the relative paths of `_FIELDS_WITH_PATHS`, in place.
 
     A model that is no folder there is a Hub id, and a metric without a slash, or that is no file there, a name.
     """
@@ -275,7 +275,7 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
         # os.path.exists, unlike Path.exists, is false for names that no file system takes.
         return value if field in ("model", "metrics") and not os.path.exists(path) else path
 
-    for dotted in _PATHS:
+    for dotted in _FIELDS_WITH_PATHS:
         section, _, field = dotted.rpartition(".")
         inner = fields.get(section) if section else fields
         if isinstance(inner, dict) and field in inner:
