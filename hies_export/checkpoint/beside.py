@@ -105,9 +105,10 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
 def documents_of(model: PreTrainedModel) -> Path | None:
     """Return the folder with the documents and card of a model's source, fetched if needed; None if it is unknown."""
     name = model.config.name_or_path
-    folder = Path(name) if name else None
-    if folder is None or folder.is_dir():
-        return folder
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
     try:
         config = file_of(name, CONFIG_NAME, local_files_only=True)
         # Of the commit in the cache; a name that is not cached may be that of a folder that is gone.

@@ -146,12 +146,14 @@ def _errors_alone(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def layers_unwarned() -> AbstractContextManager[None]:
+@contextmanager
+def layers_unwarned() -> Iterator[None]:
     """Silence transformers' warning, inside the block, of code that reads one number from a config whose layers differ.
 
     transformers cannot know that a slim class gives each layer its own size afterwards.
     """
-    return _errors_alone("transformers.integrations.heterogeneity.configuration_utils")
+    with _errors_alone("transformers.integrations.heterogeneity.configuration_utils"):
+        yield
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from ..select.cost import CostTable
 from .draw import Splits
 from .pruning import Pruning, Rows
 from .stages import Slim
+from .trimming import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Delivery:
     deploy: DeploySection | None = None  # what to search for in place of a budget
     source: Source | None = None  # how the dense model is stored
     inputs: Mapping[str, str | Path] = field(default_factory=dict)  # the model and the data files by field
+    reading: Reading | None = None  # how rows are read
     splits: Splits | None = None  # that rows were read from
     in_order: Callable[[int], list[Batch]] | None = None  # by batch size: evaluated rows as they come, to time on
     evaluation_of: int = 0  # how many samples the evaluated split has

@@ -72,6 +72,7 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
         source=source,
         inputs=recipe.inputs,
         splits=splits,
+        reading=reading,
         in_order=_in_order(reading, evaluated),
         evaluation_of=taken_from(evaluated),
         began=began,

@@ -99,7 +99,8 @@ def quantize_onnx(
     program = onnx_ir.load(exported.file)
     bits = int(quantize.removeprefix("int"))
     # The mean and covariance of what layers read, by which weights are rounded.
-    input_spreads = partial(spreads, opens=read_values(exported.file), batches=rows, centred=True) if rows else None
+    reader = read_values(exported.file)
+    input_spreads = partial(spreads, open_reader=reader, batches=rows, centred=True) if rows else None
     layer_counts = quantize_graph(program.graph, bits=bits, smallest=smallest, spreads=input_spreads)
     if not layer_counts.get(quantize):
         raise _too_small(quantize)
