@@ -80,7 +80,7 @@ class Size:
         modules, head = [module for block in self.blocks for module in block], HEAD * self.hidden * self.vocabulary
         # Forward twice, and backward through frozen weights, which costs as much as forward.
         score = 3 * self.scored * (self.forward + head)
-        # Effects take as much as scores. Moments take a forward pass and products of inputs, half of which are computed.
+        # Effects take as much as scores. Moments take a forward pass, and half of the products of inputs.
         moments = sum(self.refitted * module.inputs**2 / 2 for module in modules)
         orders = sum(self._order(module, double, passed) for module in modules)
         if not keeps_spreads((m.inputs for m in modules), self.scored * self.hidden * self.itemsize * len(self.blocks)):
