@@ -47,8 +47,7 @@ from .criteria import COMPENSATED, Chain, Removal, Scores, merged
 # lambda, relative to the mean of the diagonal of C over all inputs of the module. (`compensate` takes the mean over the
 # kept inputs.) A fixed lambda lets every e(K) follow from one inverse by downdating.
 RIDGE = 0.1
-# Removed columns are dropped when less than this share of the columns is left, because dropping copies the others.
-STILL_LEFT = 0.8
+STILL_LEFT = 0.8  # removed columns are dropped when a smaller share is left, because dropping copies the others
 TOKENS_AT_ONCE = {"cpu": 256}  # whose numbers for all neurons fit the cache of a core together
 
 

@@ -93,8 +93,7 @@ class Criterion:
 CRITERIA: Registry[Criterion] = KNOWN
 """Name -> criterion; `criterion` adds entries."""
 
-# Scores the kinds of modules that a criterion cannot score.
-FALLBACK = "fisher"
+FALLBACK = "fisher"  # scores the kinds of modules that a criterion cannot score
 
 
 class DegenerateRangeWarning(UserWarning):

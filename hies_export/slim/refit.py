@@ -39,8 +39,7 @@ from ..recipe.sections import CompensationSection
 from ..select.plan import PruningPlan, selection_of
 from ..units.units import PrunableModule, Selection
 
-# Candidates for lambda; the error on held-out tokens decides.
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # candidates for lambda; the error on held-out tokens decides
 
 
 @dataclass(frozen=True)
