@@ -15,7 +15,7 @@ and what reads rows, by `late.py`.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .registry import OWN, TASKS, register_task, task_of
+from .registry import BUILT_IN, TASKS, register_task, task_of
 from .task import COLUMNS, Loss, Predictions, Task, Use, batched
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the class of a task of this package when it is first asked for."""
-    for task, (file, _) in OWN.items():
-        if name == task.title().replace("-", ""):
+    """Import the class of a built-in task when it is first asked for; that of "fill-mask" is `FillMask`."""
+    for task_name, (file, _) in BUILT_IN.items():
+        if name == task_name.title().replace("-", ""):
             return getattr(import_module(f".{file}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from ..errors import RequestError
 from .task import COLUMNS, Task
 
 # The tasks of this package, in the order of help and messages: the file of each, and the class that loads its models.
-OWN = {
+BUILT_IN = {
     "text-classification": ("classification", "AutoModelForSequenceClassification"),
     "token-classification": ("token_classification", "AutoModelForTokenClassification"),
     "question-answering": ("question_answering", "AutoModelForQuestionAnswering"),
@@ -19,7 +19,7 @@ OWN = {
     "text-generation": ("text_generation", "AutoModelForCausalLM"),
     "image-text-to-text": ("image_text_to_text", "AutoModelForImageTextToText"),
 }
-TASKS: Registry[type[Task]] = Registry("tasks", {name: f"tasks.{file}" for name, (file, _) in OWN.items()})
+TASKS: Registry[type[Task]] = Registry("tasks", {name: f"tasks.{file}" for name, (file, _) in BUILT_IN.items()})
 
 
 def register_task(task: type[Task]) -> type[Task]:
@@ -50,11 +50,7 @@ def register_task(task: type[Task]) -> type[Task]:
 
 
 def task_of(model: Any, **options: Any) -> Task:
-    """Return the task of a model by its class, bound to its configuration; `options` are those of the task.
-
-    Raises:
-        HiesError: No task's Auto class loads the model, see `refuse_unknown`.
-    """
+    """Return the task of a model by its class, bound to its configuration, or refuse it as `refuse_unknown` does."""
     from transformers import PreTrainedModel
 
     from ..model.text_encoder import TextEncoder
@@ -64,32 +60,28 @@ def task_of(model: Any, **options: Any) -> Task:
     task = task_by_class(type(model).__name__, model.config) if isinstance(model, PreTrainedModel) else None
     if task is None:
         refuse_unknown(model)
-    assert task is not None
+    assert task is not None  # `refuse_unknown` raised otherwise
     return task(model.config, **options)
 
 
 def task_by_class(name: str, config: Any, *, embeds: bool = False) -> type[Task] | None:
-    """Return the task whose Auto class loads a model class, given by its name; None if there is none.
-
-    Only with `embeds`, a class without a head, which `AutoModel` loads, has the task of embeddings.
-    """
+    """Return the task whose Auto class loads the class of this name, that of embeddings only if `embeds`, or None."""
     from ..model.internals import auto_classes
 
     classes = auto_classes(name, config.model_type)
-    for known in TASKS:
+    for task_name in TASKS:
         # A task of this package is not imported to see which models it has, unless one was registered in its place.
-        auto_class = OWN[known][1] if known in OWN and known not in TASKS.data else TASKS[known].auto_class
-        if auto_class in classes and not TASKS[known].embeds:
-            return TASKS[known]
-    embedding = TASKS["feature-extraction"] if embeds else None
-    return embedding if embedding is not None and embedding.auto_class in classes else None
+        is_registered = task_name in TASKS.data or task_name not in BUILT_IN
+        auto_class = TASKS[task_name].auto_class if is_registered else BUILT_IN[task_name][1]
+        if auto_class in classes and not TASKS[task_name].embeds:
+            return TASKS[task_name]
+    # `AutoModel` loads any class without a head.
+    has_embedding = embeds and TASKS["feature-extraction"].auto_class in classes
+    return TASKS["feature-extraction"] if has_embedding else None
 
 
 def refuse_unknown(model: Any) -> None:
-    """Refuse a model in memory that cannot be pruned.
-
-    It has no task, has adapters, is an encoder-decoder (an UnsupportedModelError), quantised, or none of transformers.
-    """
+    """Refuse, by a RequestError, a model without a task, with adapters, quantised, or of an encoder and a decoder."""
     from transformers import PreTrainedModel
 
     from ..model.text_encoder import TextEncoder
