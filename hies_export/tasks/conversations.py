@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 from ..errors import DataError, listed
 from ..late import datasets
 from .late import data
-from .prompts import tokenize_spans
+from .prompts import Tokens, tokenize_spans
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # ShareGPT's names of roles -> those of chat templates.
@@ -23,27 +22,24 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def columns_of_chats(features: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the columns to read, by the fields of `data`; None for other features.
-
-    A data set may have conversations, TRL's prompt and completion, or Alpaca's instruction, input and output.
-    """
-    talks = [name for name, feature in features.items() if _holds_messages(feature)]
+    """Return which columns of a chat data set to read, by the fields of `data`; None for other features."""
+    chats = [name for name, feature in features.items() if _holds_messages(feature)]
     texts = [name for name, feature in features.items() if data.holds_text(feature)]
-    if {*_PAIR} <= {*talks} or {*_PAIR} <= {*texts}:
+    if {*_PAIR} <= {*chats} or {*_PAIR} <= {*texts}:
         return {"messages": _PAIR}
-    if named := [name for name in talks if name in ("messages", "conversations") or len(talks) == 1]:
+    if named := [name for name in chats if name in ("messages", "conversations") or len(chats) == 1]:
         return {"messages": (named[0],)}
-    if {"instruction", "output"} <= {*texts}:
-        parts = {"Instruction": "{instruction}\n\n", "Input": "{input}\n\n", "Response": ""}
-        asked = [f"### {part}:\n{text}" for part, text in parts.items() if part != "Input" or "input" in texts]
-        return {"prompt": "".join(asked), "answer": "output"}
+    if {"instruction", "output"} <= {*texts}:  # Alpaca's columns, and its prompt
+        section = "### Input:\n{input}\n\n" if "input" in texts else ""
+        prompt = "### Instruction:\n{instruction}\n\n" + section + "### Response:\n"
+        return {"prompt": prompt, "answer": "output"}
     return None
 
 
 def check_conversations(rows: datasets.Dataset, columns: Sequence[str], processor: Any) -> None:
     """Refuse columns that hold no conversations, blank ones, unknown roles, and a tokenizer without chat template.
 
-    `columns` are one of conversations, or two of prompts and completions. Without a `processor`, none is looked at.
+    `columns` are one of conversations, or two of prompts and completions. Without a `processor`, only rows are checked.
     """
     features, leave_out = [rows.features[column] for column in columns], "leave such rows out"
     if len(columns) == 2 and all(map(data.holds_text, features)):
@@ -68,22 +64,26 @@ def check_conversations(rows: datasets.Dataset, columns: Sequence[str], processo
 
 
 def _holds_messages(feature: Any) -> bool:
+    """Return whether a column holds lists of messages, with the fields of chat templates or of ShareGPT."""
     fields = data.item_feature(feature) if data.is_list(feature) else None
     return isinstance(fields, dict) and ({"role", "content"} <= fields.keys() or {"from", "value"} <= fields.keys())
 
 
 def _has_an_answer(value: Any) -> bool:
-    said = (message for message in _messages(value) if message["role"] == "assistant")
-    return any(str(message.get("content", "")).strip() or message.get("tool_calls") for message in said)
+    """Return whether the assistant writes a text or calls a tool in a conversation."""
+    of_assistant = (message for message in _messages(value) if message["role"] == "assistant")
+    return any(str(message.get("content", "")).strip() or message.get("tool_calls") for message in of_assistant)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a conversation as chat templates take them, those of ShareGPT renamed."""
-    found = [_without_none(message) or {} for message in value or []]
-    return [
-        {"role": _SHAREGPT.get(m["from"], m["from"]), "content": m.get("value", "")} if "from" in m else m
-        for m in found
-    ]
+    """Return the messages of a conversation, None for none, as chat templates take them: ShareGPT's fields renamed."""
+    messages = []
+    for given in value or []:
+        message = _without_none(given) or {}
+        if "from" in message:
+            message = {"role": _SHAREGPT.get(message["from"], message["from"]), "content": message.get("value", "")}
+        messages.append(message)
+    return messages
 
 
 def _without_none(value: Any) -> Any:
@@ -93,31 +93,45 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def tokenize_conversation(parts: Sequence[Any], tokenizer: Any, end: str) -> tuple[list[int], list[bool], bool]:
-    """Return the token ids of a conversation, a mask of the assistant's, and whether it is known which these are.
+def tokenize_conversation(values: Sequence[Any], tokenizer: Any, end: str) -> tuple[Tokens, bool]:
+    """Return the tokens of a conversation, and whether it is known which are the assistant's; else all are labels.
 
-    `parts` are a list of messages, or a prompt and a completion, which is the assistant's: two such lists, or two
-    texts, of which the second gets the `end`. The assistant's tokens are known if the chat template has
-    `{% generation %}`, or where it renders the beginning of a conversation as in the whole; else all pass for them. The
-    end-of-text token after a turn is the assistant's, and what follows it is not.
+    `values` are a list of messages, or a prompt and a completion, which is the assistant's: two such lists, or two
+    texts, of which the second gets the `end`.
     """
-    if isinstance(parts[0], str):
-        prompt, completion = parts
+    if isinstance(values[0], str):
+        prompt, completion = values
         text = prompt + completion.removesuffix(end) + end
-        return *tokenize_spans(text, [(len(prompt), len(text))], tokenizer), True
-    turns = [_messages(part) for part in parts]
-    messages = list(itertools.chain(*turns))
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    if len(parts) == 1 and _GENERATION.search(tokenizer.get_chat_template()):
+        return tokenize_spans(text, [(len(prompt), len(text))], tokenizer), True
+    messages = [message for value in values for message in _messages(value)]
+    if len(values) == 2:
+        ranges = [(len(_messages(values[0])), len(messages))]
+    elif _GENERATION.search(tokenizer.get_chat_template()):
         found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return list(found["input_ids"]), list(map(bool, found["assistant_masks"])), True
-    said = [(place, place + 1) for place, message in enumerate(messages) if message["role"] == "assistant"]
-    text, spans, last_token = render(messages), [], tokenizer.eos_token
-    for first, last in said if len(parts) == 1 else [(len(turns[0]), len(messages))]:
-        known = messages[:first]
-        begins = [render(known, add_generation_prompt=True), render(known)] if known else [""]
-        begin, until = next(filter(text.startswith, begins), None), render(messages[:last])
-        if begin is not None and text.startswith(until):
-            ended_at = text.rfind(last_token, len(begin), len(until)) if last_token else -1
-            spans.append((len(begin), len(until) if ended_at < 0 else ended_at + len(last_token)))
-    return *tokenize_spans(text, spans or [(0, len(text))], tokenizer, special=False), bool(spans)
+        return Tokens(list(found["input_ids"]), list(map(bool, found["assistant_masks"]))), True
+    else:
+        ranges = [(number, number + 1) for number, message in enumerate(messages) if message["role"] == "assistant"]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    spans = _assistant_spans(messages, ranges, text, tokenizer)
+    return tokenize_spans(text, spans or [(0, len(text))], tokenizer, special=False), bool(spans)
+
+
+def _assistant_spans(
+    messages: list[dict[str, Any]], ranges: Sequence[tuple[int, int]], text: str, tokenizer: Any
+) -> list[tuple[int, int]]:
+    """Return the characters of `ranges` of messages, the assistant's, in the `text` that all messages render to.
+
+    They are known where the template renders the beginning of a conversation as in the whole. The end-of-text token
+    after a turn is the assistant's, and what follows it is not.
+    """
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    spans, end_token = [], tokenizer.eos_token
+    for first, after_last in ranges:
+        before = messages[:first]
+        prefixes = [render(before, add_generation_prompt=True), render(before)] if before else [""]
+        prefix = next(filter(text.startswith, prefixes), None)
+        through = render(messages[:after_last])
+        if prefix is not None and text.startswith(through):
+            end_at = text.rfind(end_token, len(prefix), len(through)) if end_token else -1
+            spans.append((len(prefix), len(through) if end_at < 0 else end_at + len(end_token)))
+    return spans

@@ -48,15 +48,16 @@ class FillMask(TextGeneration):
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of texts with masks."""
-        how: dict[str, Any] = {"max_length": self.columns.max_length, "return_special_tokens_mask": True}
+        options: dict[str, Any] = {"max_length": self.columns.max_length, "return_special_tokens_mask": True}
         for texts in batched(samples[self.columns.text[0]][:], size):
-            found = data.tokenize(self.processor, self.config, texts, **how)
-            masked = map(self._masked, found["input_ids"], found.pop("special_tokens_mask"), texts)
-            found["input_ids"], found["labels"] = zip(*masked, strict=True)
-            yield data.as_batch(found, self.processor, self.config)
+            encoded = data.tokenize(self.processor, self.config, texts, **options)
+            special = encoded.pop("special_tokens_mask")
+            masked = [self._masked(*row) for row in zip(encoded["input_ids"], special, texts, strict=True)]
+            encoded["input_ids"], encoded["labels"] = [ids for ids, _ in masked], [labels for _, labels in masked]
+            yield data.as_batch(encoded, self.processor, self.config)
 
     def _masked(self, ids: list[int], special: list[int], text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a text with `SHARE` of its tokens masked, and the labels; the text seeds the draw."""
+        """Return the ids of a text with `SHARE` of its tokens masked, none of them `special`, and its labels."""
         mask_id = self.processor.mask_token_id
         maskable = [place for place, is_special in enumerate(special) if not is_special and ids[place] != mask_id]
         if not maskable:
@@ -70,7 +71,7 @@ class FillMask(TextGeneration):
         return masked, [token if place in chosen else data.IGNORED for place, token in enumerate(ids)]
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return the rows of a batch that have a masked token, as collators mask at random; a DataError if none has."""
+        """Return the rows of a batch that have a masked token: collators, which mask at random, leave some without."""
         if "labels" not in batch:
             raise DataError(
                 "a masked language model is judged at its masks, so every batch must have labels: the tokens behind "
@@ -84,9 +85,7 @@ class FillMask(TextGeneration):
         return {key: value[rows] for key, value in batch.items()}
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
-        """Return the likeliest token at every real one, -100 at padding, (batch, tokens).
-
-        All real tokens count, as only labels tell which of them are masked.
-        """
+        """Return the likeliest token at every real one, -100 at padding, (batch, tokens)."""
+        # Only labels tell which tokens are masked, so all count.
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
         return output.argmax(-1).where(real.to(output.device), data.IGNORED)

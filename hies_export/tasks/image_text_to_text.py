@@ -54,12 +54,9 @@ class ImageTextToText(TextGeneration):
             )
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
-        """Yield the tokens of all prompts and answers, and with their images of the first `AT_ONCE`.
-
-        These show which tokens the processor adds for an image.
-        """
+        """Yield the tokens of all prompts and answers, then those of the first `AT_ONCE` samples with their images."""
         yield from super().tokens(samples)
-        if self.columns.image in samples.column_names:
+        if self.columns.image in samples.column_names:  # a few show which tokens the processor adds for an image
             yield from Task.tokens(self, samples.select(range(min(AT_ONCE, len(samples)))))
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
@@ -69,10 +66,10 @@ class ImageTextToText(TextGeneration):
         tokenizer.padding_side = "right"
         samples, choices = self.with_one_answer(samples, use)
         texts, column = self.texts(samples), str(self.columns.image)
-        for part in batched(_decodable(data.as_images(samples, column), column), size):
-            rows = [row for row, _ in part]
-            read = list(self.tokenized(samples, ((row, texts[row]) for row in rows), choices, limit))
-            batch = self._encode_checked(samples, part, [text for text, _, _ in read])
+        for images in batched(_decoded_images(data.as_images(samples, column), column), size):
+            rows = [row for row, _ in images]
+            prompts = list(self.tokenized(samples, ((row, texts[row]) for row in rows), choices, limit))
+            batch = self._encode_checked(samples, images, [text for text, _ in prompts])
             ids, mask = batch["input_ids"], batch["attention_mask"]
             for row, length in zip(rows, mask.sum(-1).tolist(), strict=True):
                 if limit is not None and length > limit:
@@ -82,24 +79,22 @@ class ImageTextToText(TextGeneration):
                     )
             data.check_vocabulary(ids, self.config)
             # The answers' tokens are the last real ones, no matter how many tokens the image took before them.
-            answer_tokens = torch.tensor([sum(judged) for _, _, judged in read])
-            is_answer = mask.bool() & (mask.flip(-1).cumsum(-1).flip(-1) <= answer_tokens[:, None])
+            answer_lengths = torch.tensor([sum(tokens.judged) for _, tokens in prompts])
+            tokens_to_end = mask.flip(-1).cumsum(-1).flip(-1)
+            is_answer = mask.bool() & (tokens_to_end <= answer_lengths[:, None])
             batch["labels"] = ids.where(is_answer, data.IGNORED)
-            yield batch if choices is None else batch | choices.of(rows)
+            yield batch if choices is None else batch | choices.describe(rows)
 
     def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:
-        """Return the prompt of a row, and its answer or the given choice.
-
-        The image's token is where the prompt has it, where the chat template puts it, or in a line before the prompt.
-        """
+        """Return the prompt of a row, with the token of its image, and the row's answer or the given choice."""
         prompt, answer = super().prompt_and_answer(row, choice)
         token = getattr(self.processor, "image_token", None)
         if token is not None and token in prompt:
             return prompt, answer
         if getattr(self.processor, "chat_template", None):
             content = [{"type": "image"}, {"type": "text", "text": prompt}]
-            turn = [{"role": "user", "content": content}]
-            return str(self.processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)), answer
+            messages = [{"role": "user", "content": content}]
+            return str(self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)), answer
         if token is None:
             raise DataError(
                 f"an image needs a place in the prompt, but {type(self.processor).__name__} has neither a chat "
@@ -108,40 +103,37 @@ class ImageTextToText(TextGeneration):
         return f"{token}\n{prompt}", answer
 
     def _encode_checked(
-        self, samples: datasets.Dataset, part: Sequence[tuple[int, PIL.Image.Image]], texts: Sequence[str]
+        self, samples: datasets.Dataset, images: Sequence[tuple[int, PIL.Image.Image]], texts: Sequence[str]
     ) -> Batch:
-        """Return a batch of prompts with answers, and their images; `part` has each image with its row's number.
-
-        Raises:
-            DataError: The processor fails on a row, or its text has no place for the image, which few processors check.
-        """
+        """Return a batch of `images`, each given with its row, and `texts`; a DataError names a row that is unfit."""
         from ..model.tokens import placeholders
 
         must = "a row must have one place for its image, in the prompt, but"
         remedy = "write the model's image token into data.prompt, and take it out of columns, or mend the chat template"
         try:
-            encoded = self._encode([image for _, image in part], texts)
+            encoded = self._encode([image for _, image in images], texts)
         except Exception:  # each processor raises its own kinds; row by row, to name the one that fails
-            for (row, image), text in zip(part, texts, strict=True):
+            for (row, image), text in zip(images, texts, strict=True):
                 with refusing(f"{must} the processor fails on {data.row_name(samples, row)}", remedy, DataError):
                     self._encode([image], [text])
             raise
-        places = placeholders(self.config).to(encoded["input_ids"])
-        for (row, _), ids in zip(part, encoded["input_ids"], strict=True):
+        places = placeholders(self.config).to(encoded["input_ids"])  # few processors check that a text has one
+        for (row, _), ids in zip(images, encoded["input_ids"], strict=True):
             if len(places) and not torch.isin(ids, places).any():
                 raise DataError(f"{must} {data.row_name(samples, row)} has none; {remedy}")
         return encoded
 
     def _encode(self, images: Sequence[PIL.Image.Image], texts: Sequence[str]) -> Batch:
+        """Return what the processor gives for images and texts, one image to a text, padded on the right."""
         tokenizer = data.tokenizer_of(self.processor)
         # Chat templates write the begin-of-text token themselves.
         special = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         # Many processors pad on the left by default, whatever the tokenizer's side.
-        how = {"padding": True, "padding_side": "right", "add_special_tokens": special, "return_tensors": "pt"}
-        return dict(self.processor(images=[[image] for image in images], text=list(texts), **how))
+        options = {"padding": True, "padding_side": "right", "add_special_tokens": special, "return_tensors": "pt"}
+        return dict(self.processor(images=[[image] for image in images], text=list(texts), **options))
 
 
-def _decodable(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.Image.Image]]:
+def _decoded_images(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.Image.Image]]:
     """Yield the number and the image of every row whose image decodes; a DataError if more than one in 100 does not."""
     failures: list[str] = []
     for row in range(len(rows)):

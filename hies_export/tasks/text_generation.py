@@ -14,7 +14,7 @@ from ..late import PreTrainedModel, Tensor, datasets, np, torch
 from . import prompts
 from .conversations import check_conversations, columns_of_chats, tokenize_conversation
 from .late import Batch, data
-from .prompts import Choices, template_fields
+from .prompts import Choices, Tokens, template_fields
 from .registry import register_task
 from .task import AnyTask, Predictions, Task, Use, batched
 
@@ -22,17 +22,14 @@ logger = logging.getLogger(__name__)
 
 # Default tokens of a block of plain text, if the model takes as many.
 BLOCK_LENGTH = 512
-# Stands for a token that is read in pieces, all of which are predicted.
+# In place of the prediction of a token that is read in pieces, all of which are predicted right.
 WHOLE = -1
 # The one column of samples that are packed blocks.
 BLOCK = "input_ids"
 # Texts that are tokenised at once.
 TEXTS = 1000
 # Most bytes of float32 logits that one forward pass of several samples gives, and that are copied at once.
-LOGITS_BYTES = 128 << 20
-COPIED_BYTES = 64 << 20
-# The tokens of a sample, and which of them are labels.
-Tokens = tuple[list[int], list[bool]]
+LOGITS_BYTES, COPIED_BYTES = 128 << 20, 64 << 20
 
 
 @register_task
@@ -62,8 +59,6 @@ class TextGeneration(Task):
     # rows (`CHOICE_KEYS`), and predictions are those of choices.
     every_choice = False
 
-    # How rows are read.
-
     @classmethod
     def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the columns on which chat models are tuned, see `columns_of_chats`; None if there are none."""
@@ -78,11 +73,11 @@ class TextGeneration(Task):
         if samples.column_names == [BLOCK]:
             yield from map(torch.tensor, data.column_values(samples, BLOCK))
         else:
-            yield from (torch.tensor(ids) for ids, _ in self._rows(samples, "judge", None)[0])
+            yield from (torch.tensor(tokens.ids) for tokens in self._tokens(samples, "judge", None)[0])
 
     @property
     def template(self) -> dict[str, str]:
-        """The prompt's template and the column of answers."""
+        """The prompt's template and the column of answers, as functions of `prompts` take them."""
         return {"prompt": str(self.columns.prompt), "answer": str(self.columns.answer)}
 
     def check_targets(self, rows: datasets.Dataset) -> None:
@@ -107,27 +102,28 @@ class TextGeneration(Task):
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of blocks or of plain texts, or of prompts with answers or conversations, cut on the left."""
         if samples.column_names == [BLOCK]:
-            yield from (self._batch_of_blocks(samples, part) for part in batched(range(len(samples)), size))
+            yield from (self._batch_of_blocks(samples, rows) for rows in batched(range(len(samples)), size))
             return
-        counted, choices = self._rows(samples, use, self._limit())
-        for part in batched(range(len(counted)), size):
-            batch = self._labelled([counted[row] for row in part])
+        tokens_of_rows, choices = self._tokens(samples, use, self._limit())
+        for rows in batched(range(len(tokens_of_rows)), size):
+            batch = self._padded_batch([tokens_of_rows[row] for row in rows])
             if self.columns.messages:
-                batch[data.CHAT_KEY] = torch.ones(len(part), dtype=torch.bool)
-            yield batch if choices is None else batch | choices.of(part)
+                batch[data.CHAT_KEY] = torch.ones(len(rows), dtype=torch.bool)
+            yield batch if choices is None else batch | choices.describe(rows)
 
-    def _rows(self, samples: datasets.Dataset, use: Use, limit: int | None) -> tuple[list[Tokens], Choices | None]:
-        """Return the tokens of each row, at most `limit`, and the description of choices; None without choices."""
+    def _tokens(self, samples: datasets.Dataset, use: Use, limit: int | None) -> tuple[list[Tokens], Choices | None]:
+        """Return the tokens of each row, at most `limit`, and the choices that the rows are; None without choices."""
         tokenizer = data.tokenizer_of(self.processor)
+        if self.columns.messages:
+            return self._conversations(samples, tokenizer, limit), None
         if not self.columns.prompt:
-            read = self._conversations if self.columns.messages else self._plain_texts
-            return read(samples, tokenizer, limit), None
+            return self._plain_texts(samples, tokenizer, limit), None
         samples, choices = self.with_one_answer(samples, use)
-        read_texts = self.tokenized(samples, enumerate(self.texts(samples)), choices, limit)
-        return [cut_on_the_left(ids, judged, limit, tokenizer) for _, ids, judged in read_texts], choices
+        prompts_read = self.tokenized(samples, enumerate(self.texts(samples)), choices, limit)
+        return [cut_on_the_left(tokens, limit, tokenizer) for _, tokens in prompts_read], choices
 
     def with_one_answer(self, samples: datasets.Dataset, use: Use) -> tuple[datasets.Dataset, Choices | None]:
-        """Return the samples with one answer each, and None; or each once for every choice, and their description."""
+        """Return the samples with one answer each and None, or each once for every choice and these choices."""
         if not self.columns.label:
             return samples, None
         columns = {"answer": self.template["answer"], "label": self.columns.label}
@@ -149,19 +145,17 @@ class TextGeneration(Task):
 
     @cached_property
     def _begin(self) -> list[int]:
-        """What every block begins with: the begin-of-text token if it is asked for, or by default added; or nothing."""
+        """What every block begins with: the begin-of-text token or nothing; by default what the tokenizer adds."""
         token, asked = self.processor.bos_token_id, self.columns.bos
-        if asked is True and token is None:
+        if asked == "auto":
+            asked = self.processor("a", verbose=False)["input_ids"][:1] == [token]
+        elif asked and token is None:
             raise DataError("data.bos must be false or auto for a tokenizer without begin-of-text token, got true")
-        added = asked == "auto" and self.processor("a", verbose=False)["input_ids"][:1] == [token]
-        return [token] if asked is True or added else []
+        return [token] if asked else []
 
-    def _batch_of_blocks(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        """Return the packed blocks with the numbers in `part` as a batch, (blocks, tokens), without padding.
-
-        All tokens are labels but the begin-of-text token that may be put in front of each block.
-        """
-        ids = torch.tensor([self._begin + block for block in samples[part][BLOCK]])
+    def _batch_of_blocks(self, samples: datasets.Dataset, rows: list[int]) -> Batch:
+        """Return the packed blocks in these rows as a batch, (blocks, tokens), with labels at all but `_begin`."""
+        ids = torch.tensor([self._begin + block for block in samples[rows][BLOCK]])
         data.check_vocabulary(ids, self.config)
         labels = ids.clone()
         labels[:, : len(self._begin)] = data.IGNORED
@@ -169,7 +163,7 @@ class TextGeneration(Task):
 
     def _plain_texts(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[Tokens]:
         """Return the tokens of each text, cut on the right, all of which are labels. Blank rows are left out."""
-        column, found = self.columns.text[0], []
+        column, tokens_of_texts = self.columns.text[0], []
         for row, text in enumerate(samples[column][:]):
             if not text.strip():
                 continue
@@ -180,11 +174,10 @@ class TextGeneration(Task):
                     f"{data.row_name(samples, row)} has {len(ids)} in {column!r}; remove it, raise max_length or pack "
                     "the texts into blocks"
                 )
-            found.append((ids, [True] * len(ids)))
-        if len(found) < len(samples):
-            blank = len(samples) - len(found)
+            tokens_of_texts.append(Tokens(ids, [True] * len(ids)))
+        if blank := len(samples) - len(tokens_of_texts):
             logger.warning("%d of %d rows are blank in %r and left out", blank, len(samples), column)
-        return found
+        return tokens_of_texts
 
     def tokenized(
         self,
@@ -192,42 +185,43 @@ class TextGeneration(Task):
         texts: Iterable[tuple[int, dict[str, Any]]],
         choices: Choices | None,
         limit: int | None,
-    ) -> Iterator[tuple[str, list[int], list[bool]]]:
-        """Yield prompt and answer of rows as one text, its token ids, and a mask of the answer's.
+    ) -> Iterator[tuple[str, Tokens]]:
+        """Yield prompt and answer of rows as one text, and its tokens, uncut, of which the answer's are labels.
 
-        `texts` are rows of `texts(samples)` with their numbers. Nothing is cut, and a DataError refuses rows without a
-        prompt or an answer, or with an answer of `limit` tokens or more.
+        `texts` are rows of `texts(samples)` with their numbers. A DataError refuses rows without a prompt or an answer,
+        or with an answer of `limit` tokens or more.
         """
         tokenizer = data.tokenizer_of(self.processor)
         end = prompts.end_of_text(tokenizer) if choices is None else ""
         for number, row in texts:
             prompt, answer = self.prompt_and_answer(row, None if choices is None else choices.text[number])
             text = prompt + prompts.answer_text(prompt, answer, end)
-            ids, judged = prompts.tokenize_spans(text, [(len(prompt), len(text))], tokenizer)
-            name, count = data.row_name(samples, number), sum(judged)
-            if count in (0, len(judged)):
-                what = "an answer" if count == 0 else "a prompt"
-                raise DataError(f"every row must have {what} of at least one token, but {name} has none")
+            tokens = prompts.tokenize_spans(text, [(len(prompt), len(text))], tokenizer)
+            name, count = data.row_name(samples, number), sum(tokens.judged)
+            if count in (0, len(tokens.judged)):
+                missing = "an answer" if count == 0 else "a prompt"
+                raise DataError(f"every row must have {missing} of at least one token, but {name} has none")
             if limit is not None and count >= limit:
                 raise DataError(
                     f"answers are never cut and need a token before them, but {name} has {count} answer tokens and "
                     f"at most {limit} tokens are read; leave such rows out, or raise max_length if it is given and the "
                     "model takes more"
                 )
-            yield text, ids, judged
+            yield text, tokens
 
     def _conversations(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[Tokens]:
         """Return the tokens of each conversation, cut on the left; the assistant's are labels."""
-        found, unclear, end = [], 0, prompts.end_of_text(tokenizer)
+        tokens_of_rows, unclear, end = [], 0, prompts.end_of_text(tokenizer)
         for number, row in enumerate(samples.select_columns(list(self.columns.messages))):
             name = data.row_name(samples, number)
             with refusing(f"the chat template must render every conversation, but fails on {name}", kind=DataError):
-                parts = [row[column] for column in self.columns.messages]
-                ids, judged, clear = tokenize_conversation(parts, tokenizer, end)
-            if not any(judged[1:]):
+                values = [row[column] for column in self.columns.messages]
+                tokens, assistant_known = tokenize_conversation(values, tokenizer, end)
+            if not any(tokens.judged[1:]):  # no output predicts the first token
                 raise DataError(f"every conversation must have a token of the assistant's, but {name} has none")
-            unclear += not clear
-            found.append(cut_on_the_left(ids, judged, limit, tokenizer))
+            if not assistant_known:
+                unclear += 1
+            tokens_of_rows.append(cut_on_the_left(tokens, limit, tokenizer))
         if unclear:
             logger.warning(
                 "the chat template does not tell which tokens of %d of %d conversations are the assistant's, so all of "
@@ -235,29 +229,28 @@ class TextGeneration(Task):
                 unclear,
                 len(samples),
             )
-        return found
+        return tokens_of_rows
 
-    def _labelled(self, samples: Sequence[Tokens]) -> Batch:
+    def _padded_batch(self, samples: Sequence[Tokens]) -> Batch:
         """Return samples as a padded batch, (samples, longest), whose labels are `IGNORED` but at judged tokens."""
-        found = {
-            "input_ids": [ids for ids, _ in samples],
-            "attention_mask": [[1] * len(ids) for ids, _ in samples],
-            "labels": [[t if is_judged else data.IGNORED for t, is_judged in zip(*of, strict=True)] for of in samples],
-        }
-        return data.as_batch(found, data.tokenizer_of(self.processor), self.config)
+        rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+        for ids, judged in samples:
+            rows["input_ids"].append(ids)
+            rows["attention_mask"].append([1] * len(ids))
+            rows["labels"].append([i if is_judged else data.IGNORED for i, is_judged in zip(ids, judged, strict=True)])
+        return data.as_batch(rows, data.tokenizer_of(self.processor), self.config)
 
     def parts(self, batch: Batch) -> list[Batch]:
         """Return a batch divided so that the float32 logits of several samples take at most `LOGITS_BYTES`."""
         vocabulary = getattr(self.config.get_text_config(), "vocab_size", None)
         if vocabulary is None or "input_ids" not in batch:
             return super().parts(batch)
-        return data.in_rows(batch, max(1, LOGITS_BYTES // (4 * vocabulary * batch["input_ids"].shape[1])))
+        bytes_of_a_sample = 4 * vocabulary * batch["input_ids"].shape[1]
+        return data.in_rows(batch, max(1, LOGITS_BYTES // bytes_of_a_sample))
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch with labels: by default the text itself, as in training on plain text."""
+        """Return a batch with labels: its own, else the text itself, as in training on plain text."""
         return {**batch, "labels": text_labels(model, batch)}
-
-    # How units are scored.
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return the likeliest token at each of the `judged_tokens`, (batch, tokens)."""
@@ -273,10 +266,7 @@ class TextGeneration(Task):
         return self.predicting(labels).sum(-1)
 
     def predicting(self, labels: Tensor) -> Tensor:
-        """Return which outputs predict a label, (batch, tokens - shift) bool.
-
-        `labels` are (batch, tokens), not shifted, as models take them; -100 means no loss.
-        """
+        """Return which outputs predict a label, (batch, tokens - shift) bool; `labels` are not shifted."""
         return labels[:, self.shift :] != data.IGNORED
 
     def next_tokens(self, model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -291,88 +281,100 @@ class TextGeneration(Task):
         is not: those that the model does not expect have by far the largest gradients. Nor is that of the likeliest
         tokens, which is small where the model is certain.
         """
-        of_text = self.shift > 0 or "labels" in batch
-        labels = text_labels(model, batch) if of_text else self.own_labels(model, batch, output)
-        where = self.predicting(labels.to(output.device)).nonzero().unbind(-1)
-        found = output[where].float().log_softmax(-1)  # (label tokens, vocabulary)
-        generator = torch.Generator(found.device).manual_seed(number)
-        found = found.gather(-1, found.detach().exp().multinomial(1, generator=generator))[:, 0]
-        return found.new_zeros(len(output)).index_add(0, where[0], found)
-
-    # How predictions are judged.
+        if self.shift > 0 or "labels" in batch:
+            labels = text_labels(model, batch)
+        else:  # of fill-mask, without labels that say which tokens are masked
+            labels = self.own_labels(model, batch, output)
+        samples, positions = self.predicting(labels.to(output.device)).nonzero().unbind(-1)
+        log_probabilities = output[samples, positions].float().log_softmax(-1)  # (label tokens, vocabulary)
+        generator = torch.Generator(log_probabilities.device).manual_seed(number)
+        drawn = log_probabilities.detach().exp().multinomial(1, generator=generator)
+        of_drawn = log_probabilities.gather(-1, drawn)[:, 0]
+        return of_drawn.new_zeros(len(output)).index_add(0, samples, of_drawn)
 
     def check_batches(self, batches: Sequence[Batch]) -> None:
         """Refuse samples without a label token to compute a loss from."""
+        where = " after its first token" if self.shift else ""
         for index, labels in enumerate(batch["labels"] for batch in batches if "labels" in batch):
             if not self.predicting(labels).any(-1).all():
                 raise DataError(
-                    f"every sample must have a label token{' after its first token' * self.shift}, but one of batch "
-                    f"{index} (from 0) has none; leave such samples out or raise max_length"
+                    f"every sample must have a label token{where}, but one of batch {index} (from 0) has none; leave "
+                    "such samples out or raise max_length"
                 )
 
     def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         """Return the likeliest tokens and the label tokens' negative log-likelihoods, (label tokens,) each, in nats."""
-        where = self.predicting(batch["labels"]).nonzero().unbind(-1)
-        wanted = batch["labels"][:, self.shift :][where]
-        tokens, nll, size = [], [], max(1, COPIED_BYTES // (4 * output.shape[-1]))
-        for row, position, label in zip(*(part.split(size) for part in (*where, wanted)), strict=True):
-            part = output[row.to(output.device), position.to(output.device)].float()  # (rows, vocabulary)
-            tokens.append(part.argmax(-1).cpu())
-            nll.append(torch.nn.functional.cross_entropy(part, label.to(part.device), reduction="none").cpu())
+        predicting = self.predicting(batch["labels"])
+        samples, positions = predicting.nonzero().unbind(-1)
+        labels = batch["labels"][:, self.shift :][predicting]
+        tokens, nll = [], []
+        at_once = max(1, COPIED_BYTES // (4 * output.shape[-1]))
+        chunks = zip(samples.split(at_once), positions.split(at_once), labels.split(at_once), strict=True)
+        for of_samples, of_positions, of_labels in chunks:
+            logits = output[of_samples.to(output.device), of_positions.to(output.device)].float()
+            tokens.append(logits.argmax(-1).cpu())
+            nll.append(torch.nn.functional.cross_entropy(logits, of_labels.to(logits.device), reduction="none").cpu())
         return torch.cat(tokens), torch.cat(nll)
 
     def join(self, kept: Sequence[tuple[Tensor, ...]], batches: Sequence[Batch]) -> Predictions:
         """Return the predictions of all label tokens, teacher-forced; or of choices, if every row is one."""
-        tokens, nll = (torch.cat(values) for values in zip(*kept, strict=True))
+        tokens = torch.cat([tokens for tokens, _ in kept])
+        nll = torch.cat([nll for _, nll in kept])
         counts = torch.cat([self.losses(batch["labels"]) for batch in batches]).cpu()
         sample, characters = torch.arange(len(counts)).repeat_interleave(counts), None
         if "characters" in batches[0]:
             characters = torch.cat([batch["characters"] for batch in batches]).double()
         if data.PIECE_KEY in batches[0] and "choice" not in batches[0]:
             pieces = self._at_labels(batches, data.PIECE_KEY)
-            tokens, sample = of_pieces(pieces, tokens, self._at_labels(batches, "labels")), sample[pieces <= 1]
-            nll = nll.new_zeros(len(tokens)).index_add(0, (pieces <= 1).cumsum(0) - 1, nll)
+            begins_token = pieces <= 1
+            tokens = of_pieces(pieces, tokens, self._at_labels(batches, "labels"))
+            sample = sample[begins_token]
+            # The likelihood of a token in pieces is the product of those of its pieces.
+            nll = nll.new_zeros(len(tokens)).index_add(0, begins_token.cumsum(0) - 1, nll)
         joint = self._are_answers(batches)
-        found = Predictions(self.predicts, tokens, sample, joint=joint, nll=nll, characters=characters)
-        return choice_likelihoods(found, batches) if "choice" in batches[0] else found
+        predictions = Predictions(self.predicts, tokens, sample, joint=joint, nll=nll, characters=characters)
+        return choice_likelihoods(predictions, batches) if "choice" in batches[0] else predictions
 
     def _at_labels(self, batches: Sequence[Batch], key: str) -> Tensor:
         """Return the values of a key of batches at the label tokens, (label tokens,)."""
-        found = [batch[key][:, self.shift :][self.predicting(batch["labels"])] for batch in batches]
-        return torch.cat(found).cpu()
+        values = [batch[key][:, self.shift :][self.predicting(batch["labels"])] for batch in batches]
+        return torch.cat(values).cpu()
 
     def _are_answers(self, batches: Sequence[Batch]) -> bool:
         """Return whether the label tokens of a sample are one answer to a prompt, judged as a whole.
 
-        In plain text and conversations, and where labels stand at the places of their tokens, each is a prediction of
-        its own. A prompt is known by real tokens after the first that have no label, so one of a single token is not.
-        Tokens that end or pad a text tell nothing: collators that pad with the end of text take its label away
-        everywhere, and may leave out the mask.
+        In plain text and conversations, and in masked texts (`shift` 0), each is a prediction of its own. A prompt is
+        known by tokens after the first that have no label, so one of a single token is not. Padding and tokens that end
+        a text do not count: collators that pad with the end of text take its label away everywhere, and may leave out
+        the mask.
         """
         from ..model.tokens import token_ids
 
+        if self.shift == 0 or any(data.CHAT_KEY in batch for batch in batches):
+            return False
         config = self.config.get_text_config()
-        ends = [token for name in ("eos_token_id", "pad_token_id") for token in token_ids(getattr(config, name, None))]
-        for batch in batches if self.shift else ():
-            if data.CHAT_KEY in batch:
-                return False
+        ends = [*token_ids(getattr(config, "eos_token_id", None)), *token_ids(getattr(config, "pad_token_id", None))]
+        for batch in batches:
             labels = batch["labels"]
-            own = {name: given for name, given in batch.items() if given.shape == labels.shape}
-            mask, ids = own.get("attention_mask", torch.ones_like(labels)), own.get("input_ids", labels)
-            tells = (mask != 0) & ~torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
-            if bool((tells & (mask.cumsum(-1) > 1) & (labels == data.IGNORED)).any()):
+            by_token = {key: values for key, values in batch.items() if values.shape == labels.shape}
+            mask, ids = by_token.get("attention_mask", torch.ones_like(labels)), by_token.get("input_ids", labels)
+            is_end = torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
+            after_first = (mask != 0) & (mask.cumsum(-1) > 1)
+            if bool((after_first & ~is_end & (labels == data.IGNORED)).any()):
                 return True
         return False
 
     def references(self, batches: Sequence[Batch]) -> Tensor:
         """Return the label tokens, (label tokens,) int64, or the right choices, (questions,) int64."""
         if "choice" in batches[0]:
-            question, right = (torch.cat([batch[key] for batch in batches]).cpu() for key in ("question", "right"))
-            questions, place = question.unique(return_inverse=True)
-            return torch.zeros(len(questions), dtype=torch.int64).scatter(0, place, right)
+            question_of_row = torch.cat([batch["question"] for batch in batches]).cpu()
+            right_of_row = torch.cat([batch["right"] for batch in batches]).cpu()
+            questions, place = question_of_row.unique(return_inverse=True)
+            return torch.zeros(len(questions), dtype=torch.int64).scatter(0, place, right_of_row)
         labels = self._at_labels(batches, "labels")
-        pieces = self._at_labels(batches, data.PIECE_KEY) if data.PIECE_KEY in batches[0] else None
-        return labels if pieces is None else of_pieces(pieces, labels, labels)
+        if data.PIECE_KEY not in batches[0]:
+            return labels
+        return of_pieces(self._at_labels(batches, data.PIECE_KEY), labels, labels)
 
     def decide(self, predictions: Predictions) -> Tensor:
         """Return the likeliest tokens, (label tokens,), or the likeliest choice of each question, (questions,)."""
@@ -423,29 +425,28 @@ def text_labels(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def choice_likelihoods(tokens: Predictions, batches: Sequence[Batch]) -> Predictions:
-    """Return the log-likelihoods of choices, (questions, choices), from the predictions of their tokens, in nats.
-
-    They are -inf where a question has fewer choices than others.
-    """
+    """Return the log-likelihoods of choices, (questions, choices), from the predictions of their tokens, in nats."""
     assert tokens.nll is not None
     columns = {key: torch.cat([batch[key] for batch in batches]).cpu() for key in data.CHOICE_KEYS}
     questions, place = columns["question"].unique(return_inverse=True)
     shape = len(questions), int(columns["choice"].max()) + 1
-    likelihoods, characters = (torch.full(shape, fill, dtype=torch.float64) for fill in (-torch.inf, 1.0))
+    likelihoods = torch.full(shape, -torch.inf, dtype=torch.float64)  # some questions have fewer choices than others
+    characters = torch.ones(shape, dtype=torch.float64)
     likelihoods[place, columns["choice"]] = -tokens.per_sample(tokens.nll)
     characters[place, columns["choice"]] = columns["characters"].double()
     return Predictions("choices", likelihoods, characters=characters)
 
 
 def of_pieces(pieces: Tensor, predicted: Tensor, labels: Tensor) -> Tensor:
-    """Return one prediction for each token, (tokens,), where some tokens are read in pieces, see `PIECE_KEY`.
+    """Return one prediction for each token, (tokens,), where some tokens are read in pieces.
 
-    `pieces`, `predicted` and `labels` are those of all pieces, (pieces,). For a token in pieces it is `WHOLE` if all of
-    them are right, else what is predicted for the first one.
+    `pieces`, the values of `PIECE_KEY`, `predicted` and `labels` are those of all pieces, (pieces,). The prediction of
+    a token in pieces is `WHOLE` if all of them are right, else that of the first piece.
     """
-    first = pieces <= 1
-    wrong = torch.zeros(int(first.sum())).index_add(0, first.cumsum(0) - 1, (predicted != labels).float())
-    return predicted[first].masked_fill((pieces[first] == 1) & (wrong == 0), WHOLE)
+    begins_token = pieces <= 1
+    token = begins_token.cumsum(0) - 1  # the number of each piece's token
+    wrong = torch.zeros(int(begins_token.sum())).index_add(0, token, (predicted != labels).float())
+    return predicted[begins_token].masked_fill((pieces[begins_token] == 1) & (wrong == 0), WHOLE)
 
 
 def first_largest(values: Tensor) -> Tensor:
@@ -453,19 +454,18 @@ def first_largest(values: Tensor) -> Tensor:
     return torch.from_numpy(np.argmax(values.numpy(), axis=-1))
 
 
-def cut_on_the_left(ids: list[int], judged: list[bool], limit: int | None, tokenizer: Any) -> Tokens:
-    """Return the last `limit` tokens of a sample up to its last label, which `judged` marks; all if they fit.
-
-    A begin-of-text token takes the place of the first one, unless a label follows that directly.
-    """
+def cut_on_the_left(tokens: Tokens, limit: int | None, tokenizer: Any) -> Tokens:
+    """Return the last `limit` tokens of a sample up to its last label; all if they fit."""
+    ids, judged = tokens
     if limit is None or len(ids) <= limit:
-        return ids, judged
+        return tokens
     end = len(judged) - judged[::-1].index(True)
     first = max(end - limit, 0)
     kept = [*range(first, end)]
+    # The begin-of-text token takes the place of the first one, unless that predicts a label.
     if ids[0] == tokenizer.bos_token_id and first and not judged[first + 1]:
         kept[0] = 0
-    return [ids[place] for place in kept], [judged[place] for place in kept]
+    return Tokens([ids[place] for place in kept], [judged[place] for place in kept])
 
 
 def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: int) -> datasets.Dataset:
@@ -480,22 +480,22 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
     """
     import pyarrow as pa
 
-    running = rows.info.builder_name == "text" or not all(text.strip() for text in data.column_values(rows, column))
-    between = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    if between is None and len(rows) > 1 and not running:
+    is_running = rows.info.builder_name == "text" or not all(text.strip() for text in data.column_values(rows, column))
+    separator = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if separator is None and len(rows) > 1 and not is_running:
         raise DataError(
             "texts are joined by the tokenizer's end-of-text or begin-of-text token, but it has neither; set "
             "tokenizer.eos_token and save it with the model, or set packing to false"
         )
     texts = data.column_values(rows, column)
-    if running:
+    if is_running:
         texts = iter(["".join(text if text.endswith("\n") else text + "\n" for text in texts)])
     count = 0
     with tempfile.TemporaryFile() as file:
-        for part in batched(texts, TEXTS):
-            encoded = tokenizer(part, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for some_texts in batched(texts, TEXTS):
+            encoded = tokenizer(some_texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
             for ids in encoded["input_ids"]:
-                ids = [between, *ids] if count else ids
+                ids = [separator, *ids] if count else ids
                 array("q", ids).tofile(file)
                 count += len(ids)
         if count < 2:
@@ -505,7 +505,7 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
         file.flush()
         tokens = np.memmap(file, dtype=np.int64, mode="r", shape=(count,))
     length = min(length, count)
-    starts = np.arange(0, count - count % length + 1, length, dtype=np.int64)
+    edges = np.arange(0, count - count % length + 1, length, dtype=np.int64)  # the last one is the end of all blocks
     # Blocks are views of the mapped tokens.
-    blocks = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(tokens[: starts[-1]]))
+    blocks = pa.LargeListArray.from_arrays(pa.array(edges), pa.array(tokens[: edges[-1]]))
     return datasets.Dataset(datasets.table.InMemoryTable(pa.table({BLOCK: blocks})))
