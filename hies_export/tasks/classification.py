@@ -30,10 +30,8 @@ def problem_of(config: Any) -> Classified:
 
     With "classes", the largest logit is the answer. With "labels" (multi_label_classification), each logit says by
     itself whether its label applies; there may be a single one. With "numbers", a regression, the only logit is the
-    answer. Without a problem type, one label means a regression, and more mean classes.
-
-    Raises:
-        RequestError: The problem type is unknown, or does not suit the number of labels.
+    answer. Without a problem type, one label means a regression, and more mean classes. A RequestError refuses other
+    types, and one that does not suit the number of labels.
     """
     problem, count = getattr(config, "problem_type", None), config.num_labels
     if problem == "multi_label_classification":
@@ -74,8 +72,8 @@ class Classification(Task):
             self.metrics = ("accuracy",) if self.predicts == "classes" else ("pearson", "spearman")
 
     @abstractmethod
-    def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
-        """Return the model's inputs for the samples with the numbers in `part`."""
+    def inputs(self, samples: datasets.Dataset, rows: list[int]) -> Batch:
+        """Return the model's inputs for the samples in these rows."""
 
     def check_targets(self, rows: datasets.Dataset) -> None:
         """Refuse rows without a label that the model knows."""
@@ -83,13 +81,13 @@ class Classification(Task):
             self._labels(rows)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of the model's inputs, and of what `known` returns."""
-        known = self.known(samples, use)
-        for part in batched(range(len(samples)), size):
-            yield self.inputs(samples, part) | {key: values[part] for key, values in known.items()}
+        """Yield batches of the model's inputs and `targets`."""
+        targets = self.targets(samples, use)
+        for rows in batched(range(len(samples)), size):
+            yield self.inputs(samples, rows) | {key: values[rows] for key, values in targets.items()}
 
-    def known(self, samples: datasets.Dataset, use: Use) -> Batch:
-        """Return the `labels` of all samples, if there is a column of them."""
+    def targets(self, samples: datasets.Dataset, use: Use) -> Batch:
+        """Return what batches have of the samples beside inputs: `labels`, if there is a column of them."""
         return {"labels": self._labels(samples)} if self.columns.label else {}
 
     def _labels(self, rows: datasets.Dataset) -> Tensor:
@@ -107,11 +105,12 @@ class Classification(Task):
         labels, count = batch["labels"], self.config.num_labels
         if self.predicts == "labels":
             fit = labels.shape[1:] == (count,) and bool(((labels == 0) | (labels == 1)).all())
-            what = f"0 or 1 for each of {count} labels"
+            needed = f"0 or 1 for each of {count} labels"
         else:
-            fit, what = labels.dim() == 1, f"one {'class' if self.predicts == 'classes' else 'number'} for each sample"
+            fit = labels.dim() == 1
+            needed = f"one {'class' if self.predicts == 'classes' else 'number'} for each sample"
         if not fit:
-            raise DataError(f"labels must be {what}, but a batch has {labels.dtype} of shape {tuple(labels.shape)}")
+            raise DataError(f"labels must be {needed}, but a batch has {labels.dtype} of shape {tuple(labels.shape)}")
         if self.predicts == "classes":
             known = len(ClassNames(self.config).names)
             data.check_numbers(labels, known, "labels", "a batch", dtypes=(torch.int64,))
@@ -119,19 +118,16 @@ class Classification(Task):
         return {**batch, "labels": labels.float()}
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
-        """Return the likeliest class of each sample, (batch,), or 1 for each label of its set, (batch, labels)."""
+        """Return the likeliest class of each sample, (batch,), or 1 or 0 for each label, (batch, labels)."""
         if self.predicts == "labels":
             return self._applies(output).to(output.dtype)
         return super().own_labels(model, batch, output)
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
-        """Return the margin of the predicted class over the runner-up, or the number itself, (batch,).
-
-        The logits of a label set are projected onto random signs, as each of them is an answer of its own.
-        """
+        """Return the margin of the predicted class over the runner-up, or the number itself, (batch,)."""
         if self.predicts == "classes":
             return super().effect(model, batch, output, number)
-        return random_projection(output, number)
+        return random_projection(output, number)  # of a label set, each logit is an answer of its own
 
     def decide(self, predictions: Predictions) -> Tensor:
         """Return classes, (samples,) int64, which labels apply, (samples, labels) bool, or numbers, (samples,)."""
@@ -144,24 +140,24 @@ class Classification(Task):
         return logits > math.log(self.threshold / (1 - self.threshold))
 
     def tolerance_on(self, dense: Predictions) -> float | None:
-        """Return by how much numbers may differ from the dense model's and count as the same; None for no numbers.
-
-        By default it is a sixth of their standard deviation, to three digits, but no less than what rounding moves.
-        """
+        """Return by how much numbers may differ from the dense model's and count as the same; None for no numbers."""
         if self.predicts != "numbers":
             return None
         if self.tolerance is not None:
             return self.tolerance
         numbers = dense.values.double()
         spread = numbers.std(correction=0).item() * SHARE_OF_SPREAD
-        return float(f"{max(spread, SAME_CODE * numbers.abs().max().item()):.3g}")
+        rounding = SAME_CODE * numbers.abs().max().item()
+        return float(f"{max(spread, rounding):.3g}")
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return predicted and right classes, (samples,) int64, numbers, float64, or label sets, (samples, labels)."""
         decided = self.decide(predictions)
         if self.predicts == "numbers":
             decided, references = decided.double(), references.double()
-        return decided.numpy(), (references.bool() if self.predicts == "labels" else references).numpy()
+        elif self.predicts == "labels":
+            references = references.bool()
+        return decided.numpy(), references.numpy()
 
 
 @register_task
@@ -199,21 +195,21 @@ class TextClassification(Classification):
         if self.columns.label:
             data.read_numbers(rows, column=self.columns.label, what=_GRADE)
 
-    def known(self, samples: datasets.Dataset, use: Use) -> Batch:
-        """Return the labels of all samples; of a reranker's, `group` and, to judge or to be timed, `grades`."""
+    def targets(self, samples: datasets.Dataset, use: Use) -> Batch:
+        """Return `labels`; for a reranker `group` instead and, to judge or to be timed, `grades`."""
         if self.columns.group is None:
-            return super().known(samples, use)
-        numbers: dict[Any, int] = {}
-        queries = [numbers.setdefault(value, len(numbers)) for value in samples[self.columns.group][:]]
-        known = {data.GROUP_KEY: torch.tensor(queries)}
+            return super().targets(samples, use)
+        queries = samples[self.columns.group][:]
+        number_of = {query: number for number, query in enumerate(dict.fromkeys(queries))}
+        targets = {data.GROUP_KEY: torch.tensor([number_of[query] for query in queries])}
         if use in ("judge", "time") and self.columns.label:
             grades = data.read_numbers(samples, column=self.columns.label, what=_GRADE)
-            known["grades"] = torch.tensor(grades, dtype=torch.float32)
-        return known
+            targets["grades"] = torch.tensor(grades, dtype=torch.float32)
+        return targets
 
-    def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
+    def inputs(self, samples: datasets.Dataset, rows: list[int]) -> Batch:
         """Return what the tokenizer gives for texts or pairs of texts, (batch, longest), int64."""
-        texts = samples.select_columns(list(self.columns.text))[part]
+        texts = samples.select_columns(list(self.columns.text))[rows]
         columns = (texts[name] for name in self.columns.text)
         return data.encoded(self.processor, self.config, *columns, max_length=self.columns.max_length)
 
@@ -230,15 +226,15 @@ class ImageClassification(Classification):
     text = False
     images = True
 
-    def inputs(self, samples: datasets.Dataset, part: list[int]) -> Batch:
+    def inputs(self, samples: datasets.Dataset, rows: list[int]) -> Batch:
         """Return `pixel_values`, (batch, channels of the model, height, width), float32."""
-        column = str(self.columns.image)
-        rows, channels = data.as_images(samples, column), getattr(self.config, "num_channels", 3)
-        images = [data.image_of_row(rows, column, row, channels=channels) for row in part]
+        column, channels = str(self.columns.image), getattr(self.config, "num_channels", 3)
+        samples = data.as_images(samples, column)
+        images = [data.image_of_row(samples, column, row, channels=channels) for row in rows]
         must = f"the image processor must take images of {channels} channels, as the model does, to one size, and fails"
         with refusing(must, "give the one that the model was trained with, or set what it crops to", DataError):
-            found = dict(self.processor(images, return_tensors="pt"))
-            shape = data.image_shape(found)
+            inputs = dict(self.processor(images, return_tensors="pt"))
+            shape = data.image_shape(inputs)
             if shape is not None and len(shape) == 3 and shape[0] != channels:
-                raise ValueError(f"it gives {shape[0]} channels")
-        return found
+                raise ValueError(f"it gives {shape[0]} channels")  # `refusing` makes it a DataError
+        return inputs

@@ -110,7 +110,7 @@ class Task(ABC):
 
     predicts: str  # name of what is predicted: metrics that are of this fit
     metrics: tuple[str, ...]  # names of the usual metrics of rows that stand alone; the first one is the quality
-    # What rows that belong together are to each other -> the usual metrics of their rankings.
+    # How rows belong together, such as "queries" (with their documents) or "pairs" -> the usual metrics of rankings.
     of_rows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     word: str = "prediction"  # a report's word for one prediction
     output_names: ClassVar[tuple[str, ...]] = ("logits",)  # the outputs that are the prediction, stacked on axis 1
@@ -125,31 +125,26 @@ class Task(ABC):
         self.columns = Columns()
         self.processor: Any = None
 
-    # How rows are read.
-
     @classmethod
     def refusal(cls, columns: Any) -> str | None:
         """Return why the columns named by the fields of a recipe's `data` cannot be read; None if they can."""
-        given, known = {name for name in COLUMNS if getattr(columns, name)}, [set(names.split()) for names in cls.reads]
-        if given in known:
-            many = len(columns.text) > cls.text_columns
-            return f"{cls.name} needs {cls.needs}, got {', '.join(columns.text)}" if many else None
-        surplus = " or ".join(f"data.{name}" for name in sorted(given.difference(*known)))
+        given = {field for field in COLUMNS if getattr(columns, field)}
+        accepted = [set(fields.split()) for fields in cls.reads]
+        if given in accepted:
+            too_many = len(columns.text) > cls.text_columns
+            return f"{cls.name} needs {cls.needs}, got {', '.join(columns.text)}" if too_many else None
+        surplus = " or ".join(f"data.{field}" for field in sorted(given.difference(*accepted)))
         return f"{cls.name} needs {cls.needs}" + (f" and no {surplus}" if surplus else "")
 
     @classmethod
     def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the columns to read of a data set if their names leave no choice, by the fields of `data`; else None.
-
-        `features` are those of the data set, by the names of its columns.
-        """
+        """Return which columns to read, by the fields of `data`, given all features; None if names leave a choice."""
         return None
 
     def to_read(self: AnyTask, columns: Columns, processor: Any = None) -> AnyTask:
         """Return a copy of the task that reads these columns with a copy of a tokenizer or processor.
 
-        Calling a tokenizer changes how it cuts and pads, which it would be saved with. Without one, rows can only be
-        checked.
+        Calls change how a tokenizer cuts and pads, and it is saved so. Without one, rows can only be checked.
         """
         return self._changed(columns=columns, processor=copy.deepcopy(processor))
 
@@ -160,54 +155,58 @@ class Task(ABC):
         return changed
 
     def load(self, split: str, **options: Any) -> datasets.Dataset:
-        """Load a row per sample of a split, after `check_rows`; options are those of `mapped_rows` and `take`."""
+        """Load a row per sample of a split, after `check_rows`; `options` are those of `data.mapped_rows` or `take`."""
         if self.a_row_is_a_sample:
             rows = data.load_rows(split=split, **options, numbered=True, together=self.columns.together)
             self.check_rows(rows)
             return rows
-        source = {name: options.pop(name) for name in ("name", "files", "shuffled") if name in options}
+        source = {name: value for name, value in options.items() if name in ("name", "files", "shuffled")}
+        drawn = {name: value for name, value in options.items() if name not in source}
         with data.mapped_rows(split=split, **source, numbered=True) as rows:
             self.check_rows(rows)
-            return self.draw(rows, **options)
+            return self.draw(rows, **drawn)
 
     @property
     def columns_of_text(self) -> list[str]:
         """The columns that texts are read from."""
-        asked, fields = self.columns, template_fields(self.columns.prompt or "")
-        names = (*asked.text, asked.query, asked.document, *asked.messages, *fields, asked.answer)
+        columns, in_prompt = self.columns, template_fields(self.columns.prompt or "")
+        names = (*columns.text, columns.query, columns.document, *columns.messages, *in_prompt, columns.answer)
         return [name for name in dict.fromkeys(names) if name]
 
     def check_rows(self, rows: datasets.Dataset) -> None:
         """Refuse, by a DataError, rows that the model cannot be fed with, before anything is computed."""
-        columns, known = self.columns, data.own_columns(rows)
+        columns, present = self.columns, data.own_columns(rows)
         if refusal := self.refusal(columns):
-            raise DataError(f"{refusal}; the data has {listed(known)}")
-        inputs = [*columns.text, *filter(None, [columns.image])]
-        for column in (*inputs, *self.columns_of_text, *filter(None, [columns.group, columns.label])):
+            raise DataError(f"{refusal}; the data has {listed(present)}")
+        inputs = [*columns.text, *([columns.image] if columns.image else [])]
+        others = [column for column in (columns.group, columns.label) if column]
+        for column in (*inputs, *self.columns_of_text, *others):
             if column not in rows.column_names:
                 raise DataError(
-                    f"the data must have the column {quoted(column)}, but it has {listed(known)}"
-                    f"{did_you_mean(column, known)}"
+                    f"the data must have the column {quoted(column)}, but it has {listed(present)}"
+                    f"{did_you_mean(column, present)}"
                 )
         for column in inputs:
-            feature = rows.features[column]
-            if column == columns.image and not data.holds_images(feature):
-                raise DataError(
-                    f"the column {column!r} must hold images, but it holds {data.kind_of(feature)}; write one image in "
-                    "each row, its bytes and not its path or address"
-                )
-            if column != columns.image and not self.is_text(feature):
-                raise DataError(
-                    f"the column {column!r} must hold text, but it holds {data.kind_of(feature)}; name a column of text"
-                )
-            # The Arrow table says what is missing without decoding every image.
-            values = rows.with_format("arrow")[column][:]
-            if values.null_count:
-                row = values.is_valid().to_pylist().index(False)
-                raise DataError(
-                    f"every row must have a {column!r}, but {data.row_name(rows, row)} has none; leave it out"
-                )
+            self._check_input(rows, column)
         self.check_targets(rows)
+
+    def _check_input(self, rows: datasets.Dataset, column: str) -> None:
+        """Refuse, by a DataError, a column of texts or images that holds something else, or not one in every row."""
+        feature = rows.features[column]
+        if column == self.columns.image and not data.holds_images(feature):
+            raise DataError(
+                f"the column {column!r} must hold images, but it holds {data.kind_of(feature)}; write one image in "
+                "each row, its bytes and not its path or address"
+            )
+        if column != self.columns.image and not self.is_text(feature):
+            raise DataError(
+                f"the column {column!r} must hold text, but it holds {data.kind_of(feature)}; name a column of text"
+            )
+        # The Arrow table says what is missing without decoding every image.
+        values = rows.with_format("arrow")[column][:]
+        if values.null_count:
+            row = values.is_valid().to_pylist().index(False)
+            raise DataError(f"every row must have a {column!r}, but {data.row_name(rows, row)} has none; leave it out")
 
     def is_text(self, feature: Any) -> bool:
         """Return whether a column may be named in `text`."""
@@ -218,7 +217,7 @@ class Task(ABC):
         return
 
     def draw(self, rows: datasets.Dataset, **drawn: Any) -> datasets.Dataset:
-        """Turn rows, in their own order, into one row per sample, and `take` some of these by its options."""
+        """Turn rows, in their own order, into one row per sample, and take some of these by the options of `take`."""
         samples = rows if self.a_row_is_a_sample else self.samples(rows)
         return data.take(samples, **drawn, together=self.columns.together)
 
@@ -231,7 +230,7 @@ class Task(ABC):
         return list(self.batches(samples, size, use)) if len(samples) else []
 
     def in_full(self: AnyTask) -> AnyTask:
-        """Return a task that reads all that rows have; by default, this one."""
+        """Return a task that reads every choice of a row rather than the right one alone; by default, this one."""
         return self
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
@@ -248,35 +247,27 @@ class Task(ABC):
         """
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return a batch that a user gave as `read` gives it, with what is to be predicted in `labels`.
-
-        Raises:
-            DataError: The labels are none that the model has.
-        """
+        """Return a batch that a user gave as `read` gives it, with `labels`; a DataError refuses unknown ones."""
         return dict(batch)
 
     def parts(self, batch: Batch) -> list[Batch]:
         """Return a batch divided into batches that one forward pass may take; by default, it is not divided."""
         return [batch]
 
-    # How units are scored.
-
     def output(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Return what a model predicts for the inputs of a batch, on the model's device."""
         device = next(model.parameters()).device
-        inputs = data.inputs_of(batch)
-        found = model(**{key: value.to(device) if hasattr(value, "to") else value for key, value in inputs.items()})
-        return stack([getattr(found, name) for name in self.output_names])
+        inputs = data.inputs_of(batch).items()
+        outputs = model(**{key: value.to(device) if hasattr(value, "to") else value for key, value in inputs})
+        return stack([getattr(outputs, name) for name in self.output_names])
 
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return the labels that the output, (batch, ...), predicts for a batch, in the form that the loss takes."""
         return output.argmax(-1)
 
     def with_labels(self, model: PreTrainedModel, batch: Batch) -> Batch:
-        """Return the batch with labels: its own, else the model's predictions, if its loss needs labels.
-
-        It needs none for numbers, embeddings and candidates of a reranker: there the output itself is the loss.
-        """
+        """Return the batch with labels: its own, else the model's predictions, if its loss needs labels."""
+        # The loss of numbers, embeddings and candidates of a reranker is the output itself.
         if "labels" in batch or self.predicts in ("numbers", "embeddings") or data.GROUP_KEY in batch:
             return dict(batch)
         with torch.no_grad():
@@ -286,8 +277,8 @@ class Task(ABC):
     def loss(self, model: PreTrainedModel, batch: Batch, number: int) -> Loss:
         """Return the sum of all losses of a batch, and how many each sample has; `number` is that of the batch.
 
-        With labels it is the model's own mean loss, times their count. Without, a sample's loss is its output,
-        projected onto random signs (`random_projection`). A NonFiniteError says that it is NaN or infinite.
+        With labels, the sum is the model's own mean loss times the number of its terms. Without, a sample's loss is its
+        output, projected onto random signs (`random_projection`). A NonFiniteError refuses NaN and infinity.
         """
         if "labels" in batch:
             counts = self.losses(batch["labels"])
@@ -319,10 +310,8 @@ class Task(ABC):
         return best - second
 
     def next_tokens(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Return which outputs of a model that generates predict a token of the text, (batch, tokens - shift) bool."""
+        """Return which outputs of a language model predict a token of the text, (batch, tokens - shift) bool."""
         raise NotImplementedError
-
-    # How predictions are judged.
 
     def check_batches(self, batches: Sequence[Batch]) -> None:
         """Refuse, by a DataError, batches in which there is nothing to predict; by default, none."""
@@ -366,8 +355,7 @@ class Task(ABC):
     ) -> tuple[str, ...]:
         """Return the names of the usual metrics; the first one is the quality.
 
-        `rows` says what rows that belong together are to each other, `answers` whether the rows have prompts and
-        answers, and `choices` whether the answers are chosen.
+        `rows`: a key of `of_rows`, or None; `answers`: whether rows have prompts and answers; `choices`: whether many.
         """
         return self.metrics if rows is None else self.of_rows[rows]
 
@@ -378,7 +366,7 @@ def check_same_samples(dense: Predictions, other: Predictions) -> None:
     if alike and dense.sample is not None and other.sample is not None:
         alike = torch.equal(dense.sample, other.sample)
     if not alike:
-        shapes = [tuple(of.values.shape) for of in (dense, other)]
+        shapes = [tuple(predictions.values.shape) for predictions in (dense, other)]
         raise DataError(
             f"stability compares {dense.kind} of the same samples, got shapes {shapes[0]} and {shapes[1]} of "
             f"{len(dense)} and {len(other)} samples"
