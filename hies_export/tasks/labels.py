@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 _NO_LABEL = (-1, -100)
 # Columns of labels, as transformers' collators know them.
 LABELS = ("labels", "label", "label_ids")
-# Those of numbers, such as how alike two texts are.
+# Columns of numbers, such as how alike two texts are.
 _SCORES = (*LABELS, "score", "similarity_score")
 # How names of classes say which word of an entity they are for, and its type: B-PER. The letters are those of IOB (B
 # for the first word, I for others), IOBES and BILOU (E or L for the last, S or U for an only one), BMES and BMEWO (M
 # for others, W for an only one).
-_PLACED = re.compile(r"(?P<place>[BIMELSUW])-(?P<type>.+)", re.IGNORECASE)
+_ENTITY_CLASS = re.compile(r"(?P<place>[BIMELSUW])-(?P<type>.+)", re.IGNORECASE)
 
 
 def places_in_entities(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -35,31 +35,31 @@ def places_in_entities(names: Sequence[str]) -> list[tuple[str, str]]:
     The letter is one of `BIMELSUW`, and S for a name without one, whose words are entities by themselves. For `O`, both
     are empty.
     """
-    found = [_PLACED.fullmatch(name) for name in names]
-    # Without words that begin or go on, a letter is a part of a name.
-    if not {match["place"].upper() for match in found if match} & set("BIM"):
-        found = [None] * len(names)
-    return [
-        ("", "") if name.upper() == "O" else (match["place"].upper(), match["type"]) if match else ("S", name)
-        for name, match in zip(names, found, strict=True)
-    ]
+    matches = [_ENTITY_CLASS.fullmatch(name) for name in names]
+    # If no class is for a first or a further word, a letter such as in "L-shaped" is a part of the name.
+    has_prefixes = any(match["place"].upper() in "BIM" for match in matches if match)
+    places = []
+    for name, match in zip(names, matches, strict=True):
+        if name.upper() == "O":
+            places.append(("", ""))
+        elif match and has_prefixes:
+            places.append((match["place"].upper(), match["type"]))
+        else:
+            places.append(("S", name))
+    return places
 
 
 class ClassNames:
-    """The names of a classifier's classes, by number, and the numbers of a name.
-
-    Raises:
-        RequestError: `id2label` does not name every class, numbered from 0.
-    """
+    """The names of a classifier's classes by number; a RequestError refuses a config that does not name all from 0."""
 
     def __init__(self, config: Any) -> None:
-        named = {int(number): name for number, name in config.id2label.items()}
-        if not named or sorted(named) != list(range(len(config.id2label))):
+        name_of = {int(number): name for number, name in config.id2label.items()}
+        if not name_of or sorted(name_of) != list(range(len(config.id2label))):
             raise RequestError(
                 f"id2label must name every class, numbered from 0 without a gap, but it has {quoted(config.id2label)}; "
                 "name the classes in the model's config as it was trained"
             )
-        self.names = [str(named[number]) for number in range(len(named))]
+        self.names = [str(name_of[number]) for number in range(len(name_of))]
 
     def __str__(self) -> str:
         return listed(self.names)
@@ -71,8 +71,8 @@ class ClassNames:
 
     def find(self, name: str) -> list[int]:
         """Return the numbers of all classes of this name or, if there are none, of those that differ in case alone."""
-        exact = [number for number, own in enumerate(self.names) if own == name]
-        return exact or [number for number, own in enumerate(self.names) if own.casefold() == name.casefold()]
+        exact = [number for number, known in enumerate(self.names) if known == name]
+        return exact or [number for number, known in enumerate(self.names) if known.casefold() == name.casefold()]
 
 
 def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bool = False) -> list[int] | list[float]:
@@ -80,19 +80,19 @@ def read_labels(rows: datasets.Dataset, *, column: str, config: Any, numbers: bo
     must, remedy = "every row must have a label", "remove such rows, or leave data.label out to run without labels"
     data.check_each(rows, column, lambda value: value is not None and value == value, must, remedy)  # NaN != NaN
     if numbers:
-        found = data.read_numbers(rows, column=column, what="the label of a regression")
-        if all(value == -1 for value in found):
+        values = data.read_numbers(rows, column=column, what="the label of a regression")
+        if all(value == -1 for value in values):
             raise DataError(_no_label_message(f"in every row of {column!r}"))
-        return found
+        return values
     lists = [[value] for value in rows[column][:]]
-    classes = ClassNames(config)
-    return [n for (n,) in class_numbers(rows, lists, rows.features[column], column=column, classes=classes)]
+    numbered = class_numbers(rows, lists, rows.features[column], column=column, classes=ClassNames(config))
+    return [of_row[0] for of_row in numbered]
 
 
 def class_numbers(
     rows: datasets.Dataset, lists: Sequence[Sequence[Any]], feature: Any, *, column: str, classes: ClassNames
 ) -> list[list[int]]:
-    """Return the numbers of the model's `classes` in the list of each row, matched by name if the data has names.
+    """Return the labels of each row as the model's class numbers, matched by name if the data has names.
 
     `lists` are the labels of the `rows` in a column, none of them missing, each described by `feature`.
     """
@@ -103,7 +103,7 @@ def class_numbers(
             f"{data.kind_of(feature)} such as {quoted(given[0])}; a gap makes floats of numbers"
         )
     values = list(dict.fromkeys(given))
-    named = not values or dtype in data.STRINGS
+    are_names = not values or dtype in data.STRINGS
 
     def row_of(value: int) -> str:
         return data.row_name(rows, next(row for row, of_row in enumerate(lists) if value in of_row))
@@ -111,15 +111,16 @@ def class_numbers(
     for number in _NO_LABEL:
         if number in values:
             raise DataError(_no_label_message(f"for {column!r} in {row_of(number)}", number))
-    names = {value: value for value in values} if named else _names_of_values(values, feature, classes)
-    found = {value: classes.find(name) for value, name in names.items()}
-    if named or any(numbers and value not in numbers for value, numbers in found.items()):
+    names = {value: value for value in values} if are_names else _names_of_values(values, feature, classes)
+    of_that_name = {value: classes.find(name) for value, name in names.items()}
+    # Labels that are numbers are taken as such, unless the model gives one of their names another number.
+    if are_names or any(numbers and value not in numbers for value, numbers in of_that_name.items()):
         number_of = _numbers_of_names({value: names[value] for value in values}, column, classes)
         return [[number_of[value] for value in of_row] for of_row in lists]
-    if isinstance(feature, datasets.ClassLabel) and not all(map(found.get, values)):
+    if isinstance(feature, datasets.ClassLabel) and not all(of_that_name.get(value) for value in values):
         _check_numbering(feature.names, column=column, classes=classes)
     unnamed = all(name.casefold().startswith("label_") for name in classes.names)  # LABEL_0 and so on, by transformers
-    if not all(found.values()) and not unnamed:
+    if not all(of_that_name.values()) and not unnamed:
         logger.warning(
             "the data's classes (%s) are not named as the model's (%s): they are matched by number",
             listed(names.values()),
@@ -134,7 +135,7 @@ def class_numbers(
 
 
 def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) -> None:
-    """Refuse classes of other names than the model's, unless they are as many and their order can be the model's."""
+    """Refuse classes of other names than the model's, unless they are as many and may be in the model's order."""
     given = f"the {len(names)} classes of {column!r} ({listed(names)})"
     own = f"the model's {len(classes.names)} ({classes})"
     remedy = (
@@ -142,12 +143,14 @@ def _check_numbering(names: Sequence[str], *, column: str, classes: ClassNames) 
     )
     if len(names) != len(classes.names):
         raise DataError(f"{given} must have names of {own}, or be as many, to be matched by number; {remedy}")
-    numbered = itertools.pairwise(names) if all(map(str.isdecimal, names)) else ()
-    if wrong := next(((one, other) for one, other in numbered if int(one) > int(other)), None):
-        raise DataError(
-            f"{given} must have names of {own}, or be in the order of their numbers: as text, {wrong[0]} comes before "
-            f"{wrong[1]}; {remedy}"
-        )
+    if not all(map(str.isdecimal, names)):
+        return
+    for name, following in itertools.pairwise(names):
+        if int(name) > int(following):  # sorted as text, such as 1, 10, 2
+            raise DataError(
+                f"{given} must have names of {own}, or be in the order of their numbers: as text, {name} comes before "
+                f"{following}; {remedy}"
+            )
 
 
 def _names_of_values(values: Sequence[int], feature: Any, classes: ClassNames) -> dict[int, str]:
@@ -169,21 +172,21 @@ def _no_label_message(where: str, given: int = -1) -> str:
 
 def _numbers_of_names(names: Mapping[Any, str], column: str, classes: ClassNames) -> dict[Any, int]:
     """Return the class number of each value, given its name; a DataError refuses names of no or several classes."""
-    numbers = {name: classes.find(name) for name in names.values()}
-    if unknown := [quoted(name) for name, found in numbers.items() if not found]:
+    numbers_of = {name: classes.find(name) for name in names.values()}
+    if unknown := [quoted(name) for name, numbers in numbers_of.items() if not numbers]:
         given = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         remedy = "" if classes.are_numbers else f", give class numbers in [0, {len(classes.names)})"
         raise DataError(
             f"the class names in {column!r} must be among the model's ({classes}), got {given}; rename them{remedy}, "
             "or leave data.label out to run without labels"
         )
-    for name, found in numbers.items():
-        if len(found) > 1:
+    for name, numbers in numbers_of.items():
+        if len(numbers) > 1:
             raise DataError(
                 f"the class names in {column!r} must be those of one class each, but {quoted(name)} is the name of "
-                f"classes {listed(found)} in the model's id2label; give class numbers in [0, {len(classes.names)})"
+                f"classes {listed(numbers)} in the model's id2label; give class numbers in [0, {len(classes.names)})"
             )
-    return {value: numbers[name][0] for value, name in names.items()}
+    return {value: numbers_of[name][0] for value, name in names.items()}
 
 
 def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tensor:
@@ -191,10 +194,7 @@ def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tens
 
     A row has a list: of the numbers or names of its labels, or of 0 or 1 for each label of the model. Lists of integers
     are read as the latter if all rows can be. A row may also have the number or name of its only label or, if the model
-    has a single label, 0 or 1.
-
-    Raises:
-        DataError: A row has no list, or a label that the model does not know.
+    has a single label, 0 or 1. A DataError refuses rows without a list, and labels that the model does not know.
     """
     feature, values, count = rows.features[column], rows[column][:], config.num_labels
     has_lists, inner = data.is_list(feature), data.item_feature(feature)
@@ -205,20 +205,20 @@ def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tens
     must, remedy = "every row must have a list of labels, empty if none applies", "complete it, or leave data.label out"
     data.check_each(rows, column, lambda value: value is not None and not (has_lists and None in value), must, remedy)
     classes = ClassNames(config)
-    sets = values if has_lists else [[value] for value in values]
+    lists = values if has_lists else [[value] for value in values]
     dtype = str(inner.dtype)
-    named = dtype in data.STRINGS or (has_lists and isinstance(inner, datasets.ClassLabel))
-    # The first row that does not have 0 or 1 for each label of the model.
-    wrong = next((row for row, labels in enumerate(sets) if len(labels) != count or not set(labels) <= {0, 1}), None)
-    if wrong is None and not named:
-        return torch.tensor(sets, dtype=torch.float32)
-    if wrong is not None and (dtype.startswith(("bool", "float")) or (count == 1 and not has_lists)):
+    are_names = dtype in data.STRINGS or (has_lists and isinstance(inner, datasets.ClassLabel))
+    other_rows = [row for row, labels in enumerate(lists) if len(labels) != count or not set(labels) <= {0, 1}]
+    if not other_rows and not are_names:  # all rows have 0 or 1 for each label of the model
+        return torch.tensor(lists, dtype=torch.float32)
+    if other_rows and (dtype.startswith(("bool", "float")) or (count == 1 and not has_lists)):
+        wrong = other_rows[0]
         raise DataError(
             f"the labels in {column!r} must be 0 or 1 for each of the model's {count} labels, or lists of their "
             f"numbers or names, but {data.row_name(rows, wrong)} has {quoted(values[wrong])}"
         )
-    members = class_numbers(rows, sets, inner, column=column, classes=classes)
-    return torch.tensor([[float(number in of_row) for number in range(count)] for of_row in members])
+    numbers = class_numbers(rows, lists, inner, column=column, classes=classes)
+    return torch.tensor([[float(number in of_row) for number in range(count)] for of_row in numbers])
 
 
 def numbers_column(features: Mapping[str, Any]) -> str | None:

@@ -85,69 +85,72 @@ class TokenClassification(Task):
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of words, or of texts that are divided into words."""
-        texts, labels, split = samples[self.columns.text[0]][:], self._labels(samples), self._in_words(samples)
-        if split:
+        texts, labels, as_words = samples[self.columns.text[0]][:], self._labels(samples), self._holds_words(samples)
+        if as_words:
             two_words = self.processor(["a", "a"], is_split_into_words=True)
             if self.processor("a a")["input_ids"] != two_words["input_ids"]:
                 # The tokenizer takes the space before a word for a part of it, as those of bytes do.
                 texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
-        for part in batched(range(len(samples)), size):
-            chosen, limit = [texts[row] for row in part], self.columns.max_length
-            found = data.tokenize(self.processor, self.config, chosen, max_length=limit, is_split_into_words=split)
-            # Of each row, by the number of a word's first token: its own number, or its characters; and its class.
-            words: list[dict[int, Any]] = []
-            classes: list[dict[int, int]] = []
-            for number, row in enumerate(part):
-                of_row: Any = () if labels is None else labels[row]
-                if split:
-                    words.append(_first_tokens(found.word_ids(number)))
+        for rows in batched(range(len(samples)), size):
+            chosen, limit = [texts[row] for row in rows], self.columns.max_length
+            encoded = data.tokenize(self.processor, self.config, chosen, max_length=limit, is_split_into_words=as_words)
+            # For each row: the number of the first token of a word -> the class of the word, None without labels.
+            classes: list[Mapping[int, int | None]] = []
+            for number, row in enumerate(rows):
+                of_row = None if labels is None else labels[row]
+                if as_words:
+                    words = _first_tokens(encoded.word_ids(number))
+                    classes.append({token: None if of_row is None else of_row[word] for token, word in words.items()})
                 else:
-                    words.append(self._places(found, number, texts[row], of_row))
-                if labels is not None and split:
-                    classes.append({token: of_row[word] for token, word in words[-1].items()})
-                elif labels is not None:
-                    classes.append(self._of_spans(words[-1], of_row))
-            found[data.JUDGED_KEY] = _by_token(found, [dict.fromkeys(first, True) for first in words], False)
+                    characters = self._words_of_text(encoded, number, texts[row], of_row or ())
+                    classes.append(self._classes_of_words(characters, of_row))
+            judged = [dict.fromkeys(first_tokens, True) for first_tokens in classes]
+            encoded[data.JUDGED_KEY] = _by_token(encoded, judged, False)
             if labels is not None:
-                found["labels"] = _by_token(found, classes, data.IGNORED)
-            batch = data.as_batch(found, self.processor, self.config)
+                encoded["labels"] = _by_token(encoded, classes, data.IGNORED)
+            batch = data.as_batch(encoded, self.processor, self.config)
             yield batch | {data.JUDGED_KEY: batch[data.JUDGED_KEY].bool()}
 
-    def _places(self, found: Any, row: int, text: str, spans: Sequence[_Span]) -> dict[int, tuple[int, int]]:
-        """Return the characters of each word of a tokenised text, by the number of its first token.
-
-        `found` is the `BatchEncoding` of several texts, of which `text` is that in its `row`.
-        """
+    def _words_of_text(self, encoded: Any, row: int, text: str, spans: Sequence[_Span]) -> dict[int, tuple[int, int]]:
+        """Return the characters of each word of the text in a row of `encoded`, by the number of its first token."""
         marks_pieces = getattr(self.processor.backend_tokenizer.model, "continuing_subword_prefix", None)
-        places = {}
-        for first, word in _first_tokens(found.word_ids(row)).items():
-            start, end = found.word_to_chars(row, word)
+        characters = {}
+        for first, word in _first_tokens(encoded.word_ids(row)).items():
+            start, end = encoded.word_to_chars(row, word)
             is_word = marks_pieces and not _NO_WORD.search(text[start:end].strip())
-            if is_word and sum(span.start < end and start < span.end for span in spans) < 2:
-                places[first] = start, end
-            else:
-                tokens = range(*found.word_to_tokens(row, word))
-                places |= {token: tuple(found.token_to_chars(row, token)) for token in tokens}
-        return places
+            spans_of_word = [span for span in spans if span.start < end and start < span.end]
+            if is_word and len(spans_of_word) < 2:
+                characters[first] = start, end
+            else:  # every token is a word by itself
+                for token in range(*encoded.word_to_tokens(row, word)):
+                    characters[token] = tuple(encoded.token_to_chars(row, token))
+        return characters
 
-    def _of_spans(self, places: Mapping[int, tuple[int, int]], spans: Sequence[_Span]) -> dict[int, int]:
-        """Return the class of each word by the number of its first token, given its characters: O outside of spans."""
-        classes = dict.fromkeys(places, ClassNames(self.config).find("O")[0])
+    def _classes_of_words(
+        self, characters: Mapping[int, tuple[int, int]], spans: Sequence[_Span] | None
+    ) -> dict[int, int | None]:
+        """Return the classes of words by the same keys as their characters: O outside of spans; None without spans."""
+        if spans is None:
+            return dict.fromkeys(characters)
+        classes: dict[int, int | None] = dict.fromkeys(characters, ClassNames(self.config).find("O")[0])
         for span in spans:
-            inside = [word for word, (start, end) in places.items() if start < span.end and end > span.start]
-            several = [span.first, *[span.others] * (len(inside) - 2), span.last]
-            classes |= dict(zip(inside, [span.only] if len(inside) == 1 else several, strict=False))
+            words = [word for word, (start, end) in characters.items() if start < span.end and end > span.start]
+            classes |= dict.fromkeys(words, span.classes.others)
+            if len(words) == 1:
+                classes[words[0]] = span.classes.only
+            elif words:
+                classes[words[0]], classes[words[-1]] = span.classes.first, span.classes.last
         return classes
 
-    def _in_words(self, rows: datasets.Dataset) -> bool:
-        """Return whether the column of text holds words."""
+    def _holds_words(self, rows: datasets.Dataset) -> bool:
+        """Return whether the column of text holds lists of words, rather than texts."""
         return hasattr(rows.features[self.columns.text[0]], "feature")
 
     def _labels(self, rows: datasets.Dataset) -> Sequence[Sequence[Any]] | None:
         """Return the labels of each row, checked: class numbers of words, or spans; None without labels."""
         if self.columns.label is None:
             return None
-        return self._class_numbers(rows, self.columns.label) if self._in_words(rows) else self._spans(rows)
+        return self._class_numbers(rows, self.columns.label) if self._holds_words(rows) else self._spans(rows)
 
     def _class_numbers(self, rows: datasets.Dataset, column: str) -> list[list[int]]:
         """Return the class number of each word; a DataError refuses rows without a label for each."""
@@ -158,9 +161,9 @@ class TokenClassification(Task):
                 f"{data.kind_of(rows.features[column])}; make a list with a label for each word"
             )
         labels = rows[column][:]
-        for row, (words, of_row) in enumerate(zip(rows[self.columns.text[0]][:], labels, strict=True)):
-            given = sum(label is not None for label in of_row or ())
-            if len(words) != given or given != len(of_row):
+        for row, (words, labels_of_row) in enumerate(zip(rows[self.columns.text[0]][:], labels, strict=True)):
+            given = sum(label is not None for label in labels_of_row or ())
+            if len(words) != given or given != len(labels_of_row):
                 raise DataError(
                     f"every word must have a label, but {data.row_name(rows, row)} has {len(words)} words and {given} "
                     f"labels in {column!r}; give each word one, or leave the row out"
@@ -175,14 +178,14 @@ class TokenClassification(Task):
         feature = getattr(rows.features[column], "feature", None)
         names = getattr(feature.get("label"), "names", None) if isinstance(feature, Mapping) else None
         texts, labels = rows[self.columns.text[0]][:], rows[column][:]
-        found = []
-        for row, (text, spans) in enumerate(zip(texts, labels, strict=True)):
-            where = f"{data.row_name(rows, row)} has {{}} in {column!r}"
-            of_row = sorted(_span(span, len(text), names, classes, where) for span in spans or ())
-            if any(other.start < one.end for one, other in itertools.pairwise(of_row)):
-                raise DataError(f"spans of a text must not overlap, but {where.format(quoted(spans))}")
-            found.append(of_row)
-        return found
+        spans_of_rows = []
+        for row, (text, given) in enumerate(zip(texts, labels, strict=True)):
+            name = data.row_name(rows, row)
+            spans = sorted(_span(label, len(text), names, classes, name, column) for label in given or ())
+            if any(following.start < span.end for span, following in itertools.pairwise(spans)):
+                raise DataError(f"spans of a text must not overlap, but {name} has {quoted(given)} in {column!r}")
+            spans_of_rows.append(spans)
+        return spans_of_rows
 
     def canonical(self, model: PreTrainedModel, batch: Batch) -> Batch:
         """Return a batch with the mask of tokens that `_judged` returns."""
@@ -197,11 +200,9 @@ class TokenClassification(Task):
         return (labels != data.IGNORED).sum(-1)
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
-        """Return by how much each word's best logit exceeds the second, summed with random signs over words, (batch,).
-
-        So changes at several words cannot cancel out, see `random_projection`.
-        """
+        """Return the margins of words' best logits over the second, summed over words with random signs, (batch,)."""
         margins = super().effect(model, batch, output, number)  # (batch, tokens)
+        # By random signs, so that changes at several words do not cancel out.
         return random_projection(margins * _judged(batch).to(output.device), number)
 
     def check_batches(self, batches: Sequence[Batch]) -> None:
@@ -236,7 +237,7 @@ class TokenClassification(Task):
         """Return which samples have the same entities, (samples,) bool."""
         check_same_samples(dense, other)
         pairs = zip(self.entities(dense, dense.values), self.entities(other, other.values), strict=True)
-        return torch.tensor([one == two for one, two in pairs])
+        return torch.tensor([of_dense == of_other for of_dense, of_other in pairs])
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return counts of each sample as two structured arrays, (samples,).
@@ -244,19 +245,21 @@ class TokenClassification(Task):
         The first has the entities that are `right` and `found`, and the right `words`. The second has all `entities`
         and `words` of the labels.
         """
-        given, wanted = (self.entities(predictions, classes) for classes in (predictions.values, references))
-        rows = np.empty(len(given), dtype=[("right", np.int64), ("found", np.int64), ("words", np.int64)])
-        rows["right"] = [len(one & two) for one, two in zip(given, wanted, strict=True)]
-        rows["found"] = [*map(len, given)]
-        rows["words"] = predictions.per_sample(predictions.values == references)
-        there = np.empty(len(given), dtype=[("entities", np.int64), ("words", np.int64)])
-        there["entities"], there["words"] = [*map(len, wanted)], self._counts(predictions)
-        return rows, there
+        found = self.entities(predictions, predictions.values)
+        labelled = self.entities(predictions, references)
+        counts = np.empty(len(found), dtype=[("right", np.int64), ("found", np.int64), ("words", np.int64)])
+        counts["right"] = [len(entities & right) for entities, right in zip(found, labelled, strict=True)]
+        counts["found"] = list(map(len, found))
+        counts["words"] = predictions.per_sample(predictions.values == references)
+        totals = np.empty(len(found), dtype=[("entities", np.int64), ("words", np.int64)])
+        totals["entities"], totals["words"] = list(map(len, labelled)), self._counts(predictions)
+        return counts, totals
 
     def entities(self, predictions: Predictions, classes: Tensor) -> list[set[Entity]]:
         """Return the entities of each sample of the predictions; `classes` (words,) are those of all words in order."""
-        places, of_samples = places_in_entities(self.names), classes.split(self._counts(predictions))
-        return [entities_of([places[number] for number in of.tolist()]) for of in of_samples]
+        places = places_in_entities(self.names)
+        by_sample = classes.split(self._counts(predictions))
+        return [entities_of([places[number] for number in sample.tolist()]) for sample in by_sample]
 
     @staticmethod
     def _counts(predictions: Predictions) -> list[int]:
@@ -265,34 +268,40 @@ class TokenClassification(Task):
         return predictions.sample.bincount().tolist()
 
 
-class _Span(NamedTuple):
-    """Characters of a text, and the classes of their words by place: of several words, and of an only one."""
+class _SpanClasses(NamedTuple):
+    """The classes of the words of a span by their place: the first of several, further ones, the last; an only one."""
 
-    start: int
-    end: int  # excluded
     first: int
     others: int
     last: int
     only: int
 
 
+class _Span(NamedTuple):
+    """Characters of a text, the end excluded, and the classes of their words."""
+
+    start: int
+    end: int
+    classes: _SpanClasses
+
+
 def entities_of(places: Sequence[tuple[str, str]]) -> set[Entity]:
-    """Return the entities of a sequence of words, given what `places_in_entities` gives for the class of each.
+    """Return the entities of a sequence of words, given the letter and the type of each by `places_in_entities`.
 
     An entity ends where the type changes too, and `I` without a word before it begins one. This is the rule of CoNLL's
     `conlleval`, as in seqeval.
     """
-    found, start, kind = set(), 0, ""
-    for word, (place, name) in enumerate([*places, ("", "")]):
-        if kind and (name != kind or place in "BSUW"):
-            found.add((kind, start, word))
-            kind = ""
-        if name and not kind:
-            start, kind = word, name
-        if kind and place in "ELSUW":
-            found.add((kind, start, word + 1))
-            kind = ""
-    return found
+    entities, start, open_type = set(), 0, ""  # the first word and the type of the entity that has not ended
+    for word, (letter, word_type) in enumerate([*places, ("", "")]):
+        if open_type and (word_type != open_type or letter in "BSUW"):
+            entities.add((open_type, start, word))
+            open_type = ""
+        if word_type and not open_type:
+            start, open_type = word, word_type
+        if open_type and letter in "ELSUW":
+            entities.add((open_type, start, word + 1))
+            open_type = ""
+    return entities
 
 
 def _judged(batch: Batch) -> Tensor:
@@ -304,52 +313,53 @@ def _judged(batch: Batch) -> Tensor:
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
 
 
-def _span(span: Any, length: int, names: Sequence[str] | None, classes: ClassNames, where: str) -> _Span:
-    """Return a row's span as a checked `_Span`, in characters of a text of `length` characters.
-
-    Numbered labels are looked up in `names`; without `names`, labels are names. `where` completes an error message.
-    """
-    if not isinstance(span, Mapping) or not {"start", "end", "label"} <= span.keys():
-        raise DataError(f"labels must be spans, dicts of start, end and label, but {where.format(quoted(span))}")
-    start, end, label = span["start"], span["end"], span["label"]
+def _span(given: Any, length: int, names: Sequence[str] | None, classes: ClassNames, row: str, column: str) -> _Span:
+    """Return a span that a row gives for a text of `length` characters, after checking it."""
+    if not isinstance(given, Mapping) or not {"start", "end", "label"} <= given.keys():
+        raise DataError(
+            f"labels must be spans, dicts of start, end and label, but {row} has {quoted(given)} in {column!r}"
+        )
+    start, end, label = given["start"], given["end"], given["label"]
     if not (isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length):
         raise DataError(
-            f"a span must be in its text of {length} characters, the end excluded, but "
-            f"{where.format(f'{start} to {end}')}"
+            f"a span must be in its text of {length} characters, the end excluded, but {row} has {start} to {end} in "
+            f"{column!r}"
         )
+    # Where the data has class `names`, a label may be the number of one.
     name = names[label] if names is not None and isinstance(label, int) else label
-    found = _by_place(str(name), classes)
-    if None in found:
+    of_words = _span_classes(str(name), classes)
+    if of_words is None:
         raise DataError(
-            f"the label of a span must be a class of the model ({classes}), with or without B- and I-, but "
-            f"{where.format(quoted(name))}"
+            f"the label of a span must be a class of the model ({classes}), with or without B- and I-, but {row} has "
+            f"{quoted(name)} in {column!r}"
         )
-    return _Span(start, end, *found)  # type: ignore[arg-type]
+    return _Span(start, end, of_words)
 
 
-def _by_place(name: str, classes: ClassNames) -> list[int | None]:
-    """Return the classes of a type for the first of several words, others, the last and an only one; None if unknown.
+def _span_classes(label: str, classes: ClassNames) -> _SpanClasses | None:
+    """Return the classes of the words of a span with this label; None if it is neither a type nor a class.
 
-    For the whole name of a class, as O or B-PER, all four are this class.
+    For a type such as PER, they are B-PER, I-PER and so on; for the whole name of a class, such as O, this class alone.
     """
-    numbers = {(place, kind.casefold()): n for n, (place, kind) in enumerate(places_in_entities(classes.names))}
-    whole = next(iter(classes.find(name)), None)
-
-    def find(letters: str, other: int | None) -> int | None:
-        found = [numbers[letter, name.casefold()] for letter in letters if (letter, name.casefold()) in numbers]
-        return found[0] if found else other
-
-    first, others = find("BI", whole), find("IM", whole)
-    return [first, others, find("EL", others), find("SUW", first)]
+    places = enumerate(places_in_entities(classes.names))
+    of_letter = {letter: number for number, (letter, kind) in places if kind.casefold() == label.casefold()}
+    of_name = next(iter(classes.find(label)), None)
+    first = of_letter.get("B", of_letter.get("I", of_name))
+    others = of_letter.get("I", of_letter.get("M", of_name))
+    if first is None or others is None:
+        return None
+    last = of_letter.get("E", of_letter.get("L", others))
+    only = of_letter.get("S", of_letter.get("U", of_letter.get("W", first)))
+    return _SpanClasses(first, others, last, only)
 
 
 def _first_tokens(words: Sequence[int | None]) -> dict[int, int]:
     """Return the number of each word by that of its first token, given the word of each token, None for no word."""
     pairs = enumerate(itertools.pairwise([None, *words]))
-    return {token: word for token, (last, word) in pairs if word not in (None, last)}
+    return {token: word for token, (previous, word) in pairs if word not in (None, previous)}
 
 
-def _by_token(found: Mapping[str, Any], of_rows: Sequence[Mapping[int, Any]], others: Any) -> list[list[Any]]:
-    """Return the value for each token of rows, given some by the numbers of tokens; all other tokens have `others`."""
-    lengths = map(len, found["input_ids"])
+def _by_token(encoded: Mapping[str, Any], of_rows: Sequence[Mapping[int, Any]], others: Any) -> list[list[Any]]:
+    """Return a value for each token of rows: those that `of_rows` has by the numbers of tokens, else `others`."""
+    lengths = map(len, encoded["input_ids"])
     return [[of_row.get(n, others) for n in range(length)] for of_row, length in zip(of_rows, lengths, strict=True)]
