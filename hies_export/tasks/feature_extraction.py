@@ -24,6 +24,10 @@ _QUERIES, _DOCUMENTS = ("query", "question", "anchor"), ("document", "passage", 
 QUERY, DOCUMENT, TEXT = "query", "document", "text"
 
 
+# Kind -> its texts, and the values of `TEXT_KEYS` that say how these belong together, (texts, ...) each.
+_TextsByKind = dict[str, tuple[list[str], Batch]]
+
+
 @register_task
 class FeatureExtraction(Task):
     """Encoders of texts: a `TextEncoder` gives an embedding for each.
@@ -67,7 +71,8 @@ class FeatureExtraction(Task):
     @classmethod
     def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the columns of queries, documents and their grades, if a data set has them by their usual names."""
-        query, document = (next((name for name in of if name in features), None) for of in (_QUERIES, _DOCUMENTS))
+        query = next((name for name in _QUERIES if name in features), None)
+        document = next((name for name in _DOCUMENTS if name in features), None)
         if query is None or document is None:
             return None
         return {"query": query, "document": document, "label": numbers_column(features)}
@@ -96,18 +101,17 @@ class FeatureExtraction(Task):
             logger.warning("%d of %d rows are blank in %r and left out", len(blank), len(rows), self.columns.text[0])
 
     def _check_queries(self, rows: datasets.Dataset) -> None:
-        """Refuse rows without documents, or without a number for each of them if there are labels; or no query."""
+        """Refuse data without queries, and rows without documents, or with labels that are not a number for each."""
         query, document = str(self.columns.query), str(self.columns.document)
-        inner = {query: rows.features[query], document: data.item_feature(rows.features[document])}
-        for column, feature in inner.items():
+        text_features = {query: rows.features[query], document: data.item_feature(rows.features[document])}
+        for column, feature in text_features.items():
             if not data.holds_text(feature):
-                what, given = "a text or a list of texts" if column == document else "text", rows.features[column]
-                raise DataError(f"the column {column!r} must hold {what}, but it holds {data.kind_of(given)}")
+                needed, given = "a text or a list of texts" if column == document else "text", rows.features[column]
+                raise DataError(f"the column {column!r} must hold {needed}, but it holds {data.kind_of(given)}")
         if not any((text or "").strip() for text in rows[query][:]):
             raise DataError(
                 f"at least one row must have a query, but all of {query!r} are blank; name texts alone as data.text"
             )
-
         must = "every row must have a document with text"
         data.check_each(rows, document, data.has_text, must, "remove such rows")
         for row, (_, documents, grades) in enumerate(self._query_rows(rows)):
@@ -119,66 +123,66 @@ class FeatureExtraction(Task):
                 )
 
     def _query_rows(self, rows: datasets.Dataset) -> Iterator[tuple[str, list[str], list[Any]]]:
-        """Yield each row's query, "" for none, its documents, and how much each is wanted: 1 without label or query."""
-        columns = self.columns
-        labels = rows[columns.label][:] if columns.label else [1.0] * len(rows)
-        read = (rows[str(columns.query)][:], rows[str(columns.document)][:], labels)
-        for query, given, grades in zip(*read, strict=True):
-            documents = [given] if isinstance(given, str) else given or []
-            if columns.label is None or not (query or "").strip():
-                grades = [1.0] * len(documents)
-            yield query or "", documents, grades if isinstance(grades, list) else [grades]
+        """Yield each row's query, "" for none, its documents, and the grade of each: 1 without a label or a query."""
+        label = self.columns.label
+        queries, documents = rows[str(self.columns.query)][:], rows[str(self.columns.document)][:]
+        labels = rows[label][:] if label else [None] * len(rows)
+        for query, given, grades in zip(queries, documents, labels, strict=True):
+            texts = [given] if isinstance(given, str) else given or []
+            if label is None or not (query or "").strip():
+                grades = [1.0] * len(texts)
+            yield query or "", texts, grades if isinstance(grades, list) else [grades]
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of the distinct texts, the shortest first; to be timed, in the order of the samples."""
         if use in ("judge", "time") and (self.columns.query or self.columns.label):
-            kinds = self._queries(samples) if self.columns.query else self._pairs(samples)
+            kinds = self._queries_and_documents(samples) if self.columns.query else self._pairs(samples)
         else:
-            kinds = self._texts(samples)
-        found = [
-            self._encoded(kind, [texts[row] for row in part]) | {key: value[part] for key, value in described.items()}
-            for kind, (texts, described) in kinds.items()
-            for part in batched(range(len(texts)), size)
-        ]
+            kinds = self._distinct_texts(samples)
+        found = []
+        for kind, (texts, described) in kinds.items():
+            for rows in batched(range(len(texts)), size):
+                batch = self._encoded(kind, [texts[row] for row in rows])
+                found.append(batch | {key: values[rows] for key, values in described.items()})
         yield from found if use == "time" else data.by_length(found, config=self.config)
 
-    def _texts(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
+    def _distinct_texts(self, samples: datasets.Dataset) -> _TextsByKind:
         """Return the distinct texts of each kind that are not blank, without a description."""
         if self.columns.query:
-            found = list(self._query_rows(samples))
-            kinds = {QUERY: [row[0] for row in found], DOCUMENT: [text for row in found for text in row[1]]}
+            rows = list(self._query_rows(samples))
+            kinds = {QUERY: [query for query, _, _ in rows], DOCUMENT: [text for _, texts, _ in rows for text in texts]}
         else:
             columns = (samples[column][:] for column in self.columns.text)
             kinds = {TEXT: [text for row in zip(*columns, strict=True) for text in row]}
         return {kind: ([text for text in dict.fromkeys(texts) if text.strip()], {}) for kind, texts in kinds.items()}
 
-    def _queries(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
-        """Return the distinct queries and the distinct documents, each with their description by `TEXT_KEYS`."""
-        documents: dict[str, int] = {}
-        wanted: dict[str, dict[int, float]] = {}
-        for query, texts, grades in self._query_rows(samples):
-            numbers = [documents.setdefault(text, len(documents)) for text in texts]
-            if query.strip():
-                found = wanted.setdefault(query, {})
-                for number, grade in zip(numbers, map(float, grades), strict=True):
-                    found[number] = max(grade, found.get(number, grade))
-        relevant = {query: {d: g for d, g in found.items() if g > 0} for query, found in wanted.items()}
-        if nothing := next((query for query, found in relevant.items() if not found), None):
+    def _queries_and_documents(self, samples: datasets.Dataset) -> _TextsByKind:
+        """Return the distinct queries and documents, described by which documents each query should find."""
+        number_of: dict[str, int] = {}  # of each document
+        grades_of: dict[str, dict[int, float]] = {}  # query -> number of a document -> its grade
+        for query, documents, grades in self._query_rows(samples):
+            for document, grade in zip(documents, map(float, grades), strict=True):
+                number = number_of.setdefault(document, len(number_of))
+                if query.strip():  # of several grades, the largest counts
+                    known = grades_of.setdefault(query, {})
+                    known[number] = max(grade, known.get(number, grade))
+        relevant = {query: {d: g for d, g in graded.items() if g > 0} for query, graded in grades_of.items()}
+        if unanswered := [query for query, graded in relevant.items() if not graded]:
             raise DataError(
                 f"every query must have a relevant document to be judged by, one with a label above 0, but "
-                f"{quoted(nothing)} has none; remove its rows"
+                f"{quoted(unanswered[0])} has none; remove its rows"
             )
         # The first rows of a file, which are timed, may have no query.
         most = max(map(len, relevant.values()), default=1)
         of_queries = _described(len(relevant), most, "query")
-        of_documents = _described(len(documents), most, "document")
-        for row, found in enumerate(relevant.values()):
-            of_queries["relevant"][row, : len(found)] = torch.tensor(list(found))
-            of_queries["grades"][row, : len(found)] = torch.tensor(list(found.values()))
-        return {QUERY: (list(relevant), of_queries), DOCUMENT: (list(documents), of_documents)}
+        of_documents = _described(len(number_of), most, "document")
+        for row, graded in enumerate(relevant.values()):
+            of_queries["relevant"][row, : len(graded)] = torch.tensor(list(graded))
+            of_queries["grades"][row, : len(graded)] = torch.tensor(list(graded.values()))
+        return {QUERY: (list(relevant), of_queries), DOCUMENT: (list(number_of), of_documents)}
 
-    def _pairs(self, samples: datasets.Dataset) -> dict[str, tuple[list[str], Batch]]:
-        """Return the texts of all pairs, the two of a pair after each other, with their description by `TEXT_KEYS`."""
+    def _pairs(self, samples: datasets.Dataset) -> _TextsByKind:
+        """Return the texts of all pairs, the two of a pair after each other, described by their similarity."""
         pairs = list(zip(*(samples[column][:] for column in self.columns.text), strict=True))
         scores = data.read_numbers(samples, column=str(self.columns.label), what="the similarity of two texts")
         described = {
@@ -189,13 +193,15 @@ class FeatureExtraction(Task):
         return {TEXT: ([text for pair in pairs for text in pair], described)}
 
     def _encoded(self, kind: str, texts: Sequence[str]) -> Batch:
+        """Return the tokens of texts of a kind, as the reader gives them, which has its own limit on their number."""
         assert self.reader is not None
-        asked = self.columns.max_length
-        limit = None if asked is None else data.token_limit(self.reader.given.tokenizer, self.config, asked)
+        limit = self.columns.max_length
+        if limit is not None:
+            limit = data.token_limit(self.reader.given.tokenizer, self.config, limit)
         with refusing("the tokenizer must read every text, but fails", "correct its files", DataError):
-            found = self.reader.read(kind, texts, limit)
-        data.check_vocabulary(found["input_ids"], self.config)
-        return found
+            batch = self.reader.read(kind, texts, limit)
+        data.check_vocabulary(batch["input_ids"], self.config)
+        return batch
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
         """Return the embeddings projected onto random signs, (batch,) float32."""
@@ -211,7 +217,7 @@ class FeatureExtraction(Task):
 
 
 def _described(texts: int, most: int, kind: str) -> Batch:
-    """Return the description of texts of a kind, none of which has relevant documents yet."""
-    none = torch.full((texts,), -1)
-    described = {QUERY: none, DOCUMENT: none.clone(), "relevant": none[:, None].repeat(1, most)}
-    return described | {kind: torch.arange(texts), "grades": torch.zeros(texts, most)}
+    """Return values of `TEXT_KEYS` for queries or documents, with places for `most` relevant documents, yet none."""
+    described = {"query": torch.full((texts,), -1), "document": torch.full((texts,), -1)}
+    described[kind] = torch.arange(texts)
+    return {**described, "relevant": torch.full((texts, most), -1), "grades": torch.zeros(texts, most)}

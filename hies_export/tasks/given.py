@@ -45,6 +45,9 @@ def batches_of(
 ) -> list[Batch]:
     """Return batches that the model takes, on the CPU, with what is to be predicted in `labels`.
 
+    A DataError refuses texts that are none, or blank, and batches that do not suit the model; a RequestError refuses a
+    missing processor, and columns where there are none.
+
     Args:
         given: Batches, a data set, a list of texts to embed, or a list of pairs of texts to classify.
         what: The name of `given`, for messages.
@@ -52,45 +55,41 @@ def batches_of(
         columns: Fields of `Columns`, for a data set.
         max_length: The same, where the columns do not say it.
         use: What the rows of a data set are read for.
-
-    Raises:
-        DataError: Texts are no texts, or blank; or the batches do not suit the model.
-        RequestError: The processor is missing, or columns are given where there are none.
     """
+    # `_rows_of_texts` refuses a list with other items beside.
+    has_texts = isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given)
     if is_data_set(given) and columns is None and model.main_input_name in given.features:
-        batches = check_batches(model, _of_inputs(model, given, processor, task), task, what=what)
-    elif is_data_set(given) or columns is not None or _has_texts(given):
+        batches = check_batches(model, _collated(model, given, processor, task), task, what=what)
+    elif is_data_set(given) or columns is not None or has_texts:
         rows, task = _rows_to_read(given, what, task, processor, columns, max_length)
-        if not (batches := task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)):
+        batches = task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)
+        if not batches:
             raise DataError(f"{what} must have at least one row, got an empty data set")
         if use == "score":
             batches = of_similar_length(batches, config=model.config)
     else:
         batches = check_batches(model, given, task, what=what)
     if task.predicts in ("words", "tokens"):
-        batches = [_padding_unlabelled(batch, shift=task.shift) for batch in batches]
+        batches = [_without_labels_at_padding(batch, shift=task.shift) for batch in batches]
     return [task.canonical(model, batch) for batch in batches]
 
 
-def _has_texts(given: Any) -> bool:
-    """Return whether a list has a text, or a pair of texts; `_of_texts` refuses its other items."""
-    return isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given)
-
-
 def _is_pair(item: Any) -> bool:
+    """Return whether an item of a list is a pair of texts."""
     return isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(text, str) for text in item)
 
 
-def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dataset, dict[str, Any]]:
-    """Return texts, or pairs, as rows, and the columns to read; a DataError refuses what the task does not read."""
+def _rows_of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dataset, dict[str, Any]]:
+    """Return texts, or pairs, as rows, and the fields of `Columns` to read; a DataError refuses other items."""
     if not task.of_item:
         raise DataError(
             f"{what} of {task.name} must be batches or a data set, got a list of texts; make a datasets.Dataset of them"
         )
     needed, example = _LISTS[task.of_item]
     for number, item in enumerate(texts):
-        of_item = item if _is_pair(item) else [item]
-        if len(of_item) != task.of_item or not all(isinstance(text, str) and text.strip() for text in of_item):
+        texts_of_item = item if _is_pair(item) else [item]
+        has_texts = all(isinstance(text, str) and text.strip() for text in texts_of_item)
+        if len(texts_of_item) != task.of_item or not has_texts:
             raise DataError(
                 f"{what} must be {needed} only, none of them blank, such as {example}, but item {number} (from 0) is "
                 f"{quoted(item)}"
@@ -99,11 +98,12 @@ def _of_texts(texts: Sequence[Any], what: str, task: Task) -> tuple[datasets.Dat
         return datasets.Dataset.from_dict({"text": list(texts)}), {"text": ("text",)}
     rows = datasets.Dataset.from_dict({"query": [pair[0] for pair in texts], "document": [pair[1] for pair in texts]})
     fields: dict[str, Any] = {"text": ("query", "document")}
-    # A model with one number orders the candidates of a query.
-    return rows, fields | ({"group": "query"} if task.predicts == "numbers" else {})
+    if task.predicts == "numbers":  # a reranker, which orders the candidates of a query
+        fields["group"] = "query"
+    return rows, fields
 
 
-def _padding_unlabelled(batch: Batch, *, shift: int) -> Batch:
+def _without_labels_at_padding(batch: Batch, *, shift: int) -> Batch:
     """Return a batch of text whose labels are -100 where they stand at padding or are predicted from it.
 
     Outputs at padding are arbitrary, but labels that copy the input, or are padded with a class, have values there. A
@@ -118,16 +118,18 @@ def _padding_unlabelled(batch: Batch, *, shift: int) -> Batch:
     return {**batch, "labels": labels.where(real & predicted_from_real, IGNORED)}
 
 
-def _of_inputs(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, task: Task) -> list[Batch]:
+def _collated(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, task: Task) -> list[Batch]:
     """Return the batches of a data set whose columns are the model's inputs and labels, padded by a tokenizer."""
     accepted = inspect.signature(model.forward).parameters
     names = [name for name in rows.column_names if name in accepted or name in LABELS]
-    tokenizer = tokenizer_of(processor)
+    labels = [name for name in names if name in LABELS]
+    tokenizer, classified = tokenizer_of(processor), task.predicts in CLASSIFIED
     collate: Any = default_data_collator
     if hasattr(tokenizer, "pad"):
-        of_tokens = task.predicts not in CLASSIFIED and any(is_list(rows.features[n]) for n in names if n in LABELS)
-        collate = (DataCollatorForSeq2Seq if of_tokens else DataCollatorWithPadding)(tokenizer)
-    for name in set(names) & set(LABELS) if task.predicts in CLASSIFIED else ():
+        labels_by_token = not classified and any(is_list(rows.features[name]) for name in labels)
+        # The one for sequences pads labels too.
+        collate = DataCollatorForSeq2Seq(tokenizer) if labels_by_token else DataCollatorWithPadding(tokenizer)
+    for name in labels if classified else []:
         feature = rows.features[name]
         if isinstance(feature, datasets.ClassLabel) or holds_text(feature):
             numbers = read_labels(rows, column=name, config=model.config, numbers=task.predicts == "numbers")
@@ -141,14 +143,15 @@ def _rows_to_read(
     given: Any, what: str, task: Task, processor: Any, columns: Mapping[str, Any] | None, max_length: int | None
 ) -> tuple[datasets.Dataset, Task]:
     """Return the rows of a data set or a list of texts, and the task that reads them; arguments as in `batches_of`."""
-    fields = columns
     if not is_data_set(given):
         if columns is not None:
             raise RequestError(
                 f"columns= belongs to a datasets.Dataset, but {what} is a {type(given).__name__}; leave it out"
             )
-        given, fields = _of_texts(given, what, task)
-    elif columns is None and (fields := usual_columns(given, type(task))) is None:
+        given, columns = _rows_of_texts(given, what, task)
+    elif columns is None:
+        columns = usual_columns(given, type(task))
+    if columns is None:
         raise DataError(
             f"{task.name} needs columns= that name what to read ({task.needs}), such as "
             f"columns={{'text': 'sentence'}}, got none for a data set with {listed(own_columns(given))}"
@@ -157,8 +160,8 @@ def _rows_to_read(
         raise RequestError(
             f"{what} with the columns {listed(own_columns(given))} needs processor=, the model's tokenizer or processor"
         )
-    read = check({"max_length": max_length, **(fields or {})}, Columns, _COLUMNS, where="columns")
-    task = task.to_read(read, processor)
+    checked = check({"max_length": max_length, **columns}, Columns, _COLUMNS, where="columns")
+    task = task.to_read(checked, processor)
     task.check_rows(given)
     return given, task
 
@@ -166,24 +169,24 @@ def _rows_to_read(
 def usual_columns(
     rows: datasets.Dataset, task: type[Task], *, preferred: Iterable[Sequence[str]] = ()
 ) -> dict[str, Any] | None:
-    """Return the columns to read of a data set, by the fields of `Columns`; None if names and types leave a choice.
+    """Return which columns of a data set to read, by the fields of `Columns`; None if names and types leave a choice.
 
     `preferred` are sets of text columns, the best first: the first that the data set has is read, whatever its other
     texts.
     """
     features = {name: rows.features[name] for name in own_columns(rows)}
-    if found := task.usual_columns(features):
-        return found
-    typed = features if task.columns_by_type else {}
-    named = next((names for names in preferred if len(names) <= task.text_columns and {*names} <= {*features}), None)
-    texts = named or [name for name, feature in typed.items() if holds_text(feature)]
-    images = [name for name, feature in typed.items() if holds_images(feature)]
+    if columns := task.usual_columns(features):
+        return columns
+    by_type = features if task.columns_by_type else {}
+    present = [names for names in preferred if len(names) <= task.text_columns and {*names} <= {*features}]
+    texts = list(present[0]) if present else [name for name, feature in by_type.items() if holds_text(feature)]
+    images = [name for name, feature in by_type.items() if holds_images(feature)]
     label = next((name for name in LABELS if name in features), None)
     texts = [name for name in texts if name != label]
     if task.embeds:
         # The only text, or a pair with a number.
         score = numbers_column(features) if len(texts) == 2 else None
-        if len(texts) == 1 or score is not None or named:
+        if len(texts) == 1 or score is not None or present:
             return {"text": tuple(texts), "label": score}
     elif task.images and not task.text and len(images) == 1:
         return {"image": images[0], "label": label}
@@ -198,11 +201,11 @@ def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *,
         raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}")
     checked: list[Batch] = []
     for number, batch in enumerate(batches):
-        place = f"batch {number} (from 0) of {what}"
-        checked.append(_checked(model, batch, place, task))
+        name = f"batch {number} (from 0) of {what}"
+        checked.append(_checked(model, batch, name, task))
         if checked[0].keys() != checked[-1].keys():
             raise DataError(
-                f"all batches must have the keys of the first one ({', '.join(checked[0])}), but {place} has "
+                f"all batches must have the keys of the first one ({', '.join(checked[0])}), but {name} has "
                 f"{', '.join(checked[-1])}"
             )
     if not checked:
@@ -210,44 +213,45 @@ def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *,
     return checked
 
 
-def _checked(model: PreTrainedModel, batch: Any, place: str, task: Task) -> Batch:
-    """Return one batch as `check_batches` does; `place` names it in messages."""
+def _checked(model: PreTrainedModel, batch: Any, name: str, task: Task) -> Batch:
+    """Return one batch as `check_batches` does; `name` is that of the batch in messages."""
     if not isinstance(batch, Mapping) or not batch:
-        raise DataError(f"a batch must map names of arguments to tensors, but {place} is a {type(batch).__name__}")
-    taken = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
-    descriptions: Sequence[str] = CHOICE_KEYS if batch.keys() >= set(CHOICE_KEYS) else ()
+        raise DataError(f"a batch must map names of arguments to tensors, but {name} is a {type(batch).__name__}")
+    arguments = [argument for argument in inspect.signature(model.forward).parameters if argument != "kwargs"]
+    # Keys that no model takes, as they say how rows belong together.
+    row_keys: Sequence[str] = CHOICE_KEYS if batch.keys() >= set(CHOICE_KEYS) else ()
     if isinstance(model, TextEncoder):
-        descriptions = TEXT_KEYS
+        row_keys = TEXT_KEYS
     elif task.predicts in CLASSIFIED and model.config.num_labels == 1:
-        descriptions = (GROUP_KEY, "grades")
+        row_keys = (GROUP_KEY, "grades")
     for key, value in batch.items():
-        if key not in taken and key not in descriptions:
+        if key not in arguments and key not in row_keys:
             raise DataError(
-                f"every key of a batch must be an argument of {type(model).__name__}.forward, but {place} has "
-                f"{quoted(key)}; leave it out{did_you_mean(str(key), taken)}"
+                f"every key of a batch must be an argument of {type(model).__name__}.forward, but {name} has "
+                f"{quoted(key)}; leave it out{did_you_mean(str(key), arguments)}"
             )
         if not isinstance(value, Tensor):
             raise DataError(
-                f"a batch must hold tensors only, but {quoted(key)} of {place} is a {type(value).__name__}; tokenizers "
+                f"a batch must hold tensors only, but {quoted(key)} of {name} is a {type(value).__name__}; tokenizers "
                 "and image processors make some with return_tensors='pt'"
             )
     if len({value.shape[:1] for value in batch.values()}) != 1 or not all(map(Tensor.numel, batch.values())):
         shapes = listed(f"{key} {tuple(value.shape)}" for key, value in batch.items())
-        raise DataError(f"the first axis of every tensor must be the samples, one or more, but {place} has {shapes}")
-    found = {str(key): value.detach().cpu() for key, value in batch.items()}
-    config, ids, mask = model.config.get_text_config(), found.get("input_ids"), found.get("attention_mask")
-    if ids is not None and (vocabulary := getattr(config, "vocab_size", None)) is not None:
-        check_numbers(ids, vocabulary, "input_ids", place, dtypes=(torch.int32, torch.int64))
-    pad = getattr(config, "pad_token_id", None)
+        raise DataError(f"the first axis of every tensor must be the samples, one or more, but {name} has {shapes}")
+    checked = {str(key): value.detach().cpu() for key, value in batch.items()}
+    config, ids, mask = model.config.get_text_config(), checked.get("input_ids"), checked.get("attention_mask")
+    vocabulary, pad = getattr(config, "vocab_size", None), getattr(config, "pad_token_id", None)
+    if ids is not None and vocabulary is not None:
+        check_numbers(ids, vocabulary, "input_ids", name, dtypes=(torch.int32, torch.int64))
     # A mask of another shape says for each token which others it sees.
     if is_token(pad, model.config) and ids is not None and mask is not None and mask.shape == ids.shape:
         # Some models tell padding from text by their config's token alone; collators pad with the tokenizer's.
-        found["input_ids"] = ids.where(mask.bool(), pad)
-    return found
+        checked["input_ids"] = ids.where(mask.bool(), pad)
+    return checked
 
 
 def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches to score on, and a quarter to hold out; of a single batch, quarters of its rows.
+    """Divide batches, or the rows of a single one, into three quarters to score on and a quarter to hold out.
 
     The quarter is drawn, as rows are often sorted, such as by their label, and the last ones unlike the others. Nothing
     is held out of a single row.
@@ -257,23 +261,22 @@ def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
     if count == 1 or (single and any(len(value) != count for value in batches[0].values())):
         return batches, []
     order, quarter = fixed_permutation(count).tolist(), max(1, count // 4)
-    parts = sorted(order[:-quarter]), sorted(order[-quarter:])
-    if single:
-        scored, held_out = ([{key: value[part] for key, value in batches[0].items()}] for part in parts)
-    else:
-        scored, held_out = ([batches[number] for number in part] for part in parts)
-    return scored, held_out
+    scored, held_out = sorted(order[:-quarter]), sorted(order[-quarter:])
+    if not single:
+        return [batches[number] for number in scored], [batches[number] for number in held_out]
+    tensors = batches[0].items()
+    return [{key: value[scored] for key, value in tensors}], [{key: value[held_out] for key, value in tensors}]
 
 
 def first_rows(batches: Sequence[Batch], count: int) -> list[Batch]:
     """Return the first `count` rows of batches, in batches."""
-    found: list[Batch] = []
+    chosen: list[Batch] = []
     for batch in batches:
         if count <= 0:
             break
-        found.append({key: value[:count] for key, value in batch.items()} if size_of(batch) > count else batch)
+        chosen.append({key: value[:count] for key, value in batch.items()} if size_of(batch) > count else batch)
         count -= size_of(batch)
-    return found
+    return chosen
 
 
 def unlabelled(batches: Sequence[Batch], task: Task) -> list[Batch]:
