@@ -68,7 +68,7 @@ def image_shape(batch: Mapping[str, torch.Tensor]) -> tuple[int, ...] | None:
 
 
 def size_of(batch: Mapping[str, torch.Tensor]) -> int:
-    """Return how many rows a batch has."""
+    """Return how many rows a batch has: as many as the first of its tensors."""
     return len(next(iter(batch.values())))
 
 
@@ -90,6 +90,7 @@ def samples_of(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
     for key in _SAMPLE_KEYS:
         if batches and key in batches[0]:
             return len(torch.cat([batch[key] for batch in batches]).unique())
+    # Where rows are queries and documents, a document has no query, but -1.
     return sum(int((batch["query"] >= 0).sum()) if "query" in batch else size_of(batch) for batch in batches)
 
 
@@ -98,18 +99,21 @@ def sample_contents(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple
 
     Of a question with choices, only the right one is included, as models are fitted on that.
     """
-    samples: dict[Any, list[bytes]] = {}
+    digests: dict[Any, list[bytes]] = {}  # of each sample
     for number, batch in enumerate(batches):
-        of = next((batch[key].tolist() for key in _SAMPLE_KEYS if key in batch), None)
-        included = torch.ones(size_of(batch), dtype=torch.bool)
+        rows = range(size_of(batch))
+        sample_of: Sequence[Any] = [(number, row) for row in rows]
+        included = torch.ones(len(rows), dtype=torch.bool)
+        if keys := [key for key in _SAMPLE_KEYS if key in batch]:
+            sample_of = batch[keys[0]].tolist()
+        elif "query" in batch:
+            included = batch["query"] >= 0
         if "choice" in batch:
             included = batch["choice"] == batch["right"]
-        elif "query" in batch and of is None:
-            included = batch["query"] >= 0
         for row, digest in enumerate(_row_digests(batch)):
             if included[row]:
-                samples.setdefault((number, row) if of is None else of[row], []).append(digest)
-    return list(map(tuple, samples.values()))
+                digests.setdefault(sample_of[row], []).append(digest)
+    return list(map(tuple, digests.values()))
 
 
 def _row_digests(batch: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
@@ -129,6 +133,7 @@ def _row_digests(batch: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's values, in its own dtype."""
     return tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
 
 
@@ -148,7 +153,7 @@ FILL = {"labels": IGNORED, **dict.fromkeys((*TOKEN_PLACES, *ANSWER_KEYS), -1)}
 
 
 def check_numbers(numbers: torch.Tensor, known: int, key: str, place: str, *, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse, by a DataError, numbers under the key of a batch that are not in [0, known), or of another dtype."""
+    """Refuse, by a DataError that has `key` and `place`, numbers outside of [0, known) or of another dtype."""
     wrong = numbers[(numbers < 0) | (numbers >= known)]
     if numbers.dtype not in dtypes or len(wrong):
         given = wrong[0].item() if numbers.dtype in dtypes else numbers.dtype
@@ -181,25 +186,24 @@ def by_length(batches: Sequence[Batch], *, config: Any, like: Sequence[Batch] | 
     lengths = [int(length) for batch in like or batches for length in batch["attention_mask"].sum(-1)]
     left = any(bool((batch["attention_mask"][:, 0] == 0).any()) for batch in batches)
     pad = getattr(config.get_text_config(), "pad_token_id", None)
-    pad = pad if is_token(pad, config) else 0  # then nothing reads it
-    fill = {**FILL, "input_ids": pad}
-    whole = {key: _of_samples(key, batches[0]) for key in batches[0]}
+    fill = {**FILL, "input_ids": pad if is_token(pad, config) else 0}  # without a padding token, nothing reads it
     size = max(map(size_of, batches))
 
-    def is_document(i: int) -> bool:
-        return "document" in samples[i] and bool(samples[i]["document"] >= 0)
+    def is_document(number: int) -> bool:
+        return "document" in samples[number] and bool(samples[number]["document"] >= 0)
 
-    found = []
-    order = sorted(range(len(samples)), key=lambda i: (is_document(i), lengths[i]))
-    for _, of_kind in itertools.groupby(order, is_document):
-        while chosen := [samples[i] for i in itertools.islice(of_kind, size)]:
-            # Without padding; values of whole samples have none.
-            columns = {
-                key: [s[key] if of_samples else s[key][s["attention_mask"] != 0] for s in chosen]
-                for key, of_samples in whole.items()
-            }
-            found.append({key: padded(values, fill.get(key, 0), left=left) for key, values in columns.items()})
-    return found
+    ordered: list[Batch] = []
+    by_kind = sorted(range(len(samples)), key=lambda number: (is_document(number), lengths[number]))
+    for _, of_kind in itertools.groupby(by_kind, is_document):
+        numbers = list(of_kind)
+        for start in range(0, len(numbers), size):
+            chosen = [samples[number] for number in numbers[start : start + size]]
+            columns = {key: [sample[key] for sample in chosen] for key in batches[0]}
+            for key in columns:
+                if not _of_samples(key, batches[0]):  # of tokens, without those of padding
+                    columns[key] = [sample[key][sample["attention_mask"] != 0] for sample in chosen]
+            ordered.append({key: padded(values, fill.get(key, 0), left=left) for key, values in columns.items()})
+    return ordered
 
 
 def of_similar_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
@@ -210,8 +214,8 @@ def of_similar_length(batches: Sequence[Batch], *, config: Any) -> list[Batch]:
     """
     if not all(map(_is_text, batches)) or all(bool(batch["attention_mask"].all()) for batch in batches):
         return list(batches)
-    found = by_length(batches, config=config)
-    return [found[place] for place in fixed_permutation(len(found))]
+    ordered = by_length(batches, config=config)
+    return [ordered[number] for number in fixed_permutation(len(ordered))]
 
 
 def _is_text(batch: Batch) -> bool:

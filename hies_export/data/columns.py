@@ -26,13 +26,10 @@ def check_each(rows: datasets.Dataset, column: str, fits: Callable[[Any], Any], 
 
 
 def read_numbers(rows: datasets.Dataset, *, column: str, what: str) -> list[float]:
-    """Return the numbers in a column, one a row; a DataError names a row without one, and says `what` the numbers are.
-
-    Numbers of classes are refused.
-    """
-    named = isinstance(rows.features[column], datasets.ClassLabel)
-    must = f"{what} must be a number{' and no class' * named}"
-    check_each(rows, column, lambda v: is_number(v) and not named, must, "write numbers, or leave data.label out")
+    """Return the numbers in a column, `what` they are for messages; a DataError refuses class numbers and gaps."""
+    are_classes = isinstance(rows.features[column], datasets.ClassLabel)
+    must = f"{what} must be a number{' and no class' if are_classes else ''}"
+    check_each(rows, column, lambda v: is_number(v) and not are_classes, must, "write numbers, or leave data.label out")
     return [float(value) for value in rows[column][:]]
 
 
@@ -48,7 +45,7 @@ def is_number(value: Any) -> bool:
 
 
 def kind_of(feature: Any) -> str:
-    """Name what a column holds, for an error message."""
+    """Return the type of a column, such as "int64" or "List", for an error message."""
     return str(getattr(feature, "dtype", None) or type(feature).__name__)
 
 

@@ -22,8 +22,8 @@ from .batches import FILL, image_shape, padded
 logger = logging.getLogger(__name__)
 
 
-class Reads(Protocol):
-    """What a processor is for: a task by its name, and whether it reads texts, images or both."""
+class TaskInputs(Protocol):
+    """A task, by its name and whether it reads texts, images or both: all that its processor depends on."""
 
     name: str
     text: bool
@@ -48,7 +48,9 @@ def tokenizer_of(processor: Any) -> Any:
     return getattr(processor, "tokenizer", processor)
 
 
-def load_processor(path: str | Path, *, task: Reads, revision: str | None = None, for_prompts: bool = False) -> Any:
+def load_processor(
+    path: str | Path, *, task: TaskInputs, revision: str | None = None, for_prompts: bool = False
+) -> Any:
     """Load the tokenizer, the image processor, or the processor of both that a task needs.
 
     Images always go through the Pillow backend, so results do not depend on torchvision being installed. Code of the
@@ -73,15 +75,7 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
         if hasattr(tokenizer, "get_vocab"):
             words = token_numbers(tokenizer) - {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     with refusing(f"{needs} that works, but the one of {path} does not", REMEDY, DataError):
-        # transformers reads many settings of a processor's files only in a call.
-        if task.text:
-            # A copy, as a fast tokenizer keeps how it was last called, and saves that.
-            copy.deepcopy(tokenizer)([""], truncation=True, verbose=False)
-        if task.images:
-            image = PIL.Image.new("RGB", (64, 48))
-            for name, value in getattr(loaded, "image_processor", loaded)(image, return_tensors="pt").items():
-                if not torch.as_tensor(value).isfinite().all():
-                    raise ValueError(f"it makes NaN or infinity of a black image's {name}")
+        _try_out(loaded, task)
     if not task.text:
         return loaded
     if task.images and not (hasattr(loaded, "tokenizer") and hasattr(loaded, "image_processor")):
@@ -95,22 +89,32 @@ def load_processor(path: str | Path, *, task: Reads, revision: str | None = None
     return loaded
 
 
+def _try_out(processor: Any, task: TaskInputs) -> None:
+    """Call a processor once, as transformers reads many settings of its files only then; any error means a refusal."""
+    if task.text:
+        # A copy, as a fast tokenizer keeps how it was last called, and saves that.
+        copy.deepcopy(tokenizer_of(processor))([""], truncation=True, verbose=False)
+    if task.images:
+        image = PIL.Image.new("RGB", (64, 48))
+        for name, value in getattr(processor, "image_processor", processor)(image, return_tensors="pt").items():
+            if not torch.as_tensor(value).isfinite().all():
+                raise ValueError(f"it makes NaN or infinity of a black image's {name}")
+
+
 def token_numbers(tokenizer: Any) -> set[int]:
     """Return the numbers of a tokenizer's tokens; raise a ValueError if one is far above those of any model.
 
     The library tokenizers copies a vocabulary by looking up every number up to the largest one.
     """
     numbers = set(tokenizer.get_vocab().values())
-    if (largest := max(numbers, default=0)) >= MOST_TOKENS:
+    largest = max(numbers, default=0)
+    if largest >= MOST_TOKENS:
         raise ValueError(f"it numbers a token {largest:,}")
     return numbers
 
 
 def image_shape_of(processor: Any, model: PreTrainedModel) -> tuple[int, ...] | None:
-    """Return the shape, (channels, height, width), that a model's processor gives a square image.
-
-    None if there is no processor, or the model takes no images.
-    """
+    """Return the shape, (channels, height, width), that a processor gives an image; None if the model takes none."""
     if processor is None or "pixel_values" not in inspect.signature(model.forward).parameters:
         return None
     image = PIL.Image.new("L" if getattr(model.config, "num_channels", 3) == 1 else "RGB", (SQUARE, SQUARE))
@@ -142,11 +146,8 @@ def _last_token_of_a_text(tokenizer: Any) -> int:
 
 
 def give_padding(tokenizer: Any) -> None:
-    """Give a tokenizer without a padding token its end-of-text or unknown token for one, in place.
-
-    This is for models that look at the mask alone, so any token will do.
-    """
-    if tokenizer.pad_token is None:
+    """Give a tokenizer without a padding token its end-of-text or unknown token for one, in place."""
+    if tokenizer.pad_token is None:  # any will do, as models that read prompts look at the mask alone
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
 
 
@@ -199,16 +200,13 @@ def tokenize(tokenizer: Any, config: Any, *texts: Sequence[Any], max_length: int
         )
 
 
-def as_batch(found: Mapping[str, Sequence[Any]], tokenizer: Any, config: Any) -> dict[str, torch.Tensor]:
-    """Return lists of one number per token as int64 tensors, (batch, longest of the batch), padded on the right.
-
-    A DataError says that the model lacks a token.
-    """
+def as_batch(lists: Mapping[str, Sequence[Any]], tokenizer: Any, config: Any) -> dict[str, torch.Tensor]:
+    """Return lists of one number per token as int64 tensors, (batch, longest of the batch), padded on the right."""
     # On the right whatever the tokenizer's side, so that models count positions from where a text begins.
     fill = {**FILL, "input_ids": padding_token(tokenizer, config), "token_type_ids": tokenizer.pad_token_type_id}
     batch = {
         key: padded([torch.tensor(row, dtype=torch.int64) for row in rows], fill.get(key, 0), left=False)
-        for key, rows in found.items()
+        for key, rows in lists.items()
     }
     check_vocabulary(batch["input_ids"], config)
     return batch

@@ -38,7 +38,6 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "txt": ("text", {"encoding": "utf-8-sig"}),
 }
 
-
 # Rows that are read or copied at once; with images, they are a few hundred megabytes.
 _TAKEN = 1000
 # The column's name contains the source of the rows. No data set or prompt has such a column.
@@ -62,7 +61,8 @@ def load_rows(
     """
     with mapped_rows(split=split, files=files, together=together, **source) as rows:
         path = None if files is None else Path(files[whole_split(split)]).expanduser()
-        if path is not None and path.is_dir() and not _is_saved(path) and samples and shuffle_seed is None:
+        is_image_folder = path is not None and path.is_dir() and not _is_saved(path)
+        if is_image_folder and samples and shuffle_seed is None:
             shuffle_seed = 0
         return take(rows, samples=samples, shuffle_seed=shuffle_seed, in_order=in_order, together=together)
 
@@ -115,10 +115,11 @@ def mapped_rows(
         if split != wanted:
             must = f"a slice of a split must be like train[:80%] or train[100:200], got {quoted(split)}"
             with refusing(must, kind=DataError):
-                (found,) = datasets.ReadInstruction.from_spec(split).to_absolute({wanted: len(rows)})
-            part = range(len(rows))[found.from_ : found.to]
+                (bounds,) = datasets.ReadInstruction.from_spec(split).to_absolute({wanted: len(rows)})
+            places = range(len(rows))[bounds.from_ : bounds.to]
+            chosen = _rows_at(places, rows, together) if shuffled else places
             # An empty range that begins behind the last row is an IndexError in `datasets`.
-            rows = rows.select((_drawn(rows, part, together) if shuffled else part) or [])
+            rows = rows.select(chosen or [])
         if len(rows) == 0:
             raise DataError(f"the split {quoted(split)} must have at least one row, but it is empty")
         try:
@@ -150,23 +151,23 @@ def take(
         samples = None if samples is None else run_end(values, samples)
     order, arrow = order[:samples], rows.with_format("arrow")
     order = np.sort(order) if in_order else order
-    parts = [arrow[order[start : start + _TAKEN]] for start in range(0, len(order), _TAKEN)]
-    # A part may be a view of the file or of the whole table, and `take` copies.
-    copies = [part.take(pa.array(np.arange(len(part)))) for part in parts]
+    tables = [arrow[order[start : start + _TAKEN]] for start in range(0, len(order), _TAKEN)]
+    # These may be views of the file or of the whole table, and `take` copies.
+    copies = [table.take(pa.array(np.arange(len(table)))) for table in tables]
     info, split = rows.info.copy(), str(rows.split)
     info.splits = datasets.SplitDict({split: datasets.SplitInfo(split, num_examples=len(rows))})
     return datasets.Dataset(datasets.table.InMemoryTable(pa.concat_tables(copies)), info=info, split=rows.split)
 
 
-def _drawn(rows: datasets.Dataset, part: range, together: str | None) -> list[int]:
-    """Return the numbers of the rows in a part of a random order, sorted; see `shuffled` of `mapped_rows`."""
+def _rows_at(places: range, rows: datasets.Dataset, together: str | None) -> list[int]:
+    """Return the numbers of the rows at places of a random order, sorted; see `shuffled` of `mapped_rows`."""
     order = fixed_permutation(len(rows))
     if together is not None and has_one_value(rows, together):
         # A row without a value is like no other.
-        found = [object() if value is None else value for value in common_values(rows, together)]
-        order, values = side_by_side(order, found)
-        part = range(run_end(values, part.start), run_end(values, part.stop))
-    return sorted(order[part.start : part.stop].tolist())
+        distinct = [object() if value is None else value for value in common_values(rows, together)]
+        order, values = side_by_side(order, distinct)
+        places = range(run_end(values, places.start), run_end(values, places.stop))
+    return sorted(order[places.start : places.stop].tolist())
 
 
 def fixed_permutation(count: int) -> np.ndarray:
@@ -177,12 +178,12 @@ def fixed_permutation(count: int) -> np.ndarray:
 def side_by_side(order: np.ndarray, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return an order of rows, (rows,), changed so that those of one value stand together, and the values in it.
 
-    `values` are by the number of a row. They stand at the place of the first one, and rows without a value come last.
+    `values` are by the number of a row. Rows of one value move to the first of them, those without a value to the end.
     """
     ordered = np.array(values, dtype=object)[order]
-    numbers = pandas.factorize(ordered)[0]  # from 0 as values first appear, -1 for none
-    moved = np.argsort(np.where(numbers < 0, len(order), numbers), kind="stable")
-    return order[moved], ordered[moved]
+    numbers = pandas.factorize(ordered)[0]  # of each row's value: from 0 as values first appear, -1 for none
+    together = np.argsort(np.where(numbers < 0, len(order), numbers), kind="stable")
+    return order[together], ordered[together]
 
 
 def has_one_value(rows: datasets.Dataset, column: str) -> bool:
@@ -196,10 +197,7 @@ def common_values(rows: datasets.Dataset, column: str) -> list[Any]:
 
 
 def run_end(values: Sequence[Any] | np.ndarray, end: int) -> int:
-    """Return the first index from `end` on that splits no run of equal values, at most their number.
-
-    Values that are None are a run each.
-    """
+    """Return the first index from `end` on that splits no run of equal values; values that are None are a run each."""
     while 0 < end < len(values) and values[end] is not None and values[end] == values[end - 1]:
         end += 1
     return min(end, len(values))
@@ -212,9 +210,9 @@ def taken_from(rows: datasets.Dataset) -> int:
 
 def column_values(rows: datasets.Dataset, column: str) -> Iterator[Any]:
     """Yield the values of a column, reading `_TAKEN` rows at a time."""
-    alone = rows.select_columns(column)
+    only = rows.select_columns(column)  # reading a row decodes all its columns
     for start in range(0, len(rows), _TAKEN):
-        yield from alone[start : start + _TAKEN][column]
+        yield from only[start : start + _TAKEN][column]
 
 
 def number_rows(rows: datasets.Dataset, *, source: str) -> datasets.Dataset:
@@ -254,14 +252,15 @@ def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
     return splits
 
 
-def _parts(path: Path) -> list[Path]:
+def _files_of(path: Path) -> list[Path]:
     """Return the files that a path stands for, in the order of their names; its last part may be a glob pattern."""
-    return [path] if path.is_file() else sorted(part for part in path.parent.glob(path.name) if part.is_file())
+    return [path] if path.is_file() else sorted(file for file in path.parent.glob(path.name) if file.is_file())
 
 
 def _load_files(path: Path, cache: str) -> datasets.Dataset:
-    parts = _parts(path)
-    if not parts:
+    """Return the rows of the files that a path stands for, by the ending of their names."""
+    files = _files_of(path)
+    if not files:
         raise DataError(f"a data file must be there, but there is no {path}; check its name")
     ending = path.name.lower().removesuffix(".gz").rpartition(".")[2]
     if ending not in _BUILDERS:
@@ -277,7 +276,7 @@ def _load_files(path: Path, cache: str) -> datasets.Dataset:
         scan = pyarrow.dataset.ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
         options = {**options, "fragment_scan_options": scan}
     try:
-        return _build(builder, [glob.escape(str(part)) for part in parts], cache, **options)
+        return _build(builder, [glob.escape(str(file)) for file in files], cache, **options)
     except Exception as error:  # pandas, pyarrow, gzip: each raises its own kind
         raise DataError(
             f"{path} must be a readable {ending} file with at least one row, but: {_reason(error)}"
@@ -296,14 +295,15 @@ def _is_saved(path: Path) -> bool:
 
 
 def _load_saved(path: Path, split: str) -> datasets.Dataset:
+    """Return the rows of a split that `save_to_disk` wrote, alone or with others."""
     must = f"{path} must be a folder as save_to_disk writes it, but it does not load"
     with refusing(must, "save the data set again", DataError), quiet():
-        found = datasets.load_from_disk(path)
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise DataError(f"{path} must hold the split {quoted(split)} of data.files, but has {listed(found)}")
-        found = found[split]
-    return found.with_format(None)
+        saved = datasets.load_from_disk(path)
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise DataError(f"{path} must hold the split {quoted(split)} of data.files, but has {listed(saved)}")
+        saved = saved[split]
+    return saved.with_format(None)
 
 
 def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> datasets.Dataset:
@@ -311,24 +311,25 @@ def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> 
 
     Numbers differ between splits if a folder of images lacks a class, or if a split numbered its classes by itself.
     """
-    if not any(map(_classes, rows.features.values())):
+    if not any(map(_class_names, rows.features.values())):
         return rows
-    others = [_stored_features(Path(file).expanduser().absolute(), split) for split, file in files.items()]
+    of_splits = [_stored_features(Path(file).expanduser().absolute(), split) for split, file in files.items()]
     columns = rows.column_names
     for column in columns:
-        if not (own := _classes(rows.features[column])):
+        own = _class_names(rows.features[column])
+        if not own:
             continue
-        known = [own, *(names for other in others if (names := _classes(other.get(column))))]
-        if (merged := _one_numbering(known)) == own:
+        of_others = [_class_names(features.get(column)) for features in of_splits]
+        merged = _one_numbering([own, *(names for names in of_others if names)])
+        if merged == own:
             continue
         if merged:
-            # -1 hides a label.
-            table: dict[int, Any] = {number: merged.index(name) for number, name in enumerate(own)} | {-1: -1}
+            renumbered: dict[int, Any] = {-1: -1, **{n: merged.index(name) for n, name in enumerate(own)}}  # -1: hidden
             classes: Any = datasets.ClassLabel(names=merged)
         else:
-            table, classes = dict(enumerate(own)), datasets.Value("string")
+            renumbered, classes = dict(enumerate(own)), datasets.Value("string")
         values = [
-            [table.get(one) for one in value] if isinstance(value, list) else table.get(value)
+            [renumbered.get(label) for label in value] if isinstance(value, list) else renumbered.get(value)
             for value in column_values(rows, column)
         ]
         feature = datasets.List(classes) if is_list(rows.features[column]) else classes
@@ -347,21 +348,21 @@ def item_feature(feature: Any) -> Any:
     return feature.feature if is_list(feature) else feature
 
 
-def _classes(feature: Any) -> list[str] | None:
+def _class_names(feature: Any) -> list[str] | None:
     """Return the names of the classes that a column holds, or holds lists of; None for other columns."""
     inner = item_feature(feature)
     return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None
 
 
-def _one_numbering(known: Sequence[Sequence[str]]) -> list[str] | None:
+def _one_numbering(lists: Sequence[Sequence[str]]) -> list[str] | None:
     """Return the classes of several lists in one order that every list keeps; None if there is none.
 
     It is that of a list with all classes, else the sorted order, as of image folders and `class_encode_column`.
     """
-    largest, names = max(known, key=len), set().union(*known)
-    order = list(largest) if names == set(largest) else sorted(names)
-    kept = all([*of_one] == [name for name in order if name in of_one] for of_one in known)
-    return order if kept else None
+    longest, names = max(lists, key=len), set().union(*lists)
+    order = list(longest) if names == set(longest) else sorted(names)
+    is_kept = all(list(classes) == [name for name in order if name in classes] for classes in lists)
+    return order if is_kept else None
 
 
 def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
@@ -374,9 +375,9 @@ def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
         images = (file for file in path.glob("[!.]*/[!.]*") if file.suffix.lower() in ImageFolder.EXTENSIONS)
         named = {image.parent.name for image in images if not image.parent.name.startswith("__")}  # as `datasets` does
         return {"label": datasets.ClassLabel(names=sorted(named))}
-    if path.suffix.lower() == ".parquet" and (parts := _parts(path)):
-        with suppress(Exception):  # reading the split itself says what is wrong with it
-            return datasets.Features.from_arrow_schema(parquet.read_schema(parts[0]))
+    if path.suffix.lower() == ".parquet":
+        with suppress(Exception):  # reading the split itself says what is wrong with it, or that there is no file
+            return datasets.Features.from_arrow_schema(parquet.read_schema(_files_of(path)[0]))
     return {}
 
 
@@ -449,7 +450,7 @@ class DataFacts:
     @property
     def apart(self) -> bool:
         """Whether no held-out row is evaluated; those of a recipe's `held_out` are left out of the evaluated rows."""
-        one, other = self.held_out_split, self.evaluation_split
+        held_out, evaluated = self.held_out_split, self.evaluation_split
         # Two different slices of one split are taken to share no rows.
-        may_overlap = self.alike and (one == other or "[" not in one or "[" not in other)
+        may_overlap = self.alike and (held_out == evaluated or "[" not in held_out or "[" not in evaluated)
         return not (self.held_out_further and may_overlap)
