@@ -27,7 +27,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 import hies_export
 from hies_export.checkpoint.save import check_reload
-from hies_export.slim.check import first_output
+from hies_export.data.batches import first_output
 from hies_export.slim.config import is_slim
 
 SENTENCES = ["good fine", "bad poor dull", "great", "nice bright dark awful"]

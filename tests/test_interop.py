@@ -29,9 +29,9 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 import hies_export
 from hies_export import PruningPlan, find_modules, load_runtime, prune_units, push_to_hub, quantize_onnx, save_slim
+from hies_export.data.batches import first_output
 from hies_export.forms.onnx import export
 from hies_export.kinds import BOTH, MLP
-from hies_export.slim.check import first_output
 from hies_export.slim.config import is_slim
 
 ROOT = Path(__file__).parents[1]

@@ -43,7 +43,6 @@ Work: TypeAlias = Callable[[list[PrunableModule], Read], None]
 """Works on the modules of a block. It must read each batch that `mapped` gives this process, once."""
 
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
-
 BOUNDED = 0.02  # share of the tokens whose effects are bounded
 
 

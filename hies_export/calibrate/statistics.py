@@ -131,8 +131,7 @@ def collect_statistics(
     brought = {name: OWN[name](model, batches, modules) for name in dict.fromkeys(needs) if name in OWN}
     attention = [module for module in modules if module.kind == ATTENTION]
     entropies, with_norms = Entropies(model, attention), "activation_l2" in needs
-    # Statistic -> module -> sums over samples, (units,).
-    sums = entropies.sums | zeros_by_unit(modules, "his", "fisher", "norms", "tokens")
+    sums = entropies.sums | zeros_by_unit(modules, "his", "fisher", "norms", "tokens")  # statistic -> module -> sums
     parts, numbers = _parts(model, batches)
     gradients = Gradients(model, parts, modules, "loss", numbers=numbers, within=entropies.attached)
 

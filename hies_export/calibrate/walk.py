@@ -43,8 +43,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
-    # The gradients of the output's floating tensors, in their order, once the blocks after it have run backward.
-    gradients: list[Tensor | None] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)  # of the output's floating tensors, set by `backward`
 
 
 class Walk:

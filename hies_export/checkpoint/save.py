@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from ..data.batches import first_output
 from ..equal import SAME_CODE, Difference
 from ..errors import PlanError, ReloadMismatchError, refusing
 from ..model import internals
@@ -26,7 +27,6 @@ from ..model.text_encoder import TextEncoder, Unwrapped
 from ..model.tokens import longest_sequence, short_samples
 from ..select.fingerprint import digest_tensors
 from ..select.plan import PruningPlan
-from ..slim.check import first_output
 from ..slim.config import is_slim
 from .beside import (
     DOCUMENTS,

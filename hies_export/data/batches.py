@@ -11,6 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import DataError
+from ..model.internals import exact_products
+from ..model.modes import evaluating, output_alone
 from ..model.tokens import is_token
 from .rows import fixed_permutation
 
@@ -54,6 +56,17 @@ _NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_
 def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return what a model takes of a batch to predict it: all but labels, and keys that say how rows are judged."""
     return {key: value for key, value in batch.items() if key not in _NO_INPUTS}
+
+
+def first_output(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a model's first output (logits, or the last hidden state) in evaluation mode, without labels, on CPU.
+
+    It is float32, or float64 if the model computes in that.
+    """
+    device = next(model.parameters()).device
+    with evaluating(model), output_alone(model), exact_products(), torch.inference_mode():
+        outputs = model(**{key: value.to(device) for key, value in inputs_of(batch).items()})
+    return outputs[0].to("cpu", torch.promote_types(outputs[0].dtype, torch.float32))
 
 
 def is_of_documents(batch: Mapping[str, torch.Tensor]) -> bool:

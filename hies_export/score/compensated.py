@@ -120,6 +120,7 @@ def score_compensated(
     once = moments is not None and not moments.keeps  # the moments are read for spreads alone
     outputs, inputs = zip(*(features_of(model.get_submodule(module.consumer)) for module in modules), strict=True)
     hidden_states = sum(count_tokens(model, b) for b in batches) * outputs[0] * model.dtype.itemsize
+    # Spreads of all modules are kept, or the gradients of all blocks, each of which is then computed once more.
     if moments is not None and once and names and not keeps_spreads(inputs, hidden_states * len(gradients.blocks)):
         gradients.collect(keep=new, name="effects", progress=progress)
         moments.each(rank_block, names, name="modules ranked", progress=progress)
@@ -131,10 +132,7 @@ def score_compensated(
 
 
 def keeps_spreads(inputs: Iterable[int], gradients: int) -> bool:
-    """Return whether the spreads of modules with these numbers of inputs take less memory than `gradients`, in bytes.
-
-    They are kept while effects are found. Else the gradients of all blocks are, and each block is computed once more.
-    """
+    """Return whether spreads of modules with these numbers of inputs take no more bytes than the gradients."""
     return 4 * sum(width**2 for width in inputs) <= gradients
 
 

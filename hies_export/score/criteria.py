@@ -55,8 +55,7 @@ class Scores:
         effects: Module -> (units,) float64, how much removing each unit alone changes the prediction or the loss. It is
             in the same unit for all modules, so that removals of heads and of neurons can be compared.
         ranked: Kinds of modules whose units the scores order across modules. Effects compare units of other kinds.
-        chains: Orders of removal that take earlier removals into account. If given, they decide instead of scores and
-            effects.
+        chains: Orders of removal that take earlier removals into account. If given, they alone decide.
     """
 
     criterion: str

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as tree
 from transformers import PreTrainedModel
 
@@ -21,7 +21,7 @@ from ..equal import IN_FLOAT64, SAME_CODE, SURE_IN_FLOAT32, Difference
 from ..errors import CutMismatchError, PlanError, memory_failure, quoted
 from ..kinds import KINDS
 from ..model.internals import exact_products
-from ..model.modes import evaluating, intercept, output_alone
+from ..model.modes import intercept
 from ..select.plan import PruningPlan, selection_of
 from ..units.units import PrunableModule, Selection, check_indices
 
@@ -150,14 +150,3 @@ def _checked(difference: Difference, allowed: float, where: str, dense: PreTrain
             f"{difference}; nothing was saved. Please report this architecture ({dense.config.model_type})"
         )
     return difference.max_abs
-
-
-def first_output(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return a model's first output (logits, or the last hidden state) in evaluation mode, without labels, on CPU.
-
-    It is float32, or float64 if the model computes in that.
-    """
-    device = next(model.parameters()).device
-    with evaluating(model), output_alone(model), exact_products(), torch.inference_mode():
-        outputs = model(**{key: value.to(device) for key, value in inputs_of(batch).items()})
-    return outputs[0].to("cpu", torch.promote_types(outputs[0].dtype, torch.float32))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..data.batches import first_output
 from ..data.processors import encoded
 from ..equal import SAME_CODE, Difference
 from ..errors import CutMismatchError, UnsupportedModelError
@@ -18,7 +19,6 @@ from ..model.internals import configs_of, empty_model
 from ..model.linear import set_by_name
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import numbers_by_padding
-from ..slim.check import first_output
 from .kept import KeptTokens
 
 # Fields of configurations that hold tokens, and fields that count the rows of a vocabulary.

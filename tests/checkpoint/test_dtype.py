@@ -14,9 +14,9 @@ from transformers import BertForSequenceClassification, PreTrainedModel
 
 from hies_export import load, save_slim
 from hies_export.checkpoint.weights import stored_dtype, weight_files
+from hies_export.data.batches import first_output
 from hies_export.model.copies import convert, round_each
 from hies_export.model.internals import dtypes_in
-from hies_export.slim.check import first_output
 
 
 @pytest.mark.parametrize(("make", "uniform", "dtype"), [(bert, False, torch.float16), (vit, True, torch.bfloat16)])

@@ -19,9 +19,9 @@ from hies_export import ReloadMismatchError, RequestError, find_modules, load, p
 from hies_export.checkpoint import save
 from hies_export.checkpoint.classes import load_config
 from hies_export.checkpoint.save import check_reload
+from hies_export.data.batches import first_output
 from hies_export.kinds import ATTENTION
 from hies_export.model import modeling_hies
-from hies_export.slim.check import first_output
 
 # This package cannot be imported here, as on a machine that has only torch and transformers.
 ELSEWHERE = """

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 from hies_export import PruningPlan, find_modules, load, prune_units, save_slim
 from hies_export.checkpoint.beside import complete_settings, use_version4_names, write_config
 from hies_export.checkpoint.classes import load_config
+from hies_export.data.batches import first_output
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import MLP
-from hies_export.slim.check import first_output
 
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8},

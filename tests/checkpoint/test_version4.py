@@ -17,8 +17,8 @@ import hies_export
 from hies_export import Kept, PrunableModule, PruningPlan, find_attention, masked_units, prune_units
 from hies_export.checkpoint.load import load_version4
 from hies_export.cli.main import main
+from hies_export.data.batches import first_output
 from hies_export.errors import RequestError
-from hies_export.slim.check import first_output
 
 PRUNED = {0: [1, 4], 2: [0, 2, 3, 5]}  # of 6 heads in each of 3 layers, 8 wide
 # Names of layers as transformers 4 writes them: heads are rows of the former, and columns of the latter.

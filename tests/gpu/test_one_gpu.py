@@ -22,6 +22,7 @@ from hies_export.calibrate.moments import Moments
 from hies_export.calibrate.readings import LayerEffects
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.checkpoint.load import load_dense
+from hies_export.data.batches import first_output
 from hies_export.errors import DataError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.form import Form
@@ -30,7 +31,7 @@ from hies_export.kinds import ATTENTION, BOTH
 from hies_export.model.copies import convert, parameter_bytes
 from hies_export.score.compensated import removal_chain
 from hies_export.score.criteria import needs_of
-from hies_export.slim.check import compare_cut, first_output
+from hies_export.slim.check import compare_cut
 from hies_export.units.find import find_modules
 
 REFIT = {"method": "least_squares"}

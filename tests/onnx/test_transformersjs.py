@@ -33,10 +33,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from hies_export import PruningPlan, find_modules, load_runtime, prune_units, quantize_onnx, save_slim
+from hies_export.data.batches import first_output
 from hies_export.forms.formats import add_graphs
 from hies_export.forms.onnx import export
 from hies_export.forms.runtimes.base import Runtime
-from hies_export.slim.check import first_output
 
 PACKAGES = Path(os.environ.get("HIES_NODE_TRANSFORMERS", Path(__file__).parents[2] / ".transformersjs"))
 WORKER = Path(__file__).parents[1] / "support" / "transformersjs.mjs"

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hies_export
 from hies_export import PruningPlan, Selection, apply_plan, find_modules, load, prune, prune_units, save_slim
+from hies_export.data.batches import first_output
 from hies_export.kinds import ATTENTION, BOTH
-from hies_export.slim.check import compare_cut, first_output
+from hies_export.slim.check import compare_cut
 
 BATCH = {"input_ids": torch.arange(5, 27).view(2, 11)}
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}

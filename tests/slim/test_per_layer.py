@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.utils import logging as of_transformers
 
 from hies_export import PruningPlan, find_modules, load, prune_units, save_slim
+from hies_export.data.batches import first_output
 from hies_export.kinds import ATTENTION, BOTH, MLP
 from hies_export.model.internals import layers_differ
-from hies_export.slim.check import first_output
 
 TOP = ("per_layer_config", "allow_global_per_layer_attribute_access")
 BATCH = {"input_ids": torch.arange(5, 27).view(2, 11)}

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
 
 from hies_export import PruningPlan, apply_plan, compare_cut, find_modules, load, prune_units, save_slim
+from hies_export.data.batches import first_output
 from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import BOTH
 from hies_export.model.copies import convert
-from hies_export.slim.check import first_output
 from hies_export.slim.config import as_mistral, is_slim
 
 TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")

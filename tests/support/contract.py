@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 from hies_export import PruningPlan, export_onnx, find_modules, load, masked_units, prune_units, quantize_onnx
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.checkpoint.save import check_reload, save_slim
+from hies_export.data.batches import first_output
 from hies_export.equal import Difference
 from hies_export.errors import ReloadMismatchError, UnsupportedModelError
 from hies_export.forms.onnx.multimodal import is_vision_language
 from hies_export.kinds import ATTENTION, BOTH, KINDS
-from hies_export.slim.check import compare_cut, first_output
+from hies_export.slim.check import compare_cut
 from hies_export.slim.config import is_slim
 from hies_export.units.units import PrunableModule
 from support.architectures import tiny
