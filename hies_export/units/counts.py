@@ -28,7 +28,7 @@ Ratio = Annotated[float, Field(ge=0, le=1000)]
 
 
 def si(number: float) -> str:
-    """Return a number with three digits, or if it is whole and below 1,000 with all, and the SI prefix of a unit."""
+    """Return three digits of a number (all of a whole one below 1,000) and an SI prefix, to be put before a unit."""
     # Rounded first, so that 999,999 becomes 1.00 M and not 1000 k.
     rounded = float(f"{number:.3g}") if number >= 1000 else number
     power = min((len(str(int(rounded))) - 1) // 3, 4)
@@ -187,7 +187,7 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int | None:
     if not model.can_generate():
         return None
     without_data = share_weights(model, device="meta").eval()
-    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")  # any few tokens do: their bytes are divided by them
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")  # any number of tokens: the bytes are divided by it
     with output_alone(without_data, cache=True), torch.no_grad():
         cached = keys_and_values(without_data(input_ids=ids))
     return sum(t.numel() * t.element_size() for layer in cached.values() for t in layer) // ids.shape[1]
@@ -209,7 +209,8 @@ def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[st
     meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
     ids = meta.get("input_ids")
     masked = {} if ids is None else forward_inputs(model, {**meta, "attention_mask": torch.ones_like(ids)})
-    # For data that is missing, torch raises a RuntimeError; for a mask that was not given, models raise anything.
+    # For data that is missing, torch raises a RuntimeError. Whatever a model raises for a mask that was not given, a
+    # pass with data decides.
     for tensors, failures in ((meta, RuntimeError), (masked, Exception)):
         with suppress(failures):
             if tensors:

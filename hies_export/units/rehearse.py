@@ -37,7 +37,7 @@ def parameter_cuts(module: PrunableModule, kept: Kept) -> list[tuple[str, int, T
 
 def _cuts(module: PrunableModule, kept: Kept, *, parameters: bool) -> list[tuple[str, int, Tensor]]:
     """Return name, axis and what stays of the producers, or else of the parameters, that lose indices."""
-    by_tensor = {piece.tensor: piece for piece in module.slices if piece.parameter == parameters}  # any, for its axis
+    by_tensor = {piece.tensor: piece for piece in module.slices if piece.parameter == parameters}  # one for each
     staying = {name: module.staying(name, kept) for name in by_tensor}
     return [(n, by_tensor[n].axis, index) for n, index in staying.items() if len(index) < len(by_tensor[n].owner)]
 
