@@ -126,7 +126,7 @@ def _attention_forward(
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, keys: int) -> Tensor:
-    """Return a position bias and a mask, `keys` wide, as one additive mask, (batch or 1, heads, query, keys)."""
+    """Return a position bias plus a mask as one additive mask, broadcastable to (batch, heads, query, keys)."""
     queries = bias.shape[-2]
     if mask is None and is_causal and queries > 1:  # the queries are the last of the tokens
         mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)

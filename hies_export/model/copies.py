@@ -46,7 +46,8 @@ def convert(
 ) -> Model:
     """Copy a model's modules and config, with its tensors in another dtype or on another device.
 
-    `dtype` is that of the floating tensors, or name of a parameter or buffer -> dtype. Unchanged tensors are shared.
+    `dtype` is that of the floating tensors, or name of a parameter or buffer -> dtype; other tensors keep theirs.
+    Tensors that need no change are shared.
     """
     dtype_by_id: dict[int, torch.dtype] = {}
     if isinstance(dtype, Mapping):

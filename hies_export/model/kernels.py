@@ -73,10 +73,11 @@ def _facts(call: AttentionCall) -> MaskFacts:
         bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys] if keys % 16 else bias.contiguous()
     counts = visible.expand(*visible.shape[:-1], keys).sum(-1)
     if queries == keys:
-        # In self-attention, queries and keys are the same tokens. One that no row sees is padding, as is its own row.
+        # Taken for self-attention, whose queries and keys are the same tokens: one that no row sees is padding, and its
+        # own row is no real query.
         is_real = visible.any(-2)
         if is_real.shape[-1] == keys:  # else the mask is one number per row, which says nothing about single keys
-            counts = counts * is_real
+            counts = counts * is_real  # a mask that is the same for every row has one count, of all rows
     return MaskFacts(bias, counts.clamp(min=1).float().log(), has_bias)
 
 
