@@ -138,8 +138,9 @@ def longest_first(text: str, prefix: str, known: Mapping[str, int]) -> list[int]
     """
     tokens: list[int] = []
     while text not in ("", prefix):
-        beginnings = (text[:end] for end in range(len(text), 0, -1))
-        longest = next((token for token in beginnings if token in known and token != prefix), None)
+        shortest = len(prefix) + 1 if text.startswith(prefix) else 1  # of a rest, more than the prefix has to go
+        beginnings = (text[:end] for end in range(len(text), shortest - 1, -1))
+        longest = next((token for token in beginnings if token in known), None)
         if longest is None:
             return []
         tokens.append(known[longest])

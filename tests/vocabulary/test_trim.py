@@ -18,7 +18,7 @@ from hies_export.data.batches import PIECE_KEY
 from hies_export.errors import DataError, RequestError, UnsupportedModelError
 from hies_export.forms.gguf.vocabulary import find_vocabulary
 from hies_export.vocabulary.kept import check_request
-from hies_export.vocabulary.recut import Recut, compare_cuts, pieces_of
+from hies_export.vocabulary.recut import Recut, compare_cuts, longest_first, pieces_of
 from hies_export.vocabulary.trim import Trimmed, trim_vocabulary
 
 FIRST, OTHER = pages()[::8], pages()[1::8]
@@ -285,6 +285,13 @@ def test_pieces_of_tokens_that_went_have_their_text(tokenizer: PreTrainedTokeniz
     assert (found.texts, found.otherwise) == (len(OTHER), went)
     assert found.dense_tokens == sum(len(ids(tokenizer, text)) for text in OTHER)
     assert 0 < found.share_otherwise <= 1 < found.tokens_ratio
+
+
+def test_a_prefix_is_no_piece_of_the_rest_of_a_word() -> None:
+    known = {"#": 0, "##": 1, "a": 2, "##b": 3}
+    assert longest_first("#", "##", known) == [0]
+    assert longest_first("ab", "##", known) == [2, 3]
+    assert longest_first("ac", "##", known) == longest_first("##c", "##", known) == []
 
 
 @pytest.mark.parametrize(
