@@ -5,8 +5,7 @@ The input is a model, dense or slim, and batches from `data`. The output is `Qua
 
 - `predict.py` runs a model over batches and keeps logits, or the likeliest tokens and their likelihoods.
 - `ranking.py` ranks documents by embeddings, or candidates by a reranker.
-- `metrics.py` is the registry of metrics, each a plain function of numpy arrays. A recipe may also name a metric of
-  the `evaluate` library.
+- `metrics.py` is the registry of metrics, plain functions of numpy arrays, and loads those of the `evaluate` library.
 - `interval.py` bounds what is kept, and `promise.py` words it.
 - `judge.py` applies metrics to predictions, and holds the dense model's predictions to compare others with.
 """

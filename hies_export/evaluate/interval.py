@@ -47,18 +47,18 @@ def lower_share(
     Source: Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard, Survey Methodology 24 (1998), for clusters.
     """
     count = scale * (len(same) if samples is None else _effective_size(same.double(), samples, confidence))
-    right = same.double().mean().item() * count
-    if right <= 0:
+    agreeing = same.double().mean().item() * count
+    if agreeing <= 0:
         return 0.0
-    return float(stats.beta.ppf((1 - confidence) / 2, right, count - right + 1))
+    return float(stats.beta.ppf((1 - confidence) / 2, agreeing, count - agreeing + 1))
 
 
 def share_ends(
     same: torch.Tensor, samples: torch.Tensor | None = None, confidence: float = CONFIDENCE, *, scale: float = 1.0
 ) -> tuple[float, float]:
-    """Return both ends of `lower_share`'s interval; the upper end is 1 - the lower one of the share that differs."""
-    low, differ = (lower_share(of, samples, confidence, scale=scale) for of in (same, ~same))
-    return low, 1 - differ
+    """Return both ends of `lower_share`'s interval; the upper end is 1 - the lower end of the share that differs."""
+    low = lower_share(same, samples, confidence, scale=scale)
+    return low, 1 - lower_share(~same, samples, confidence, scale=scale)
 
 
 def ratio_ends(
@@ -67,47 +67,45 @@ def ratio_ends(
     """Return both ends of an interval of mean(slim) / mean(dense), over paired queries.
 
     It is Fieller's interval, with Student's t, over the queries and an invented one, which stands for losses too rare
-    to occur in the sample (as in the rule of three): `dense` is there its mean over the others, and `slim` is 0 for the
-    lower end, or twice that mean for the upper end.
+    to occur in the sample (as in the rule of three): its `dense` value is the mean over the others, and its `slim`
+    value is 0 for the lower end, or twice that mean for the upper end.
 
     Simulated: how often the lower end is above the true ratio, for 300 or 1,000 queries and a nominal rate of 2.5 %
     (0.41 %). With heavy-tailed losses: at most 2.3 % (0.35 %); without the invented query 2.6 to 12 % (0.3 to 6 %); by
     the percentile bootstrap 3 to 10 % (0.4 to 3.5 %). If few queries lose all and the others nothing: 5 % (0 %);
     without the invented query 20 % or more (5 % or more).
 
-    Args:
-        slim: (queries,) values of at least 0, of the slim model.
-        dense: (queries,) values of at least 0, of the dense model.
-        confidence: Confidence of the two-sided interval.
-        scale: The interval is that of `scale` times as many queries.
+    `slim` and `dense` are (queries,) values of at least 0; `confidence` and `scale` are as in `lower_share`.
 
     Source: Fieller, J. R. Stat. Soc. B 16 (1954).
     """
     slim, dense = slim.double(), dense.double()
-    return _fieller(slim, dense, confidence, scale, -1), _fieller(slim, dense, confidence, scale, 1)
+    return _fieller_end(slim, dense, confidence, scale, -1), _fieller_end(slim, dense, confidence, scale, 1)
 
 
-def _fieller(slim: torch.Tensor, dense: torch.Tensor, confidence: float, scale: float, sign: int) -> float:
-    """Return the lower end of `ratio_ends` (`sign` -1; 0 if unbounded) or the upper one (`sign` 1; infinite)."""
+def _fieller_end(slim: torch.Tensor, dense: torch.Tensor, confidence: float, scale: float, sign: int) -> float:
+    """Return the lower end of `ratio_ends`, 0 if unbounded, for `sign` -1; the upper, infinite if unbounded, for 1."""
     typical = dense.mean()
-    table = torch.stack([torch.cat([slim, typical + sign * typical[None]]), torch.cat([dense, typical[None]])])
-    weights = torch.full_like(table[0], scale)
+    # (2, queries + 1): the values of both models, those of the invented query last.
+    values = torch.stack([torch.cat([slim, typical + sign * typical[None]]), torch.cat([dense, typical[None]])])
+    weights = torch.full_like(values[0], scale)
     weights[-1] = 1.0
     size = weights.sum()
-    mean = (table * weights).sum(1) / size
-    apart = table - mean[:, None]
-    variance = (apart * weights) @ apart.T / (size - 1) / size  # (2, 2), of the means
-    (ours, theirs), (own, both, other) = mean, (variance[0, 0], variance[0, 1], variance[1, 1])
-    squared = float(stats.t.ppf((1 + confidence) / 2, size.item() - 1)) ** 2
-    # The ratios r at which the mean of slim - r dense is no further from 0 than its standard error allows.
-    a, b, c = theirs**2 - squared * other, ours * theirs - squared * both, ours**2 - squared * own
+    means = (values * weights).sum(1) / size
+    deviations = values - means[:, None]
+    covariance = (deviations * weights) @ deviations.T / (size - 1) / size  # (2, 2), of the means
+    t2 = float(stats.t.ppf((1 + confidence) / 2, size.item() - 1)) ** 2
+    # The interval has the ratios r for which the mean of slim - r dense is within t standard errors of 0: those with
+    # a r^2 - 2 b r + c <= 0. It is unbounded if the dense mean itself is within t standard errors of 0 (a <= 0).
+    products = means[:, None] * means - t2 * covariance
+    a, b, c = products[1, 1], products[0, 1], products[0, 0]
     if a <= 0:
         return 0.0 if sign < 0 else math.inf
     return max(0.0, ((b + sign * (b * b - a * c).clamp(min=0).sqrt()) / a).item())
 
 
 def _effective_size(same: torch.Tensor, samples: torch.Tensor, confidence: float) -> float:
-    """Return how many independent predictions would give the mean of these, (predictions,) float64, its variance."""
+    """Return how many independent predictions have a mean of the same variance as `same`, (predictions,) float64."""
     share, groups, variance = same.mean().item(), len(samples.unique()), variance_of_mean(same, samples)
     if groups == 1 or variance == 0:
         # One sample, or all predictions agree: nothing shows that predictions of one sample are independent.
@@ -122,12 +120,12 @@ def variance_of_mean(values: torch.Tensor, samples: torch.Tensor | None = None) 
 
     `samples` are as in `lower_share`. Values of one sample may depend on each other, so only their sum counts.
     """
-    apart = values.double() - values.double().mean()
+    deviations = values.double() - values.double().mean()
     if samples is not None:
-        found, place = samples.unique(return_inverse=True)
-        apart = apart.new_zeros(len(found)).index_add(0, place, apart)
-    groups = len(apart)
-    return math.inf if groups == 1 else apart.square().sum().item() * groups / (groups - 1) / len(values) ** 2
+        distinct, index = samples.unique(return_inverse=True)
+        deviations = deviations.new_zeros(len(distinct)).index_add(0, index, deviations)
+    groups = len(deviations)
+    return math.inf if groups == 1 else deviations.square().sum().item() * groups / (groups - 1) / len(values) ** 2
 
 
 def upper_rate(count: int, rows: int, confidence: float = CONFIDENCE) -> float:
@@ -136,18 +134,19 @@ def upper_rate(count: int, rows: int, confidence: float = CONFIDENCE) -> float:
 
 
 def rate_rows_needed(rate: float, confidence: float = CONFIDENCE) -> int:
-    """Return how many rows without any event bring the `upper_rate` down to a rate in (0, 1)."""
+    """Return how many rows without an event bring the `upper_rate` down to `rate`, in (0, 1)."""
     return math.ceil(math.log(1 - confidence) / math.log(1 - rate))
 
 
 def rows_needed(share: float, confidence: float = CONFIDENCE) -> int:
-    """Return how many rows, all predicted as by the dense model, bring `lower_share` up to a share in (0, 1)."""
+    """Return how many rows, all predicted as by the dense model, bring `lower_share` up to `share`, in (0, 1)."""
     return math.ceil(math.log((1 - confidence) / 2) / math.log(share))
 
 
 def queries_needed(share: float, confidence: float = CONFIDENCE) -> int:
-    """Return how many queries, all ranked alike, bring the lower end of `ratio_ends` up to a share in (0, 1)."""
+    """Return how many queries, all ranked alike, bring the lower end of `ratio_ends` up to `share`, in (0, 1)."""
     tail = (1 + confidence) / 2
+    # Of equal values, that end is (count - t) / (count + 1). The normal quantile is below t: the search starts too low.
     count = math.ceil((share + stats.norm.ppf(tail)) / (1 - share))
     while (count - stats.t.ppf(tail, count)) / (count + 1) < share:
         count += 1
@@ -161,7 +160,7 @@ LEAST_FOR_LOSS = 200
 
 @dataclass(frozen=True)
 class Looks:
-    """How often a false promise may be looked at on the held-out rows; the more often, the more rows it takes.
+    """How often false promises may be tested on the held-out rows; the more often, the more rows it takes.
 
     A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try several `compounds`
     in one of them. It also looks at the dense model in `bits` forms in fewer bits than float32, and at the slim model
@@ -174,9 +173,10 @@ class Looks:
 
     @property
     def confidence(self) -> float:
-        """Confidence of each interval, so that all together have that of a promise."""
+        """Confidence that each interval needs, so that all together have `CONFIDENCE`."""
         return confidence_of_each(FAILURES * self.forms + self.compounds + self.bits)
 
     def rows(self, share: float, metric: str | None) -> int:
-        """Return how many rows confirm a share of predictions (how many queries, one of a metric) if none loses any."""
-        return (rows_needed if metric is None else queries_needed)(share, self.confidence)
+        """Return how many rows confirm a share of predictions (of a metric: how many queries) if none loses any."""
+        needed = rows_needed if metric is None else queries_needed
+        return needed(share, self.confidence)

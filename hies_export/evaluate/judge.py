@@ -12,16 +12,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..data.batches import Batch, is_of_documents, samples_of
+from ..data.batches import GROUP_KEY, Batch, is_of_documents, samples_of
 from ..recipe.budget import Budget, Found
 from ..tasks import Predictions, Task
 from .interval import CONFIDENCE, ratio_ends, share_ends, variance_of_mean
 from .metrics import METRICS, check_metrics, find_metric, quality_loss, value_of
 from .predict import references
-from .ranking import Ranked, RankedTexts, Rankings, RowsKind, kind_of_rows, ranked
+from .ranking import Ranked, RankedGroups, RankedTexts, Rankings, RowsKind, kind_of_rows
 
 logger = logging.getLogger(__name__)
 
+# The arguments of a metric: predictions and references, (samples,) each, or (pairs,) of pairs of texts, and options.
+_Inputs = tuple[np.ndarray, np.ndarray, dict[str, Any]]
 # Bootstrap samples behind the interval of a metric.
 _RESAMPLES = 1000
 # The index that embeddings are judged on.
@@ -47,17 +49,13 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate of `alpha: auto` or `criterion: auto`, cut at the budget and judged on held-out rows.
+    """A candidate of `alpha: auto` or `criterion: auto`, cut and refitted by the recipe, judged on held-out rows."""
 
-    If the recipe compensates, the refitted model is judged. `candidate` is the position among the candidates, `quality`
-    the first metric, None without labels.
-    """
-
-    candidate: int
+    candidate: int  # position among the candidates
     criterion: str
     alpha: float | None
     token_weights: float
-    quality: float | None
+    quality: float | None  # the first metric; None without labels
     stability: float
     chosen: bool = False
 
@@ -89,10 +87,7 @@ class Judge:
     ranked: Ranked | None = None  # what the dense model ranks; by default that of `batches` and `dense`
 
     def on_dense_index(self) -> Judge:
-        """Return the judge of the queries alone, against the dense model's vectors of the documents.
-
-        It is this judge if it has no batches of documents.
-        """
+        """Return a judge of the queries alone, on the dense model's index; itself if it has none or is one already."""
         if self._kind != "queries" or self.ranked is not None:
             return self
         rows = replace(RankedTexts.of(self.dense.values, self.batches, self.task.similarity), only_queries=True)
@@ -103,11 +98,11 @@ class Judge:
     def of(self, predictions: Predictions) -> Quality:
         """Return all metrics and the stability of predictions of the batches."""
         metrics = {name: _value(name, *self._inputs(name, predictions)) for name in self.metrics}
-        return Quality(metrics, self._stability(predictions))
+        return Quality(metrics, self.agreement(predictions).double().mean().item())
 
     def agreement(self, predictions: Predictions) -> torch.Tensor:
         """Return which predictions equal the dense model's, (predictions,) bool; of rankings, (queries,)."""
-        if self._rows is not None:
+        if self._ranked is not None:
             return self.rankings(predictions).top1
         return self.task.same(self.dense, predictions)
 
@@ -116,11 +111,11 @@ class Judge:
 
         Without labels, there is no metric, unless rankings are judged.
         """
-        share, name = self._stability(predictions), self.metrics[0]
-        if self._rows is None and "labels" not in self.batches[0]:
-            return Judgement(None, 0.0, share)
+        stability, name = self.agreement(predictions).double().mean().item(), self.metrics[0]
+        if self._ranked is None and "labels" not in self.batches[0]:
+            return Judgement(None, 0.0, stability)
         inputs = self._inputs(name, predictions)
-        return Judgement(_value(name, *inputs), standard_error(name, *inputs), share)
+        return Judgement(_value(name, *inputs), standard_error(name, *inputs), stability)
 
     def kept(self, predictions: Predictions) -> tuple[float, float]:
         """Return the share that is kept of the dense model's quality, and the lower end of its interval.
@@ -129,34 +124,37 @@ class Judge:
         model's; with `terms` the interval is that of `ratio_ends`, else the percentile bootstrap's. In all other cases
         it is the share of predictions that equal the dense model's.
         """
-        return self._kept(predictions, self._scale)[:2]
+        share, low, _ = self._kept_interval(predictions, self._scale)
+        return share, low
 
     def found(self, budget: Budget, predictions: Predictions) -> Found:
-        """Return what decides about a promise: the share that stays, or the loss, and the end of its interval."""
-        return Found(*(self.lost(predictions) if budget.share is None else self.kept(predictions)))
+        """Return what decides whether a promise is kept: `lost` if the budget limits a loss, else `kept`."""
+        value, bound = self.lost(predictions) if budget.share is None else self.kept(predictions)
+        return Found(value, bound)
 
     def kept_ends(self, predictions: Predictions) -> tuple[float, float]:
         """Return both ends of the interval of the share that `kept` returns; `as_of` is ignored."""
-        return self._kept(predictions)[1:]
+        _, low, high = self._kept_interval(predictions)
+        return low, high
 
     def agreement_ends(self, predictions: Predictions) -> tuple[float, float]:
         """Return both ends of the interval of the share of predictions that equal the dense model's."""
         return share_ends(self.agreement(predictions), self.samples, self.confidence)
 
-    def _kept(self, predictions: Predictions, scale: float = 1.0) -> tuple[float, float, float]:
-        """Return the share that is kept, and both ends of its interval for `scale` times the samples."""
+    def _kept_interval(self, predictions: Predictions, scale: float = 1.0) -> tuple[float, float, float]:
+        """Return the share of `kept`, and the lower and upper end of its interval for `scale` times the samples."""
         name = self.metrics[0]
         terms = find_metric(name).terms
         if terms is not None:
             given, wanted, _ = self._inputs(name, predictions)
-            slim, dense = (torch.from_numpy(np.array(of, np.float64)) for of in terms(given, wanted))
+            slim, dense = (torch.from_numpy(np.array(values, np.float64)) for values in terms(given, wanted))
             low, high = ratio_ends(slim, dense, self.confidence, scale=scale)
             return _ratio(name, dense.mean().item(), slim.mean().item()), low, high
-        if self._rows is None:
+        if self._ranked is None:
             same = self.agreement(predictions)
             return same.double().mean().item(), *share_ends(same, self.samples, self.confidence, scale=scale)
-        share, drawn = self._resampled(_ratio, predictions, scale)
-        low, high = np.quantile(drawn, ((1 - self.confidence) / 2, (1 + self.confidence) / 2)).tolist()
+        share, resampled = self._bootstrap(_ratio, predictions, scale)
+        low, high = np.quantile(resampled, ((1 - self.confidence) / 2, (1 + self.confidence) / 2)).tolist()
         return share, low, high
 
     def lost(self, predictions: Predictions) -> tuple[float, float]:
@@ -164,18 +162,19 @@ class Judge:
 
         The interval is the percentile bootstrap's, over samples that are drawn for both models alike.
         """
-        loss, drawn = self._resampled(quality_loss, predictions, self._scale)
-        return loss, float(np.quantile(drawn, (1 + self.confidence) / 2))
+        loss, resampled = self._bootstrap(quality_loss, predictions, self._scale)
+        return loss, float(np.quantile(resampled, (1 + self.confidence) / 2))
 
-    def _resampled(
+    def _bootstrap(
         self, compare: Callable[[str, float, float], float], predictions: Predictions, scale: float
     ) -> tuple[float, list[float]]:
-        """Return `compare(name, dense, slim)` of the first metric, on all samples and on each bootstrap sample.
+        """Return `compare(name, dense, slim)` of the first metric, on all samples, and on each of 1,000 resampled sets.
 
-        Each bootstrap sample has `scale` times as many samples; an undefined metric counts as 0.0.
+        Each set has `scale` times as many samples; an undefined metric counts as 0.0.
         """
         name = self.metrics[0]
-        (dense, wanted, options), (slim, _, _) = (self._inputs(name, of) for of in (self.dense, predictions))
+        dense, wanted, options = self._inputs(name, self.dense)
+        slim, _, _ = self._inputs(name, predictions)
         generator = np.random.default_rng(0)
 
         def compared(rows: Any) -> float:
@@ -183,103 +182,106 @@ class Judge:
             return compare(name, *(0.0 if math.isnan(value) else value for value in values))
 
         size = round(len(wanted) * scale)
-        drawn = [compared(generator.integers(len(wanted), size=size)) for _ in range(_RESAMPLES)]
-        return compared(slice(None)), drawn
+        resampled = [compared(generator.integers(len(wanted), size=size)) for _ in range(_RESAMPLES)]
+        return compared(slice(None)), resampled
 
     def rankings(self, predictions: Predictions) -> Rankings:
         """Return how the ranking of each query compares with what is relevant and with the dense model's."""
-        assert self._rows is not None
+        assert self._ranked is not None
         # The dense model's and the last ones are kept, because callers ask for several numbers of the same in turn.
-        of_dense = predictions is self.dense
-        if of_dense not in self._known or self._known[of_dense][0] is not predictions:
-            found = self._rows.rankings(predictions.values, old_index=self.index != "slim")
-            self._known[of_dense] = predictions, found
-        return self._known[of_dense][1]
+        key = "dense" if predictions is self.dense else "last"
+        if key not in self._cache or self._cache[key][0] is not predictions:
+            rankings = self._ranked.rankings(predictions.values, old_index=self.index != "slim")
+            self._cache[key] = predictions, rankings
+        return self._cache[key][1]
 
     def ranking(self, predictions: Predictions) -> dict[str, dict[str, float]]:
         """Return the means of `Rankings` by index; empty for models that do not rank.
 
         `slim_index` has the numbers with every text re-embedded, and `dense_index` those of queries on the dense
         model's vectors; a reranker's are in `candidates`. `slim_index` is missing if only queries were predicted, and
-        its `cosine` is that of documents. For pairs, `spearman` is added, the correlation with their scores: on the
-        dense index, the second text of a pair has the dense model's vector.
+        its `cosine` is that of documents. For pairs, `spearman` is added, the correlation with their scores.
         """
-        if self._rows is None:
+        if self._ranked is None:
             return {}
-        found = self._rows.by_index(predictions.values)
-        if isinstance(self._rows, RankedTexts) and self._rows.pairs is not None:
-            for index, numbers in found.items():
-                numbers["spearman"] = _value("spearman", *self._of_pairs(predictions, old_index=index == "dense_index"))
-        return found
+        by_index = self._ranked.by_index(predictions.values)
+        if isinstance(self._ranked, RankedTexts) and self._ranked.pairs is not None:
+            for index, means in by_index.items():
+                on_dense = index == "dense_index"
+                means["spearman"] = _value("spearman", *self._pair_inputs(predictions, old_index=on_dense))
+        return by_index
 
     @property
     def samples(self) -> torch.Tensor | None:
-        """Sample of every prediction; None if each has its own."""
+        """Number of the sample that each prediction belongs to, (predictions,); None if each has its own."""
         return None if self.dense.joint else self.dense.sample
 
     @property
     def _scale(self) -> float:
+        """How many times the samples of the batches intervals are computed for; see `as_of`."""
         return 1.0 if self.as_of is None else self.as_of / samples_of(self.batches)
 
     @cached_property
     def _references(self) -> torch.Tensor:
+        """The labels of the batches; without labels, the dense model's decisions."""
         labelled = "labels" in self.batches[0]
         return references(self.batches, self.task) if labelled else self.task.decide(self.dense)
 
     @cached_property
-    def _rows(self) -> Ranked | None:
+    def _ranked(self) -> Ranked | None:
+        """What the dense model ranks; None for a model that does not rank."""
         if self.ranked is not None or self._kind is None:
             return self.ranked
-        return ranked(self.dense.values, self.batches, self.task.similarity)
+        if GROUP_KEY in self.batches[0]:
+            return RankedGroups.of(self.dense.values, self.batches)
+        return RankedTexts.of(self.dense.values, self.batches, self.task.similarity)
 
     @property
     def _kind(self) -> RowsKind | None:
+        """What the rows of the batches are to each other; None for a model that does not rank."""
         return kind_of_rows(self.batches, embeds=self.task.predicts == "embeddings")
 
     @cached_property
-    def _known(self) -> dict[bool, tuple[Predictions, Rankings]]:
+    def _cache(self) -> dict[str, tuple[Predictions, Rankings]]:
+        """Predictions and their rankings, of the dense model ("dense") and of the model judged last ("last")."""
         return {}
 
-    def _inputs(self, name: str, predictions: Predictions) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-        """Return the arguments of a metric, which must fit: predictions and references of (samples,), and options."""
-        if self._rows is None:
+    def _inputs(self, name: str, predictions: Predictions) -> _Inputs:
+        """Return the arguments of a metric; a RecipeError refuses one that does not fit them."""
+        if self._ranked is None:
             wanted = self.task.decide(self.dense) if find_metric(name).own else self._references
             check_metrics([name], predicts=predictions.kind, trimmed=predictions.characters is not None)
             options = {"num_labels": predictions.values.shape[-1]} if predictions.kind == "classes" else {}
             return *self.task.table(predictions, wanted), options
         check_metrics([name], rows=self._kind)
         if METRICS[name].of == "numbers":
-            return self._of_pairs(predictions)
+            return self._pair_inputs(predictions)
         return self.rankings(predictions).table, self.rankings(self.dense).table, {}
 
-    def _of_pairs(
-        self, predictions: Predictions, *, old_index: bool = False
-    ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-        assert isinstance(self._rows, RankedTexts)
-        found, known = self._rows.similarities(predictions.values, old_index=old_index)
-        return found.numpy(), known.numpy(), {}
-
-    def _stability(self, predictions: Predictions) -> float:
-        return self.agreement(predictions).double().mean().item()
+    def _pair_inputs(self, predictions: Predictions, *, old_index: bool = False) -> _Inputs:
+        """Return the arguments of a metric of pairs of texts: their similarities, and the labels of these."""
+        assert isinstance(self._ranked, RankedTexts)
+        similarities, labels = self._ranked.similarities(predictions.values, old_index=old_index)
+        return similarities.numpy(), labels.numpy(), {}
 
 
 def warn_if_no_better_than_commonest(task: Task, dense: Predictions, batches: Sequence[Batch]) -> None:
-    """Warn of a model that is right no more often than a constant answer: the labels may be numbered differently."""
+    """Warn if the dense model is right no more often than a constant answer: labels may be numbered differently."""
     if task.predicts not in ("classes", "words") or "labels" not in batches[0]:
         return
-    decided, labels = task.decide(dense), references(batches, task)
-    right, commonest = (decided == labels).sum().item(), labels.mode().values.item()
-    most = (labels == commonest).sum().item()
-    if right <= most < len(labels):
+    labels = references(batches, task)
+    right, commonest = (task.decide(dense) == labels).sum().item(), labels.mode().values.item()
+    right_by_constant = (labels == commonest).sum().item()
+    if right <= right_by_constant < len(labels):
         logger.warning(
             "the dense model is right on %s of %s labels, and always answering the commonest class, %d, on %s: check "
             "that the labels are those that it was trained with, numbered as in its id2label",
-            *(f"{right:,}", f"{len(labels):,}", commonest, f"{most:,}"),
+            *(f"{right:,}", f"{len(labels):,}", commonest, f"{right_by_constant:,}"),
         )
 
 
 def _value(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[str, Any]) -> float:
-    """Return a metric of its inputs; if it is undefined, log a warning and return 0.0."""
+    """Return the value of a metric; if it is undefined, log a warning and return 0.0."""
     value = value_of(name, given, wanted, options)
     if not math.isnan(value):
         return value
@@ -288,10 +290,7 @@ def _value(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[st
 
 
 def standard_error(name: str, given: np.ndarray, wanted: np.ndarray, options: Mapping[str, Any]) -> float:
-    """Return the bootstrap standard error of a metric: its standard deviation over resampled sets of samples.
-
-    Every set has the original number of samples; an undefined metric counts as 0.0.
-    """
+    """Return the bootstrap standard error of a metric, over 100 resampled sets of as many samples; undefined is 0.0."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.randint(0, len(given), (100, len(given)), generator=generator)
     values = np.array([value_of(name, given[draw], wanted[draw], options) for draw in draws.numpy()])
@@ -299,18 +298,14 @@ def standard_error(name: str, given: np.ndarray, wanted: np.ndarray, options: Ma
 
 
 def _ratio(name: str, dense: float, slim: float) -> float:
-    """Return a metric as a share of the dense model's value, at least 0.
-
-    If that value is not above 0, the share is 1 where the slim model reaches it, and else 0.
-    """
+    """Return slim / dense, at least 0; if dense is at most 0, 1 where slim reaches it, else 0; `name` is unused."""
     return max(0.0, slim / dense) if dense > 0 else float(slim >= dense)
 
 
-def clearly_better(one: torch.Tensor, other: torch.Tensor, samples: torch.Tensor | None = None) -> bool:
-    """Return whether the share of `one`, (predictions,) bool, is above that of `other` by two paired standard errors.
+def clearly_better(model: torch.Tensor, other: torch.Tensor, samples: torch.Tensor | None = None) -> bool:
+    """Return whether `model` agrees more than `other`, (predictions,) bool each, by two paired standard errors.
 
-    Both are a model's `Judge.agreement`. Tokens of one text are not independent: `samples` says which sample each
-    prediction belongs to, (predictions,) int64; None if each has its own.
+    Both are a model's `Judge.agreement`; `samples` is as in `interval.lower_share`.
     """
-    gained = one.double() - other.double()
+    gained = model.double() - other.double()
     return gained.mean().item() > 2 * variance_of_mean(gained, samples) ** 0.5

@@ -88,32 +88,33 @@ def _f1(predictions: np.ndarray, references: np.ndarray, num_labels: int) -> flo
 
 def _f1_micro(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the F1 over all labels of all samples together (micro); NaN if no label is predicted or right."""
-    named = predictions.sum() + references.sum()
-    return float(2 * (predictions & references).sum() / named) if named else math.nan
+    total = predictions.sum() + references.sum()
+    return float(2 * (predictions & references).sum() / total) if total else math.nan
 
 
 def _shared_entities(predictions: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many entities of each sample are on both sides, counted twice, and how many there are on either."""
+    """Return numerator and denominator of each sample's F1: twice the right entities, all predicted and labelled."""
     return 2 * predictions["right"], predictions["found"] + references["entities"]
 
 
 def _entity_f1(predictions: np.ndarray, references: np.ndarray) -> float:
     """Return the F1 of all entities together (micro); one is right if its type and all its words are, as in seqeval."""
-    shared, named = _shared_entities(predictions, references)
-    return float(shared.sum() / named.sum()) if named.any() else math.nan
+    shared, total = _shared_entities(predictions, references)
+    return float(shared.sum() / total.sum()) if total.any() else math.nan
 
 
 def _unless_constant(compute: Compute) -> Compute:
-    """Return a metric of both sides that is NaN, as correlations are undefined, if one side is constant."""
+    """Return a correlation as a metric that is NaN, for undefined, if predictions or references are constant."""
 
-    def of_both(predictions: np.ndarray, references: np.ndarray, **_: Any) -> float:
-        constant = any(np.ptp(side) == 0 for side in (predictions, references))
+    def correlation(predictions: np.ndarray, references: np.ndarray, **_: Any) -> float:
+        constant = np.ptp(predictions) == 0 or np.ptp(references) == 0
         return math.nan if constant else compute(predictions, references)
 
-    return of_both
+    return correlation
 
 
 def _matthews(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Return the Matthews correlation of two arrays of classes."""
     return float(sklearn_metrics.matthews_corrcoef(references, predictions))
 
 
@@ -123,11 +124,11 @@ def _mean_of(field: str) -> Compute:
 
 
 def _terms_of(field: str) -> Terms:
-    """Return `Terms` that read a field of the rankings: of the slim model as numerator, of the dense as denominator."""
+    """Return `Terms` of a field of `Rankings`: the slim model's value as numerator, the dense one's as denominator."""
     return lambda predictions, references: (predictions[field], references[field])
 
 
-def _equal(field: str) -> Compute:
+def _share_equal(field: str) -> Compute:
     """Return a metric that is the share of samples where a field of the predictions equals the reference."""
     return lambda predictions, references: (predictions[field] == references).mean()
 
@@ -150,9 +151,9 @@ _ROWS: tuple[tuple[str, str, str | None, Compute], ...] = (
     ("nats_per_character", "characters", "nats per character", _nats_per_character),
     ("token_accuracy", "tokens", "token accuracy", lambda given, wanted: given["right"].sum() / wanted.sum()),
     # All label tokens of a sample are predicted, so greedy decoding gives exactly the answer.
-    ("exact_match", "tokens", "exact matches", _equal("right")),
-    ("choice_accuracy", "choices", "accuracy of choices", _equal("likeliest")),
-    ("choice_accuracy_norm", "choices", None, _equal("per_character")),
+    ("exact_match", "tokens", "exact matches", _share_equal("right")),
+    ("choice_accuracy", "choices", "accuracy of choices", _share_equal("likeliest")),
+    ("choice_accuracy_norm", "choices", None, _share_equal("per_character")),
     ("entity_f1", "words", "entity F1", _entity_f1),
     ("word_accuracy", "words", "word accuracy", lambda given, wanted: given["words"].sum() / wanted["words"].sum()),
     # As SQuAD compares words: the F1 with the right answer that shares most, and whether all are the same.
@@ -190,23 +191,21 @@ def value_of(
     references: np.ndarray,
     options: Mapping[str, Any],
     *,
-    of: str = "these predictions",
+    subject: str = "these predictions",
 ) -> float:
-    """Return the value of a known metric, NaN if it is undefined.
-
-    If the metric fails, a DataError says so; `of` are the words for the predictions in it.
-    """
-    with refusing(f"the metric {name!r} must give one number for {of}", kind=DataError):
+    """Return the value of a metric of `METRICS`, NaN if undefined; if it fails, a DataError names the `subject`."""
+    with refusing(f"the metric {name!r} must give one number for {subject}", kind=DataError):
         return float(METRICS[name].compute(predictions, references, **options))
 
 
-# Metrics of `evaluate` for which lower is better; the library does not say.
+# Metrics of `evaluate`, by name or by the file name of their script, for which lower is better; it does not say.
 _ERRORS = frozenset({"brier_score", "mae", "mape", "mase", "mse", "smape"})
 
 
 def title_of(name: str) -> str:
-    """Return the title of a metric, such as "nDCG@10" for ndcg@10; without a title, or of an unknown one, its name."""
-    return (name in METRICS and METRICS[name].title) or name
+    """Return the title of a metric, such as "nDCG@10" for ndcg@10; its name if it has no title or is unknown."""
+    title = METRICS[name].title if name in METRICS else None
+    return title or name
 
 
 def counted_by(name: str | None) -> str | None:
@@ -226,7 +225,7 @@ def quality_loss(metric: str, dense: float, other: float) -> float:
 
 
 def _load_from_evaluate(name: str) -> Metric:
-    """Return a metric of the `evaluate` library, whose script is executed; a RecipeError refuses what is none.
+    """Load a metric of the `evaluate` library, whose script is executed; a RecipeError refuses an unknown name.
 
     The name is that of one of its own metrics, `owner/name` of a metric on the Hub, or a local script or its folder.
     An attribute `higher_is_better` of its class says which way is better.
@@ -244,10 +243,11 @@ def _load_from_evaluate(name: str) -> Metric:
 
     def compute(predictions: np.ndarray, references: np.ndarray, num_labels: int | None = None) -> float:
         with quiet():
-            found = module.compute(predictions=predictions, references=references)
-        if module.name not in found and len(found) != 1:
-            raise ValueError(f"it gives {', '.join(found) or 'nothing'}")
-        return float(found[module.name] if module.name in found else next(iter(found.values())))
+            values = module.compute(predictions=predictions, references=references)
+        if module.name not in values and len(values) != 1:
+            raise ValueError(f"it gives {', '.join(values) or 'nothing'}")
+        # A metric whose name is not a key gives a single value.
+        return float(values[module.name] if module.name in values else next(iter(values.values())))
 
     return Metric(name, of, compute, getattr(module, "higher_is_better", higher_is_better(name)))
 
@@ -259,7 +259,9 @@ def _kind_of_features(features: Any) -> str | None:
     if not all(isinstance(value, datasets.Value) for value in features.values()):
         return None
     dtype = features["predictions"].dtype
-    return "classes" if dtype.startswith(("int", "uint")) else "numbers" if dtype.startswith("float") else None
+    if dtype.startswith(("int", "uint")):
+        return "classes"
+    return "numbers" if dtype.startswith("float") else None
 
 
 # Rows that are ranked -> what they are, in words, and what the metrics that fit are `of`.
@@ -290,13 +292,14 @@ def check_metrics(
     labels: int | None = None,
     trimmed: bool = False,
 ) -> None:
-    """Refuse, by a RecipeError, metrics that do not exist, or do not fit what the model predicts or what its rows are.
+    """Refuse, by a RecipeError, metrics that do not exist, or do not fit what the model predicts or what `rows` are.
 
     With `labels`, how many the model has, metrics of classes, label sets and numbers are also tried on that many.
     With `trimmed`, metrics of characters fit tokens too: models of two vocabularies can only be compared by those.
     """
-    usual = _PREDICTING.get(predicts, predicts), (predicts, f"own {predicts}")
-    words, kinds = usual if rows is None else _RANKED[rows]
+    words, kinds = _PREDICTING.get(predicts, predicts), (predicts, f"own {predicts}")
+    if rows is not None:
+        words, kinds = _RANKED[rows]
     problems: list[str] = []
     for name in names:
         try:
@@ -315,17 +318,18 @@ def check_metrics(
 
 def _problem_of(metric: Metric, labels: int) -> str | None:
     """Return why a metric fails on made-up predictions of `labels` labels; None if it works or is not tried."""
-    kind, classes, sets = metric.of.removeprefix("own "), np.arange(labels), np.eye(2 * labels, labels, dtype=bool)
-    sides = {
+    kind = metric.of.removeprefix("own ")
+    classes, sets = np.arange(labels), np.eye(2 * labels, labels, dtype=bool)
+    made_up = {
         "classes": (np.tile(classes, 2), np.concatenate([classes, np.roll(classes, 1)])),
         "labels": (sets, np.roll(sets, 1, axis=0)),
         "numbers": (np.array([0.0, 0.25, 0.5, 1.0]), np.array([0.25, 0.25, 0.75, 1.0])),
     }
-    if kind not in sides:
+    if kind not in made_up:
         return None
     options = {"num_labels": labels} if kind == "classes" else {}
     try:
-        value_of(metric.name, *sides[kind], options, of=f"predictions of {labels} {kind}")
+        value_of(metric.name, *made_up[kind], options, subject=f"predictions of {labels} {kind}")
     except DataError as error:
         return str(error)
     return None

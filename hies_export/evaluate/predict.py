@@ -37,9 +37,9 @@ def predict(
         raise DataError("predict needs at least one batch, got none")
     task = task or task_of(model)
     task.check_batches(batches)
-    keep = partial(_kept, partial(task.output, model), task, len(batches))
+    predict_batch = partial(_kept_output, partial(task.output, model), task, len(batches))
     with evaluating(model), output_alone(model), torch.inference_mode(), wide_products(model):
-        kept = mapped(batches, keep, "predict", progress)
+        kept = mapped(batches, predict_batch, "predict", progress)  # calls predict_batch(index, batch)
     return task.join(kept, batches)
 
 
@@ -51,10 +51,10 @@ def predict_by(
     name: str = "predict",
     progress: Progress = SILENT,
 ) -> Predictions:
-    """Return predictions as `predict` does, in this process alone, by a function from a batch to its logits."""
+    """Return predictions as `predict` does, in this process alone, of a function from a batch to its logits."""
     task.check_batches(batches)
     tracked = enumerate(progress.track(batches, name))
-    return task.join([_kept(forward, task, len(batches), index, batch) for index, batch in tracked], batches)
+    return task.join([_kept_output(forward, task, len(batches), index, batch) for index, batch in tracked], batches)
 
 
 def logits_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
@@ -62,7 +62,7 @@ def logits_by(forward: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]
     return torch.cat([_finite((forward(batch),), len(batches), index)[0] for index, batch in enumerate(batches)])
 
 
-def _kept(
+def _kept_output(
     forward: Callable[[Batch], torch.Tensor], task: Task, count: int, index: int, batch: Batch
 ) -> tuple[torch.Tensor, ...]:
     """Return what the task keeps of the output of batch `index` of `count`, computed part by part (`Task.parts`)."""
@@ -70,17 +70,17 @@ def _kept(
     return kept[0] if len(kept) == 1 else tuple(torch.cat(values) for values in zip(*kept, strict=True))
 
 
-def _finite(kept: tuple[torch.Tensor, ...], count: int, index: int) -> tuple[torch.Tensor, ...]:
-    """Move tensors to the CPU, floats as float32, and refuse NaN and infinity by a NonFiniteError."""
-    if not all(torch.isfinite(values).all() for values in kept):
+def _finite(outputs: tuple[torch.Tensor, ...], count: int, index: int) -> tuple[torch.Tensor, ...]:
+    """Move a batch's outputs to the CPU, floats as float32; a NonFiniteError refuses NaN and infinity."""
+    if not all(torch.isfinite(values).all() for values in outputs):
         raise NonFiniteError(
             f"logits must be finite, but batch {index} (from 0) of {count} has NaN or infinity; try dtype float32"
         )
-    return tuple((values.float() if values.is_floating_point() else values).cpu() for values in kept)
+    return tuple((values.float() if values.is_floating_point() else values).cpu() for values in outputs)
 
 
 def references(batches: Sequence[Batch], task: Task) -> torch.Tensor:
-    """Return the labels of batches in one tensor, as the task compares them; a DataError refuses batches without."""
+    """Return the labels of batches in one tensor, as the task compares them; a DataError refuses missing labels."""
     if not batches or any("labels" not in batch for batch in batches):
         raise DataError("metrics need labels, but the batches have none; name the column in data.label")
     return task.references(batches)

@@ -1,4 +1,4 @@
-"""Say in words what a budget asks, and what a model has of it, for reports and for errors before there is one."""
+"""Word what a budget allows and how a model met it, for reports, and for errors before there is a report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ _COSTS = {"flops": "FLOPs", "parameters": "parameters", "latency": "time"}
 
 
 def asked_words(outcome: Outcome) -> str:
-    """Return what a budget, other than one of heads, asks.
-
-    Examples: "99 % of the predictions", "a loss of at most 0.01 of F1", "at most 0.8 of the FLOPs".
-    """
+    """Return what a budget, but not one of heads, allows: "99 % of the predictions", "at most 0.8 of the FLOPs"."""
     budget, keep = outcome.budget, outcome.budget.keep
     if keep is None:
         return f"at most {budget.ratio:g} of the {_COSTS[budget.kind]}"
@@ -30,7 +27,7 @@ def loss_words(asked: KeepBudget) -> str:
 
 
 def stays_words(outcome: Outcome) -> str:
-    """Return the words after a percentage: "of the sentences stay", or "of nDCG@10 stays"."""
+    """Return what follows the percentage that stays: "of the sentences stay", or "of nDCG@10 stays"."""
     counted = _counted(outcome)
     return f"of {counted} stay" if counted else f"of {title_of(str(outcome.budget.metric))} stays"
 
@@ -43,14 +40,14 @@ def _counted(outcome: Outcome) -> str | None:
 
 
 def found_words(outcome: Outcome) -> str:
-    """Return what was found of what a budget asks, such as "99.20 % (at least 99.03 % with 95 % confidence)"."""
+    """Return in words what the slim model reaches of a budget: "99.20 % (at least 99.03 % with 95 % confidence)"."""
     budget, found = outcome.budget, outcome.found
     assert found is not None
     if budget.keep is None:
         return f"{found.value:.3f}"
-    sure = f"with {100 * CONFIDENCE:g} % confidence"
+    confidence = f"with {100 * CONFIDENCE:g} % confidence"
     if outcome.confidence is not None and outcome.confidence > CONFIDENCE:
-        sure += ", corrected for all cuts tried"
+        confidence += ", corrected for all cuts tried"
     if budget.share is None:
-        return f"a loss of {found.value:.4g} (at most {found.bound:.4g} {sure})"
-    return f"{100 * found.value:.2f} % (at least {100 * found.decides:.2f} % {sure})"
+        return f"a loss of {found.value:.4g} (at most {found.bound:.4g} {confidence})"
+    return f"{100 * found.value:.2f} % (at least {100 * found.decides:.2f} % {confidence})"

@@ -39,12 +39,14 @@ def kind_of_rows(batches: Sequence[Batch], *, embeds: bool = False) -> RowsKind 
         return "graded" if "grades" in keys else "groups"
     if not embeds:
         return None
-    return "queries" if "query" in keys else "pairs" if "pair" in keys else "texts"
+    if "query" in keys:
+        return "queries"
+    return "pairs" if "pair" in keys else "texts"
 
 
 @dataclass(frozen=True)
 class Rankings:
-    """How rankings compare with what is relevant, and with the dense model's; a number for each query, (queries,).
+    """How rankings agree with the relevant documents, and with the dense model's ranking; all fields are (queries,).
 
     Gains are linear and divided by log2(rank + 1), with ranks from 1, as in trec_eval. A query without relevant
     candidates has 0 in `ndcg`, `recall` and `mrr`.
@@ -81,14 +83,18 @@ class Rankings:
 
 @dataclass(frozen=True)
 class RankedTexts:
-    """The dense model's embeddings of texts, some of which are queries and some the documents that they search."""
+    """The dense model's embeddings of texts, some of which are queries and some the documents that they search.
+
+    With `old_index`, documents and the second texts of pairs have the dense model's embeddings.
+    """
 
     dense: Tensor  # (rows, dim) float32, of all rows
     queries: Tensor  # (queries,) int64, their rows
     documents: Tensor  # (documents,) int64, their rows
-    grades: tuple[Tensor, Tensor] | None = None  # (queries, most), int64 places among `documents`, -1 fills; float32
-    itself: bool = False  # whether every row is both a query and a document, which is no candidate of its own
-    # Of the pairs of texts whose similarity is known: their rows, (2, pairs) int64, and it, (pairs,) float32.
+    # Each query's relevant documents, (queries, most): int64 positions in `documents`, -1 fills, and float32 grades.
+    grades: tuple[Tensor, Tensor] | None = None
+    self_search: bool = False  # whether every row is both a query and a document, which is no candidate of its own
+    # Of pairs of texts with a labelled similarity: the rows of both, (2, pairs) int64, and the label, (pairs,) float32.
     pairs: tuple[Tensor, Tensor] | None = None
     only_queries: bool = False  # whether predictions are of the rows of queries alone, in their order
     similarity: Similarity = "cosine"  # by which embeddings are compared
@@ -101,21 +107,24 @@ class RankedTexts:
         """
         kind = kind_of_rows(batches, embeds=True)
         if kind == "queries":
-            found = cls._of_queries(dense, batches)
+            texts = cls._of_queries(dense, batches)
         elif kind == "pairs":
-            found = cls._of_pairs(dense, batches)
+            texts = cls._of_pairs(dense, batches)
         else:
             rows = torch.arange(sum(map(size_of, batches)))
             if len(rows) < 2:
                 raise DataError("texts are ranked among each other, which needs at least two, got 1")
-            found = cls(dense, rows, rows, itself=True)
-        return replace(found, similarity=similarity)
+            texts = cls(dense, rows, rows, self_search=True)
+        return replace(texts, similarity=similarity)
 
     @classmethod
     def _of_queries(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
-        keys = ("query", "document", "relevant", "grades")
-        query, document, relevant, grades = (_joined(batches, key) for key in keys)
-        queries, documents = ((numbers >= 0).nonzero().flatten() for numbers in (query, document))
+        """Return queries and documents, with the position of each relevant document, which batches name by number."""
+        # In `query` and `document`, a row has its number, or -1 if it is of the other kind; -1 fills `relevant`.
+        relevant, grades = _joined(batches, "relevant"), _joined(batches, "grades")
+        document = _joined(batches, "document")
+        queries = (_joined(batches, "query") >= 0).nonzero().flatten()
+        documents = (document >= 0).nonzero().flatten()
         if not len(queries) or not len(documents):
             raise DataError(
                 f"a search needs queries and documents, got {len(queries)} and {len(documents)}; check data.query and "
@@ -123,18 +132,19 @@ class RankedTexts:
             )
         numbers, order = document[documents].sort()
         wanted = relevant[queries]
-        places = torch.searchsorted(numbers, wanted.clamp(min=0)).clamp(max=len(numbers) - 1)
-        missing = wanted[(wanted >= 0) & (numbers[places] != wanted)]
+        positions = torch.searchsorted(numbers, wanted.clamp(min=0)).clamp(max=len(numbers) - 1)
+        missing = wanted[(wanted >= 0) & (numbers[positions] != wanted)]
         if len(missing):
             raise DataError(f"every relevant document must be a row, but document {missing[0]} is none")
-        places = places.where(wanted >= 0, -1)
-        return cls(dense, queries, documents[order], (places, grades[queries].float()))
+        positions = positions.where(wanted >= 0, -1)
+        return cls(dense, queries, documents[order], (positions, grades[queries].float()))
 
     @classmethod
     def _of_pairs(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedTexts:
+        """Return pairs of texts, `side` 0 and 1 of each `pair`: the first ones search the distinct second ones."""
         pair, side, score = (_joined(batches, key) for key in ("pair", "side", "score"))
         first, second = ((side == number).nonzero().flatten() for number in (0, 1))
-        first, second = first[pair[first].argsort()], second[pair[second].argsort()]
+        first, second = first[pair[first].argsort()], second[pair[second].argsort()]  # both in the order of the pairs
         if not torch.equal(pair[first], pair[second]):
             raise DataError("every pair of texts must have one row of side 0 and one of side 1")
         texts = [
@@ -142,34 +152,35 @@ class RankedTexts:
             for batch in batches
             for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
         ]
-        # Of equal second texts, the first row stands for all.
-        distinct = {texts[row]: row for row in reversed(second.tolist())}
-        documents = torch.tensor(sorted(distinct.values()))
+        # Of equal second texts, the first row stands for all: in reverse order it overwrites the later ones.
+        row_of_text = {texts[row]: row for row in reversed(second.tolist())}
+        documents = torch.tensor(sorted(row_of_text.values()))
         return cls(dense, first, documents, pairs=(torch.stack([first, second]), score[first].float()))
 
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
-        """Return the rankings of embeddings, (rows, dim); with an old index, the documents have the dense model's."""
-        queries = predictions if self.only_queries else self._whole(predictions)[self.queries]
-        documents = self.dense if old_index else self._whole(predictions)
-        ours, theirs = queries.float(), self.dense[self.queries].float()
-        cosine = cosine_similarity(ours.double(), theirs.double())
-        new, old = (of[self.documents].float() for of in (documents, self.dense))
+        """Rank the documents for each query by embeddings, (rows, dim), and compare with the dense model's rankings."""
+        queries = (predictions if self.only_queries else self._of_all_rows(predictions)[self.queries]).float()
+        documents = (self.dense if old_index else self._of_all_rows(predictions))[self.documents].float()
+        dense_queries, dense_documents = self.dense[self.queries].float(), self.dense[self.documents].float()
+        cosine = cosine_similarity(queries.double(), dense_queries.double())
         if self.similarity == "cosine":
-            ours, theirs, new, old = (normalize(of, dim=-1) for of in (ours, theirs, new, old))
-        size = max(1, _AT_ONCE // len(self.documents))
-        parts = []
-        for start in range(0, len(self.queries), size):
-            rows = slice(start, start + size)
-            found, dense = (self._similar(*of) for of in ((ours[rows], new), (theirs[rows], old)))  # (chunk, documents)
-            if self.itself:
-                own = torch.arange(len(found)), torch.arange(len(found)) + start
-                found[own] = dense[own] = -torch.inf
-            parts.append(_compared(found, dense, self._grades(rows), DEPTH))
-        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return Rankings(**whole, cosine=cosine)
+            queries, documents = normalize(queries, dim=-1), normalize(documents, dim=-1)
+            dense_queries, dense_documents = normalize(dense_queries, dim=-1), normalize(dense_documents, dim=-1)
+        chunk_size = max(1, _AT_ONCE // len(self.documents))
+        chunks = []
+        for start in range(0, len(self.queries), chunk_size):
+            rows = slice(start, start + chunk_size)
+            scores = self._similar(queries[rows], documents)  # (chunk, documents)
+            dense_scores = self._similar(dense_queries[rows], dense_documents)
+            if self.self_search:
+                query = torch.arange(len(scores))
+                scores[query, start + query] = dense_scores[query, start + query] = -torch.inf
+            chunks.append(_compared(scores, dense_scores, self._grades(rows), DEPTH))
+        fields = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        return Rankings(**fields, cosine=cosine)
 
     def _similar(self, queries: Tensor, documents: Tensor) -> Tensor:
-        """Return similarities, (queries, documents); for a cosine, embeddings must have length 1."""
+        """Return similarities, (queries, documents); for a cosine, embeddings must be normalized."""
         if self.similarity in ("cosine", "dot"):
             return queries @ documents.T
         # By matrix products, distances of near texts would be rounding errors.
@@ -180,40 +191,36 @@ class RankedTexts:
         """Return the grades of all documents for some queries, (chunk, documents); None if there are no grades."""
         if self.grades is None:
             return None
-        places, grades = (part[rows] for part in self.grades)
+        positions, grades = self.grades[0][rows], self.grades[1][rows]
         # Fills go to a last column, which is cut off.
         table = grades.new_zeros(len(grades), len(self.documents) + 1)
-        table.scatter_(1, places.where(places >= 0, len(self.documents)), grades)
+        table.scatter_(1, positions.where(positions >= 0, len(self.documents)), grades)
         return table[:, :-1]
 
     def similarities(self, predictions: Tensor, *, old_index: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the similarity of the two texts of every pair, and what is known of it, (pairs,) float64 each.
-
-        With an old index, the second text has the dense model's vector.
-        """
+        """Return the predicted and the labelled similarity of the two texts of every pair, (pairs,) float64 each."""
         from sentence_transformers import SimilarityFunction
 
         assert self.pairs is not None
-        (first, second), known = self.pairs
-        predictions = self._whole(predictions)
-        one, two = predictions[first].double(), (self.dense if old_index else predictions)[second].double()
-        return SimilarityFunction.to_similarity_pairwise_fn(self.similarity)(one, two), known.double()
+        (first, second), labels = self.pairs
+        predictions = self._of_all_rows(predictions)
+        documents = self.dense if old_index else predictions
+        similarity = SimilarityFunction.to_similarity_pairwise_fn(self.similarity)
+        return similarity(predictions[first].double(), documents[second].double()), labels.double()
 
     def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
-        """Return the means on the dense model's index, and on the model's own if all rows are predicted.
-
-        On the model's own index, `cosine` is the mean over the documents, not the queries.
-        """
+        """Return `Rankings.means` on the dense model's index and, if all rows are predicted, on the model's own."""
         by_index = {}
         if not self.only_queries:
             by_index["slim_index"] = self.rankings(predictions, old_index=False).means
-            new, old = (of[self.documents].double() for of in (predictions, self.dense))
-            by_index["slim_index"]["cosine"] = cosine_similarity(new, old).mean().item()
+            documents, dense_documents = predictions[self.documents].double(), self.dense[self.documents].double()
+            # On its own index, `cosine` is of the documents, not of the queries.
+            by_index["slim_index"]["cosine"] = cosine_similarity(documents, dense_documents).mean().item()
         by_index["dense_index"] = self.rankings(predictions).means
         return by_index
 
-    def _whole(self, predictions: Tensor) -> Tensor:
-        """Return predictions unchanged, after a check that they are of all rows."""
+    def _of_all_rows(self, predictions: Tensor) -> Tensor:
+        """Return predictions unchanged; a DataError refuses those that are not of all rows."""
         if self.only_queries or len(predictions) != len(self.dense):
             raise DataError(
                 f"embeddings of all {len(self.dense)} texts, documents included, are needed, got {len(predictions)}"
@@ -223,36 +230,31 @@ class RankedTexts:
 
 @dataclass(frozen=True)
 class RankedGroups:
-    """The dense reranker's logits of the candidates of queries."""
+    """The dense reranker's logits of each query's candidates, in a table with a row per query."""
 
-    dense: Tensor  # (queries, most) float32, of each query's candidates; -inf fills
-    places: tuple[Tensor, Tensor]  # (rows,) int64 each, where a row's logit is in such a table
+    dense: Tensor  # (queries, most) float32, logits; -inf fills rows of queries with fewer than most candidates
+    places: tuple[Tensor, Tensor]  # row and column in that table of each row of the batches, (rows,) int64 each
     grades: Tensor | None = None  # (queries, most) float32, 0 fills
 
     @classmethod
     def of(cls, dense: Tensor, batches: Sequence[Batch]) -> RankedGroups:
         """Return what the dense model ranks in batches, given its logits of their rows, (rows, 1)."""
         _, query = _joined(batches, GROUP_KEY).unique(return_inverse=True)
-        order = query.argsort(stable=True)
         sizes = query.bincount()
-        place = torch.empty_like(query)
-        place[order] = torch.arange(len(query)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        empty = cls(torch.empty(len(sizes), int(sizes.max())), (query, place))
-        grades = empty._by_query(_joined(batches, "grades"), fill=0.0) if "grades" in batches[0] else None
-        return replace(empty, dense=empty._by_query(dense), grades=grades)
-
-    def _by_query(self, values: Tensor, fill: float = -torch.inf) -> Tensor:
-        """Return values of rows, (rows, 1) or (rows,), by query and candidate, (queries, most) float32."""
-        found = torch.full(self.dense.shape, fill)
-        found[self.places] = values.detach().float().flatten()
-        return found
+        starts = sizes.cumsum(0) - sizes
+        # A row's column is its number among the rows of its query.
+        column = torch.empty_like(query)
+        column[query.argsort(stable=True)] = torch.arange(len(query)) - starts.repeat_interleave(sizes)
+        shape, places = (len(sizes), int(sizes.max())), (query, column)
+        grades = _table(_joined(batches, "grades"), places, shape, fill=0.0) if "grades" in batches[0] else None
+        return cls(_table(dense, places, shape), places, grades)
 
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
-        """Return the rankings of logits, (rows, 1); there is no index."""
-        return Rankings(**_compared(self._by_query(predictions), self.dense, self.grades))
+        """Rank each query's candidates by logits, (rows, 1), and compare with the dense rankings; there is no index."""
+        return Rankings(**_compared(_table(predictions, self.places, self.dense.shape), self.dense, self.grades))
 
     def by_index(self, predictions: Tensor) -> dict[str, dict[str, float]]:
-        """Return the means over the queries, under the name "candidates"."""
+        """Return `Rankings.means` under the name "candidates", because a reranker has no index."""
         return {"candidates": self.rankings(predictions).means}
 
 
@@ -260,15 +262,16 @@ class RankedGroups:
 Ranked = RankedTexts | RankedGroups
 
 
-def ranked(dense: Tensor, batches: Sequence[Batch], similarity: Similarity = "cosine") -> Ranked:
-    """Return what a dense model ranked in batches, given its predictions of their rows: logits or embeddings."""
-    if GROUP_KEY in batches[0]:
-        return RankedGroups.of(dense, batches)
-    return RankedTexts.of(dense, batches, similarity)
-
-
 def _joined(batches: Sequence[Batch], key: str) -> Tensor:
+    """Return a tensor of all batches, concatenated on the CPU."""
     return torch.cat([batch[key] for batch in batches]).cpu()
+
+
+def _table(values: Tensor, places: tuple[Tensor, Tensor], shape: tuple[int, ...], fill: float = -torch.inf) -> Tensor:
+    """Return values of rows, (rows, 1) or (rows,), in a table (queries, most) float32; see `RankedGroups`."""
+    table = torch.full(shape, fill)
+    table[places] = values.detach().float().flatten()
+    return table
 
 
 def _compared(scores: Tensor, dense: Tensor, grades: Tensor | None, depth: int | None = None) -> dict[str, Tensor]:
@@ -279,46 +282,48 @@ def _compared(scores: Tensor, dense: Tensor, grades: Tensor | None, depth: int |
     """
     count = (dense > -torch.inf).count_nonzero(1)[:, None]
     best = dense.topk(min(depth or dense.shape[1], dense.shape[1])).values
-    high, low, bound = (best.gather(1, count.clamp(max=rank) - 1) for rank in (1, best.shape[1], TOP))
-    first = _first(scores, dense)
+    # The dense scores at the first rank, at the last that earns a gain, and at rank 10, or at the last candidate.
+    high, low, tenth = (best.gather(1, count.clamp(max=rank) - 1) for rank in (1, best.shape[1], TOP))
+    first = _worth_of_first(scores, dense)
 
-    def gain(of: Tensor) -> Tensor:
-        scaled = ((of - low) / (high - low)).where(high > low, 1.0).clamp(0, 1)  # 1 for all if all scores are equal
-        return scaled.where(of.isfinite(), 0.0)
+    def gain(kept: Tensor) -> Tensor:
+        scaled = ((kept - low) / (high - low)).where(high > low, 1.0).clamp(0, 1)  # 1 for all if all scores are equal
+        return scaled.where(kept.isfinite(), 0.0)
 
-    found = {
+    fields = {
         "own_ndcg": _dcg(gain(first)) / _dcg(gain(best)),
         "top1": first[:, 0] == high[:, 0],
-        "top10": (first >= bound).where(first.isfinite(), False).sum(1) / count[:, 0].clamp(max=TOP).double(),
+        "top10": (first >= tenth).where(first.isfinite(), False).sum(1) / count[:, 0].clamp(max=TOP).double(),
     }
     if grades is None:
-        return found
-    gains = _first(scores, grades)
+        return fields
+    gains = _worth_of_first(scores, grades)
     ideal = _dcg(grades.topk(min(TOP, grades.shape[1])).values)
     relevant, rank = gains > 0, torch.arange(1, gains.shape[1] + 1, dtype=torch.float64)
-    return found | {
+    return fields | {
         "ndcg": (_dcg(gains) / ideal).where(ideal > 0, 0.0),
         "recall": relevant.sum(1) / (grades > 0).count_nonzero(1).clamp(min=1).double(),
         "mrr": (relevant / rank).amax(1),
     }
 
 
-def _first(scores: Tensor, worth: Tensor) -> Tensor:
-    """Return `worth` of the candidates with the largest scores, in their order, (queries, at most 10).
+def _worth_of_first(scores: Tensor, worth: Tensor) -> Tensor:
+    """Return the worth of the 10 candidates with the largest scores, in their order, (queries, at most 10).
 
-    Candidates of equal score are ordered by rising worth.
+    `scores` and `worth` are (queries, candidates). Candidates of equal score are ordered by rising worth.
     """
     most = min(TOP, scores.shape[1])
     values, places = scores.topk(min(most + 1, scores.shape[1]))
-    bound = values[:, most - 1 : most]
-    if bool((values[:, most:] == bound).any()):
+    last = values[:, most - 1 : most]
+    if bool((values[:, most:] == last).any()):
         # Candidates tie for the last place: take all of them, so that the order below decides.
-        places = scores.topk(int((scores >= bound).count_nonzero(1).max())).indices
+        places = scores.topk(int((scores >= last).count_nonzero(1).max())).indices
     scores, worth = scores.gather(1, places), worth.gather(1, places)
-    order = worth.argsort(dim=1, stable=True)
-    scores, worth = scores.gather(1, order), worth.gather(1, order)
-    worth = worth.gather(1, scores.argsort(dim=1, descending=True, stable=True))
-    return worth[:, :most]
+    # The second sort is stable, so that candidates of equal score stay ordered by worth.
+    by_worth = worth.argsort(dim=1, stable=True)
+    scores, worth = scores.gather(1, by_worth), worth.gather(1, by_worth)
+    by_score = scores.argsort(dim=1, descending=True, stable=True)
+    return worth.gather(1, by_score)[:, :most]
 
 
 def _dcg(gains: Tensor) -> Tensor:
