@@ -168,7 +168,7 @@ class Judge:
     def _bootstrap(
         self, compare: Callable[[str, float, float], float], predictions: Predictions, scale: float
     ) -> tuple[float, list[float]]:
-        """Return `compare(name, dense, slim)` of the first metric, on all samples, and on each of 1,000 resampled sets.
+        """Return `compare(name, dense, slim)` of the first metric, on all samples and on each of `_RESAMPLES` sets.
 
         Each set has `scale` times as many samples; an undefined metric counts as 0.0.
         """

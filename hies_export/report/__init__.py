@@ -1,7 +1,6 @@
 """Show what a run did: one `Report`, written as report.json, and everything readable that is rendered from it.
 
-The input is a `Report` (or the `Bench` of a comparison); the output is text, pages and figures. In the order of
-reading:
+A `Report` (or the `Bench` of a comparison) goes in; text, pages and figures come out. In the order of reading:
 
 - `report.py`: the typed parts of report.json, written and read; `provenance.py`: what a run was asked for, and digests
   of what it read.
@@ -9,6 +8,4 @@ reading:
 - `html.py`: report.html and report.md; `card.py`: the card of a checkpoint; `templates/`: what they fill.
 - `comparison.py`: the same for the times of two models.
 - `drawing.py`, `frontier.py`: bars and cells, and agreement against time; `figures.py`: these as files.
-
-A further kind of unit gets a map in every rendering through `tables.unit_maps`.
 """

@@ -61,8 +61,8 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
     data = report.details.data
     dataset, configuration = _dataset(data)
     task, units = TASKS.get(report.task), named_units(report.units)
-    usual = "transformers", report.task if task is None or task.on_hub else None, ()
-    library, pipeline, tags = _ON_HUB.get(sentence_class(report), usual)
+    transformers = "transformers", report.task if task is None or task.on_hub else None, ()
+    library, pipeline, tags = _ON_HUB.get(sentence_class(report), transformers)
     results = [
         EvalResult(
             task_type=report.task,
@@ -94,7 +94,7 @@ def card_metadata(report: Report, origin: Mapping[str, Any]) -> ModelCardData:
 
 def _dataset(data: DataFacts) -> tuple[str | None, str | None]:
     """Return the data set's Hub id, or the kind of its files, and its configuration; None where unknown."""
-    if data.name:
+    if data.name:  # owner/name or owner/name/configuration
         parts = data.name.split("/")
         return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
     if data.file:

@@ -32,20 +32,17 @@ class Bench:
 
     @property
     def title(self) -> str:
-        """Which model is which."""
+        """The names of the two models, A and B."""
         return f"A {self.a}, B {self.b}"
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, where: str | Path = "it") -> Bench:
-        """Return the content of a comparison's JSON; a RequestError, in which `where` names the file, refuses other."""
+        """Return the comparison with the fields of its JSON; a RequestError, which names `where`, refuses others."""
         return check(values, cls, _BENCH, where=str(where))
 
 
 def read_report(path: str | Path) -> Report | Bench:
-    """Return a run's report, given its folder or report.json, or a comparison, given its JSON.
-
-    A RequestError refuses other files.
-    """
+    """Return a run's report, of its folder or report.json, or a comparison, of its JSON; or raise RequestError."""
     path = Path(path)
     if path.is_dir():
         return Report.from_file(path)

@@ -47,16 +47,16 @@ class Drawing:
 
     def __init__(self, figure: Figure, axes: Axes):
         self.figure, self.axes = figure, axes
-        self._parts: dict[str, tuple[str, str, str]] = {}
+        self._elements: dict[str, tuple[str, str, str]] = {}  # gid -> CSS class, tooltip, series
 
-    def gid(self, kind: str, note: str = "", of: str = "") -> str:
-        """Register an element's CSS class, tooltip and series, and return the gid to draw it with."""
-        gid = f"part-{len(self._parts)}"
-        self._parts[gid] = (kind, note, of)
+    def gid(self, kind: str, note: str = "", series: str = "") -> str:
+        """Register an element's CSS class, tooltip and series, and return the id to draw it with in matplotlib."""
+        gid = f"part-{len(self._elements)}"
+        self._elements[gid] = (kind, note, series)
         return gid
 
     def svg(self, kind: str, text: str, *, tight: bool = False) -> str:
-        """Return the figure as an SVG element; a `tight` one is as large as what is drawn, also beyond the canvas."""
+        """Return the figure, described by `text`, as an SVG element; a `tight` one is as large as what is drawn."""
         out = io.StringIO()
         size: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.06} if tight else {}
         self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None}, **size)
@@ -64,13 +64,14 @@ class Drawing:
         box = re.search(r'viewBox="([^"]*)"', svg)
         assert box is not None
 
-        def group_tag(found: re.Match[str]) -> str:
+        def group_tag(tag: re.Match[str]) -> str:
             """Return a <g> tag with class, series and tooltip in place of its id; an empty or unknown one without."""
-            if found[1] not in self._parts or found[2]:
-                return f"<g{found[2]}>"
-            kind, note, of = self._parts[found[1]]
-            series = f' data-s="{html.escape(of)}"' if of else ""
-            return f'<g class="{kind}"{series}>' + (f"<title>{html.escape(note)}</title>" if note else "")
+            gid, slash = tag.groups()
+            if gid not in self._elements or slash:
+                return f"<g{slash}>"
+            css_class, note, series = self._elements[gid]
+            data = f' data-s="{html.escape(series)}"' if series else ""
+            return f'<g class="{css_class}"{data}>' + (f"<title>{html.escape(note)}</title>" if note else "")
 
         body = re.sub(r'<g id="([^"]*)"[^>]*?(/?)>', group_tag, svg.partition("<svg")[2].partition(">")[2])
         # Nothing is drawn beyond the axes that has to be hidden, and a page has a font of its own.
@@ -85,7 +86,7 @@ class Drawing:
 def canvas(width: float, height: float, *, size: float, within: tuple[float, float, float, float]) -> Iterator[Drawing]:
     """Yield an empty drawing with text of a font `size`, and frameless axes.
 
-    The axes are `within` a left, bottom, right and top margin; lengths are in units of the SVG.
+    The axes are `within` a left, bottom, right and top margin; lengths are in units of the SVG, 72 to an inch.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -97,8 +98,9 @@ def canvas(width: float, height: float, *, size: float, within: tuple[float, flo
     with matplotlib.rc_context({**plain, **colours, **fonts}), warnings.catch_warnings():
         # A browser has glyphs that this font lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure, (left, bottom, right, top) = Figure((width / 72, height / 72), dpi=72), within
-        across, up = 1 - (left + right) / width, 1 - (bottom + top) / height
+        figure = Figure((width / 72, height / 72), dpi=72)
+        left, bottom, right, top = within
+        across, up = 1 - (left + right) / width, 1 - (bottom + top) / height  # shares of the figure
         axes = figure.add_axes((left / width, bottom / height, across, up))
         axes.spines[:].set_visible(False)
         axes.tick_params(which="both", length=0)
@@ -115,13 +117,14 @@ def for_page(svg: str) -> str:
     """Return a drawing whose colours are the page's CSS variables, which change in dark mode."""
     names = {INK: "ink", MUTED: "muted", LINE: "line", CARD: "card", ACCENT: "accent", SECOND: "second"}
     names |= {colour: f"c{number}" for number, colour in enumerate(SERIES) if colour not in names}
-    return re.sub(r"#[0-9a-f]{6}\b(?=[;\"])", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], svg)
+    variables = {colour: f"var(--{name})" for colour, name in names.items()}
+    return re.sub(r"#[0-9a-f]{6}\b(?=[;\"])", lambda colour: variables.get(colour[0], colour[0]), svg)
 
 
 def place_names(
     axes: Axes, points: Sequence[Place], names: Sequence[Text], lines: Sequence[Sequence[Place]]
 ) -> list[tuple[int, str]]:
-    """Move names beside their points, the most important first, and return the numbers in place of some names.
+    """Move names beside their points, the most important first; return the numbers that replace names, with the names.
 
     A name may cross a line, but covers no point and no other name; a thin line leads to one that is further away.
     Without room for a name, its first line is tried, and then a number, from 1, stands for it.
@@ -137,7 +140,7 @@ def place_names(
     taken: list[Bbox] = []
 
     def settle(name: Text, text: str, *, most: float, distances: Sequence[int] = _AWAY) -> bool:
-        """Move a name, as `text`, to where it costs least; return False if that is not below `most`."""
+        """Move a name, as `text`, to where its penalty is least; return False if that is not below `most`."""
         name.set_text(text)
         point, size = name.get_position(), name.get_window_extent().size
         x, y = to_screen(point)
@@ -148,7 +151,8 @@ def place_names(
             box = Bbox.from_bounds(*(near - size * (1 - np.array((across, up))) / 2), *size)
             if not (within.x0 <= box.x0 and box.x1 <= within.x1 and within.y0 <= box.y0 and box.y1 <= within.y1):
                 continue
-            covered, misread, led = box.count_overlaps([*taken, *discs]), False, away > _AWAY[0]
+            covered, misread = box.count_overlaps([*taken, *discs]), False
+            led = away > _AWAY[0]  # by a thin line
             if led:
                 lead = Path([near, (x + across * 7, y + up * 7)])
                 covered += sum(lead.intersects_bbox(other, filled=False) for other in taken)
@@ -156,9 +160,9 @@ def place_names(
                 # Without a line, a name that is nearer to another point seems to belong to that one.
                 misread = min(_gap(box, *to_screen(other)) for other in points) < _gap(box, x, y)
             crossed = sum(path.intersects_bbox(box, filled=False) for path in paths)
-            price = _COVERS * covered + 30.0 * misread + 4.0 * crossed + rank / 2 + away / 4
-            if price < lowest:
-                best, lowest, line_end = box, price, near if led else None
+            penalty = _COVERS * covered + (30.0 if misread else 0.0) + 4.0 * crossed + rank / 2 + away / 4
+            if penalty < lowest:
+                best, lowest, line_end = box, penalty, near if led else None
         if best is None:
             return False
         taken.append(best.padded(3))
@@ -246,7 +250,7 @@ class Scale:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """The places of at most nine round shares, each with its text."""
+        """The places of at most nine round shares, each with its text; the step is the first that is large enough."""
         step = next(s * 10**power for power in range(-1, 20) for s in (2, 5, 10) if self.high / (s * 10**power) <= 8)
         shares = [step * number for number in range(int(self.high / step) + 1)]
         return [(self(share), f"{share:.3g}") for share in shares]
@@ -260,9 +264,10 @@ def number_figure(
     low, high = min(values), max(values)
     rows = []
     for module, line in marks.items():
-        filled = [*numbers.get(module, ()), *[low] * len(line)]
-        cells = zip(line, filled, strict=False)
-        rows.append([UnitCell((value - low) / (high - low or 1), mark == CUT) for mark, value in cells])
+        cells = [*numbers.get(module, ())]
+        cells += [low] * (len(line) - len(cells))
+        pairs = zip(line, cells, strict=False)
+        rows.append([UnitCell((value - low) / (high - low or 1), mark == CUT) for mark, value in pairs])
     return MapFigure(kind, title, note, rows, (f"{low:.2g}", f"{high:.2g}"))
 
 

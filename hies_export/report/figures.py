@@ -56,12 +56,13 @@ def draw_report(report: Report) -> dict[str, str]:
 
 
 def _map_panel(figure: MapFigure) -> Panel:
+    """Return a map below its title and how to read it."""
     note = f"empty: {figure.ends[0]}, full: {figure.ends[1]}" if figure.ends else figure.note
     return Panel(f"{figure.title} ({note})", _draw("unit_map", figure, figure.widest))
 
 
 def _arranged(panels: Sequence[Panel], *, width: int = _WIDTH) -> str:
-    """Return panels of a width, at most two in a row, as one SVG that needs nothing else."""
+    """Return panels, all `width` wide and at most two in a row, as one SVG that needs nothing else."""
     columns = min(2, len(panels))
     placed, top = [], _GAP
     for first in range(0, len(panels), columns):
@@ -71,19 +72,15 @@ def _arranged(panels: Sequence[Panel], *, width: int = _WIDTH) -> str:
         for column, (panel, height) in enumerate(zip(row, heights, strict=True)):
             placed.append((panel, _GAP + column * (width + _GAP), top, width, height))
         top += max(heights) + _GAP
-    light = (CARD, INK, MUTED, LINE, ACCENT, SECOND)
+    light = (CARD, INK, MUTED, LINE, ACCENT, SECOND)  # in the order of the arguments of `colours` in figure.svg.j2
     colours = {"light": light, "dark": [DARK[colour] for colour in light], "changes": DARK}
     across = columns * (width + _GAP) + _GAP
     return render("figure.svg.j2", placed=placed, width=across, height=top, title=_TITLE, **colours)
 
 
 def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:
-    """Write figures, file name -> SVG, each whole or not at all, and return the files.
-
-    Raises:
-        OutputExistsError: A file of that name is no figure of this package; nothing is written.
-    """
-    for name in figures:
+    """Write figures, file name -> SVG, and return the files; an OutputExistsError refuses to replace other files."""
+    for name in figures:  # before any is written
         refuse_other_file(folder / name, "a figure of hies-export", lambda text: _BEGINNING in text[:300])
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in figures.items():
@@ -92,12 +89,12 @@ def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:
 
 
 def _draw(macro: str, *values: Any) -> str:
-    """Return what a macro of the pages draws of values."""
+    """Return the SVG that a macro of macros.html.j2, by its name, draws of values."""
     return getattr(environment().get_template("macros.html.j2").module, macro)(*values)
 
 
 def _height(svg: str, width: float) -> int:
-    """Return the height of an SVG that is drawn in a width."""
-    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
-    assert found is not None
-    return round(width * float(found[2]) / float(found[1]))
+    """Return the height of an SVG that is scaled to a width, from the width and height of its viewBox."""
+    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+    assert box is not None
+    return round(width * float(box[2]) / float(box[1]))

@@ -70,14 +70,15 @@ class FrontierFigure:
     @property
     def best(self) -> list[int]:
         """The indices of the points of the frontier in `found`, fastest first."""
-        return frontier([one.time for one in self.found], [one.same for one in self.found])
+        return frontier([point.time for point in self.found], [point.same for point in self.found])
 
     @property
     def least(self) -> float:
         """The least agreement that the axis must show: that of every point, unless it is far below the promise."""
-        floor = 0.0 if self.promise is None else 1 - _WORST * (1 - self.promise)
-        lows = [one.same_ends[0] if one.name else one.same for one in self.found if one.same >= floor]
-        return min([*lows, 0.999, *([] if self.promise is None else [self.promise])])
+        promise = 1.0 if self.promise is None else self.promise
+        floor = 0.0 if self.promise is None else 1 - _WORST * (1 - promise)
+        lows = [point.same_ends[0] if point.name else point.same for point in self.found if point.same >= floor]
+        return min(*lows, promise, 0.999)  # below 1, so that the axis has a length
 
 
 def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> FrontierFigure | None:
@@ -85,15 +86,15 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
 
     Times are those at the shape that decided what to deploy; without a deployment, at the first that is not noisy.
     """
-    forms, found = report.details.forms, report.details.deployment
+    forms, deployment = report.details.forms, report.details.deployment
     step = deciding_step(forms[0].times) if forms else None
-    if step is not None and found is not None:
-        step = found.step
     if step is None:
         return None
+    if deployment is not None:
+        step = deployment.step
     word, tolerance = report.details.stability_of, report.details.stability_tolerance
     dense = f"{forms[0].model} {forms[0].bits}"
-    chosen = None if found is None else found.form
+    chosen = None if deployment is None else deployment.form
     runtimes = list(dict.fromkeys(map(form_runtime, forms)))
     upwards = f"same {word}s as {dense}" if tolerance is None else f"{word}s within {tolerance:g} of {dense}'s"
     if of_metric := keeps_metric(report):
@@ -118,12 +119,12 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
         for (number, form), time, same in zip(timed, times, kept, strict=True)
     ]
     return FrontierFigure(
-        [*measured, *(one._replace(shape=len(runtimes)) for one in others)],
+        [*measured, *(other._replace(shape=len(runtimes)) for other in others)],
         shapes=[
             *(Shape("other", number, name) for number, name in enumerate(runtimes)),
             *([Shape("peer", len(runtimes), "another tool")] if others else []),
         ],
-        promise=None if found is None else found.promise,
+        promise=None if deployment is None else deployment.promise,
         across=f"time, share of {dense}'s at {form_step(forms[0].times[step])}".replace(" x ", " × "),
         upwards=upwards,
     )
@@ -142,33 +143,35 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH) -> str:
         axes = drawn.axes
         lowest = _draw_axes(drawn, figure, ticks=4 if narrow else 8)
 
-        def line(name: str, places: Sequence[Ends], *, of: str = "", **style: Any) -> None:
-            axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, of=of), clip_on=False, **style)
+        def line(name: str, places: Sequence[Ends], *, series: str = "", **style: Any) -> None:
+            axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, series=series), clip_on=False, **style)
 
-        placed = [(one, (one.time, max(one.same, lowest))) for one in figure.found]
-        for series in dict.fromkeys(one.series for one in figure.found if one.series):
-            members = sorted((place, one.kind) for one, place in placed if one.series == series)
+        placed = [
+            (point, (point.time, max(point.same, lowest))) for point in figure.found
+        ]  # each with where it is drawn
+        for series in dict.fromkeys(point.series for point in figure.found if point.series):
+            members = sorted((place, point.kind) for point, place in placed if point.series == series)
             places, kinds = zip(*members, strict=True)
-            line("trail", places, of=series[0], color=colour_of(kinds[0]), lw=1, alpha=0.5)
+            line("trail", places, series=series[0], color=colour_of(kinds[0]), lw=1, alpha=0.5)
         best = [placed[number][1] for number in figure.best]
         line("best", best, color=INK, lw=2, alpha=0.8)
         crossed = [best, best]  # twice, so that names avoid the frontier more than other lines
-        for one, (time, same) in placed:
-            if one.name:
-                low, high = (max(end, lowest) for end in one.same_ends)
-                for whisker in [(end, same) for end in one.time_ends], [(time, low), (time, high)]:
+        for point, (time, same) in placed:
+            if point.name:
+                low, high = (max(end, lowest) for end in point.same_ends)
+                for whisker in [(end, same) for end in point.time_ends], [(time, low), (time, high)]:
                     line("whisker", whisker, color=MUTED, lw=1, alpha=0.7)
                     crossed.append(whisker)
-        for one, place in placed:
-            gid = drawn.gid(f"mark {one.kind}", one.note, one.series[0] if one.series else "")
-            style = {"color": colour_of(one.kind), "mec": CARD, "mew": 0.7, "ms": 11 if one.chosen else 8}
-            axes.plot(*place, MARKERS[one.shape % 4], gid=gid, clip_on=False, zorder=4, **style)
+        for point, place in placed:
+            gid = drawn.gid(f"mark {point.kind}", point.note, point.series[0] if point.series else "")
+            style = {"color": colour_of(point.kind), "mec": CARD, "mew": 0.7, "ms": 11 if point.chosen else 8}
+            axes.plot(*place, MARKERS[point.shape % 4], gid=gid, clip_on=False, zorder=4, **style)
         names = []
-        for one, place in sorted(placed, key=lambda pair: not pair[0].chosen):
-            if one.name:
-                gid = drawn.gid("name best" if one.chosen else "name")
-                style = {"color": INK, "weight": "bold" if one.chosen else "normal", "zorder": 5}
-                names.append(axes.text(*place, _text(one, below=one.same < lowest), gid=gid, **style))
+        for point, place in sorted(placed, key=lambda pair: not pair[0].chosen):  # the chosen one is named first
+            if point.name:
+                gid = drawn.gid("name best" if point.chosen else "name")
+                style = {"color": INK, "weight": "bold" if point.chosen else "normal", "zorder": 5}
+                names.append(axes.text(*place, _text(point, below=point.same < lowest), gid=gid, **style))
         numbered = place_names(axes, [place for _, place in placed], names, crossed)
         _legend(drawn.figure, figure, numbered, columns=1 if narrow else 3)
         return drawn.svg(f"frontier {'narrow' if narrow else 'wide'}", figure.text, tight=True)
@@ -184,9 +187,9 @@ def _draw_axes(drawn: Drawing, figure: FrontierFigure, *, ticks: int) -> float:
     shares = MaxNLocator(4, steps=round_numbers).tick_values(figure.least, 1.0)
     axes.set_yticks([share for share in shares if -1e-9 <= share <= 1 + 1e-9])
     lowest: float = axes.get_yticks()[0]
-    times = [one.time for one in figure.found]
+    times = [point.time for point in figure.found]
     first = max(0.0, math.floor(10 * (min(0.9, *times) - 0.05)) / 10)
-    last = max(1.0, *times, *(one.time_ends[1] for one in figure.found if one.name))
+    last = max(1.0, *times, *(point.time_ends[1] for point in figure.found if point.name))
     axes.set(xlim=(first, last), ylim=(lowest, 1.0))
     axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=round_numbers))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
@@ -207,8 +210,8 @@ def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int,
     from matplotlib.lines import Line2D
 
     entries = [
-        (Line2D([], [], color=colour_of(one.kind), marker=MARKERS[one.shape % 4], ls=""), one.text)
-        for one in (figure.shapes if len(figure.shapes) > 1 else ())
+        (Line2D([], [], color=colour_of(shape.kind), marker=MARKERS[shape.shape % 4], ls=""), shape.text)
+        for shape in (figure.shapes if len(figure.shapes) > 1 else ())
     ]
     entries.append((Line2D([], [], color=INK, lw=2, alpha=0.8), "frontier"))
     entries.append((Line2D([], [], color=MUTED, marker="+", ms=13, ls=""), figure.interval))
@@ -225,7 +228,7 @@ def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int,
         )
 
 
-def _text(one: Measured, *, below: bool) -> str:
+def _text(point: Measured, *, below: bool) -> str:
     """Return the text beside a point; if the point is `below` the axis, with its agreement."""
-    first = f"{one.name[0]} ↓ {100 * one.same:.0f} %" if below else one.name[0]
-    return "\n".join([first, *one.name[1:]])
+    first = f"{point.name[0]} ↓ {100 * point.same:.0f} %" if below else point.name[0]
+    return "\n".join([first, *point.name[1:]])

@@ -62,7 +62,7 @@ def render(template: str, **values: Any) -> str:
 def environment(*packages: str) -> Environment:
     """Return the Jinja environment of the report's templates, and of those in `templates/` of further packages."""
     loaders = [PackageLoader(package) for package in (*packages, "hies_export.report")]
-    made = Environment(
+    jinja = Environment(
         loader=ChoiceLoader(loaders),
         autoescape=select_autoescape(("html.j2", "svg.j2")),
         undefined=StrictUndefined,
@@ -70,10 +70,10 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
-    made.filters |= {"unbroken": unbroken, "row_name": tables.row_name}
-    made.globals |= {"drawing": drawing, "frontier": frontier, "tables": tables, "words": words}
-    return made
+    jinja.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
+    jinja.filters |= {"unbroken": unbroken, "row_name": tables.row_name}
+    jinja.globals |= {"drawing": drawing, "frontier": frontier, "tables": tables, "words": words}
+    return jinja
 
 
 def unbroken(text: str) -> str:
@@ -87,7 +87,7 @@ def one_line(value: object) -> str:
 
 
 def escape_markdown(value: object) -> str:
-    """Return text as a line of Markdown that is shown as it is: nothing in it is a cell, a link, HTML or emphasis.
+    """Return text on one line, escaped so that Markdown shows it literally: no cell, link, HTML or emphasis.
 
     Source: https://spec.commonmark.org/0.31.2/#backslash-escapes, and https://github.github.com/gfm/ for "|" and "~".
     """
@@ -101,12 +101,12 @@ def code_span(value: object) -> str:
     """Return text as a code span of Markdown, with a fence longer than any run of backticks in it."""
     line = one_line(value)
     longest = max(map(len, re.findall("`+", line)), default=0)
-    fence, space = "`" * (longest + 1), " " * bool(longest)
+    fence, space = "`" * (longest + 1), " " if longest else ""  # spaces part the fence from backticks at the ends
     return f"{fence}{space}{line}{space}{fence}"
 
 
 def is_page(text: str) -> bool:
-    """Return whether a text is a page that this package rendered, of a report or of a bench."""
+    """Return whether a text is a page that this package rendered, as its first 2,000 characters say."""
     return '<meta name="generator" content="hies-export">' in text[:2000]
 
 
@@ -125,13 +125,11 @@ def head_figures(report: Report) -> list[MapFigure]:
 
 def _numbers(report: Report) -> str:
     """Return, as JSON for the page's script, which heads of each module were cut, and the numbers of all."""
-    modules = [
-        {
-            "name": module,
-            "cut": [int(mark == CUT) for mark in line],
-            **{kind: [float(f"{v:.4g}") for v in row] for kind, row in report.details.heads.get(module, {}).items()},
-        }
-        for module, line in report.details.head_map.items()
-    ]
+    modules = []
+    for module, marks in report.details.head_map.items():
+        entry: dict[str, Any] = {"name": module, "cut": [int(mark == CUT) for mark in marks]}
+        for kind, numbers in report.details.heads.get(module, {}).items():
+            entry[kind] = [float(f"{number:.4g}") for number in numbers]
+        modules.append(entry)
     # "</script" would end the element that holds it.
     return json.dumps(modules, separators=(",", ":")).replace("<", "\\u003c")

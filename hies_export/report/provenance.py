@@ -58,8 +58,9 @@ def dense_model(folder: Path) -> str | None:
 
 
 def digests_of(inputs: Inputs) -> dict[str, str]:
-    """Return one SHA-256 of the files of each of the inputs that is on this machine."""
-    return {name: _digest(files) for name, path in inputs.items() if (files := _files(name, path))}
+    """Return, by name, one SHA-256 of the files of each input that is on this machine."""
+    files = {name: _files(name, path) for name, path in inputs.items()}
+    return {name: _digest(paths) for name, paths in files.items() if paths}
 
 
 def _digest(files: Mapping[str, Path]) -> str:
@@ -75,7 +76,7 @@ def _digest(files: Mapping[str, Path]) -> str:
 
 
 def _files(name: str, path: str | Path) -> dict[str, Path]:
-    """Return the files of an input by their names in it; none for a Hub id.
+    """Return an input's files by file name, or by path within the folder of data; none for a Hub id.
 
     For a model these are the files of its folder, except Markdown. For data they are a file, the files that match a
     pattern, or the images of a folder, in a folder per label.

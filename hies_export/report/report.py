@@ -58,9 +58,9 @@ class UnitCounts(Record):
 
 
 def plan_counts(plan: PruningPlan) -> dict[str, UnitCounts]:
-    """Return how many units a plan removes, by the `units` of their kind: of heads, and of other kinds it covers."""
-    found = {kind.units: plan.of_kind(name) for name, kind in KINDS.items()}
-    return {units: UnitCounts.of(of) for units, of in found.items() if of or units == "heads"}
+    """Return the unit counts of a plan: always of "heads", and of "neurons" if the plan covers them."""
+    selections = {kind.units: plan.of_kind(name) for name, kind in KINDS.items()}
+    return {units: UnitCounts.of(modules) for units, modules in selections.items() if modules or units == "heads"}
 
 
 def head_map(plan: PruningPlan) -> dict[str, str]:
@@ -144,19 +144,19 @@ class Details(BaseModel):
     run: dict[str, Any] | None = None
 
     @field_serializer("outcome")
-    def _known(self, outcome: Outcome | None) -> dict[str, Any] | None:
+    def _serialize_outcome(self, outcome: Outcome | None) -> dict[str, Any] | None:
         return None if outcome is None else outcome.to_json()
 
     @model_validator(mode="after")
     def _is_complete(self) -> Details:
         if self.outcome is not None and self.outcome.found is None:
             raise ValueError("outcome.found is missing")
-        steps, found = [len(form.times) for form in self.forms], self.deployment
-        if steps and (min(steps) < 1 or max(steps) > steps[0]):
+        counts, deployment = [len(form.times) for form in self.forms], self.deployment
+        if counts and (min(counts) < 1 or max(counts) > counts[0]):
             raise ValueError("every one of forms must have a time, and at most as many as the first")
-        if found is None or found.form is None:
+        if deployment is None or deployment.form is None:
             return self
-        if not (0 <= found.form < len(steps) and 0 <= found.step < steps[found.form]):
+        if not (0 <= deployment.form < len(counts) and 0 <= deployment.step < counts[deployment.form]):
             raise ValueError("deployment.form and deployment.step must be places in forms and their times")
         return self
 
@@ -227,8 +227,8 @@ class Report:
 
     @model_validator(mode="after")
     def _fits_its_details(self) -> Report:
-        before, metric = self.details.uncompensated, self.quality.metric
-        if before is not None and metric not in before.metrics:
+        uncompensated, metric = self.details.uncompensated, self.quality.metric
+        if uncompensated is not None and metric not in uncompensated.metrics:
             raise ValueError(f"details.uncompensated.metrics must have the first metric, {metric!r}")
         if self.cascade is not None and (self.details.cascade is None or not self.details.forms):
             raise ValueError("a report with cascade must have details.cascade and details.forms")
@@ -241,12 +241,12 @@ class Report:
 
     @property
     def compound(self) -> CascadeSummary | None:
-        """What the report says of a compound of both models, if there is one."""
+        """The compound, a file with both models, of which a cascade is the one kind; None if none was asked for."""
         return self.cascade
 
     @property
     def metrics(self) -> Mapping[str, Both[float] | FirstMetric]:
-        """All metrics of both models that are known, by name."""
+        """All metrics of both models by name; the first one alone if `details` has none."""
         return self.details.metrics or {self.quality.metric: self.quality}
 
     def summary(self) -> dict[str, Any]:
@@ -269,16 +269,12 @@ class Report:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Report:
-        """Read a report.json, given itself or by the folder of its run.
-
-        Raises:
-            RequestError: There is none, or it is not a report.
-        """
+        """Read a report.json, given itself or by its run's folder; a RequestError says if it is missing or none."""
         path = Path(path)
         file = path / "report.json" if path.is_dir() else path
         return cls.from_values(read_json(file, dict[str, Any], REPORT), where=file)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, where: str | Path) -> Report:
-        """Return the report with the fields of a report.json; `where` names the file in the RequestError of others."""
+        """Return the report with the fields of a report.json; a RequestError, which names `where`, refuses others."""
         return check(values, cls, REPORT, where=str(where))

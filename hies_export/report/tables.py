@@ -24,7 +24,9 @@ from .words import FIRST_HIT, agreement, form_kept, form_name, form_step, is_own
 
 BAR_WIDTH = 24
 
-Row = tuple[str, str, str, str]
+Row = tuple[str, str, str, str]  # of both models: a name, the dense and the slim value, and the change
+Metrics = Mapping[str, Both[float] | FirstMetric]
+Ranking = Mapping[Any, Mapping[str, float]]  # as in `Report.ranking`
 
 
 class Table(NamedTuple):
@@ -44,13 +46,12 @@ class Part(NamedTuple):
 
 def report_parts(report: Report) -> dict[str, Part]:
     """Return the parts that renderings show, by name; those that the report has nothing for are left out."""
-    rows, held_out = report.latency, words.held_out_rows(report)
-    trimmed, joined = report.vocabulary, report.compound
-    served, promised = ("As served", joined.text(report.details)) if joined else ("In fewer bits", "")
-    vocabulary = words.vocabulary_words(trimmed) if trimmed else ""
-    changed = words.budget_text(report), vocabulary
+    compound, rows, held_out = report.compound, report.latency, words.held_out_rows(report)
+    served = "As served" if compound else "In fewer bits"
+    promised = compound.text(report.details) if compound else ""
+    vocabulary = words.vocabulary_words(report.vocabulary) if report.vocabulary else ""
     parts = {
-        "changed": Part("What changed", comparison_table(report), changed),
+        "changed": Part("What changed", comparison_table(report), (words.budget_text(report), vocabulary)),
         "served": Part(served, forms_table(report), (words.forms_text(report), promised)),
         "chosen": Part(f"How it was chosen, on {held_out}", tried_table(report), (words.tried_text(report),)),
         "checks": Part("Checks", check_table(report)),
@@ -75,11 +76,13 @@ def size_rows(report: Report) -> list[SizeRow]:
     """Return the sizes of both models, from parameters to the cache."""
     batch, sequence = report.flops.shape
     task = TASKS.get(report.task)  # one that a user registered may be unknown in another process
-    counted = partial(with_backbone, generative=task is not None and task.generative)
+    generative = task is not None and task.generative
+    parameters = with_backbone([("parameters", report.parameters)], generative=generative)
+    flops = with_backbone([(f"FLOPs at {batch} x {sequence}", report.flops)], generative=generative)
     sizes: list[tuple[str, Both[Any] | None, str]] = [
-        *((*row, "") for row in counted([("parameters", report.parameters)])),
+        *((name, count, "") for name, count in parameters),
         ("checkpoint weights", report.bytes, "B"),
-        *((*row, "") for row in counted([(f"FLOPs at {batch} x {sequence}", report.flops)])),
+        *((name, count, "") for name, count in flops),
         ("cache per token", report.cache_bytes_per_token, "B"),
     ]
     return [
@@ -90,7 +93,7 @@ def size_rows(report: Report) -> list[SizeRow]:
 
 
 def with_backbone(counted: Iterable[tuple[str, Counted]], *, generative: bool) -> list[tuple[str, Both[int]]]:
-    """Return the counts, each followed by that of the backbone for a generative model, as papers on those give it."""
+    """Return the counts of both models; for a generative model, each is followed by the backbone's, as in papers."""
     rows: list[tuple[str, Both[int]]] = []
     for name, count in counted:
         rows.append((name, count))
@@ -100,53 +103,45 @@ def with_backbone(counted: Iterable[tuple[str, Counted]], *, generative: bool) -
 
 
 def comparison_table(report: Report, *, sizes: bool = True) -> Table:
-    """Return the table of both models: units, sizes if wanted, metrics, stability.
-
-    With compensation, its last column has the metrics of the cut alone.
-    """
+    """Return units, sizes if wanted, metrics and stability of both models and, if compensated, of the cut alone."""
     details, ranking, same = report.details, report.ranking, (agreement(report), report.stability)
     tokens = [("tokens of the vocabulary", report.vocabulary)] if report.vocabulary else []
-    rows = [
-        *unit_rows([*named_units(report.units), *tokens]),
-        *(size[:4] for size in size_rows(report) if sizes),
-        *([("GGUF file", "", si(report.bytes.gguf) + "B", "")] if report.bytes.gguf else []),
-        *quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same),
-    ]
-    header = ("", "dense", "slim", "change")
-    if (before := details.uncompensated) is None:
+    rows: list[Row] = unit_rows([*named_units(report.units), *tokens])
+    if sizes:
+        rows += [(size.name, size.dense, size.slim, size.change) for size in size_rows(report)]
+    if report.bytes.gguf:
+        rows.append(("GGUF file", "", si(report.bytes.gguf) + "B", ""))
+    rows += quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same)
+    header, uncompensated = ("", "dense", "slim", "change"), details.uncompensated
+    if uncompensated is None:
         return Table(header, rows)
-    alone = {metric_name(name, ranking): metric_text(name, value) for name, value in before.metrics.items()}
-    alone[agreement(report)] = f"{before.stability:.1%}"
-    return Table((*header, "cut alone"), [(*row, alone.get(row[0], "")) for row in rows])
+    cut_alone = {metric_name(name, ranking): metric_text(name, value) for name, value in uncompensated.metrics.items()}
+    cut_alone[agreement(report)] = f"{uncompensated.stability:.1%}"
+    return Table((*header, "cut alone"), [(*row, cut_alone.get(row[0], "")) for row in rows])
 
 
 def unit_rows(units: Sequence[tuple[str, Any]]) -> list[Row]:
-    """Return how many units of each kind both models have."""
-    return [(name, f"{of.total:,}", f"{of.kept:,}", change(of.total, of.kept)) for name, of in units]
+    """Return how many units of each kind both models have, given the name and `UnitCounts` of each."""
+    return [(name, f"{count.total:,}", f"{count.kept:,}", change(count.total, count.kept)) for name, count in units]
 
 
-def quality_rows(
-    metrics: Mapping[str, Both[float] | FirstMetric],
-    ranking: Mapping[Any, Mapping[str, float]] | None,
-    *,
-    labelled: bool,
-    same: tuple[str, float],
-) -> list[Row]:
+def quality_rows(metrics: Metrics, ranking: Ranking | None, *, labelled: bool, same: tuple[str, float]) -> list[Row]:
     """Return the metrics of both models; where nothing is ranked, also the stability, as `same` names and gives it.
 
     Without labels, only metrics that compare with the dense model's predictions are shown: any other would repeat the
     stability.
     """
-    ranked = {metric for _, metric in _RANKING.values() if ranking and metric}
-    told = [
+    in_ranking = {metric for _, metric in _RANKING.values()} if ranking else set()
+    labelled_rows = [
         quality_row(metric_name(name, ranking), values)
         for name, values in metrics.items()
-        if labelled and name not in ranked and not is_own(name)
+        if labelled and name not in in_ranking and not is_own(name)
     ]
     if ranking:
-        return [*ranking_rows(ranking, metrics), *told]
-    own = [(title_of(name), "", metric_text(name, of.slim), "") for name, of in metrics.items() if is_own(name)]
-    return [*told, (same[0], "", f"{same[1]:.1%}", ""), *own]
+        return [*ranking_rows(ranking, metrics), *labelled_rows]
+    own = [(title_of(name), "", metric_text(name, values.slim), "") for name, values in metrics.items() if is_own(name)]
+    name, stability = same
+    return [*labelled_rows, (name, "", f"{stability:.1%}", ""), *own]
 
 
 # What reports show of rankings: number in report.json -> name, and the metric that it is for both models.
@@ -162,17 +157,15 @@ _INDEX = {"dense_index": ", your index as it is", "slim_index": ", everything re
 _EMBEDDED = {"dense_index": ", queries", "slim_index": ", documents"}
 
 
-def ranking_rows(
-    ranking: Mapping[Any, Mapping[str, float]], metrics: Mapping[str, Both[float] | FirstMetric]
-) -> list[Row]:
+def ranking_rows(ranking: Ranking, metrics: Metrics) -> list[Row]:
     """Return the numbers of a slim model's rankings on each index, beside the dense model's where it has them."""
     rows = []
     for key, (name, metric) in _RANKING.items():
         for index, where in _INDEX.items():
-            value, known = ranking.get(index, {}).get(key), metrics.get(metric or "")
+            value, both = ranking.get(index, {}).get(key), metrics.get(metric or "")
             where = _EMBEDDED.get(index, where) if key == "cosine" else where
-            if value is not None and known is not None:
-                rows.append(quality_row(f"{name}{where}", Both(known.dense, value)))
+            if value is not None and both is not None:
+                rows.append(quality_row(f"{name}{where}", Both(both.dense, value)))
             elif value is not None:
                 rows.append((f"{name}{where}", "", f"{value:.1%}" if key == "top1" else f"{value:.4f}", ""))
     return rows
@@ -226,12 +219,12 @@ def forms_table(report: Report) -> Table | None:
     def ratio(form: Judged, step: int) -> str:
         return ratio_text(form.times[step]) if step < len(form.times) else ""
 
-    told = [name for name in dict.fromkeys((first, *forms[0].metrics)) if labelled or is_own(name)]
-    columns |= {title_of(name): partial(metric, name=name) for name in told}
+    for name in dict.fromkeys((first, *forms[0].metrics)):
+        if labelled or is_own(name):
+            columns[title_of(name)] = partial(metric, name=name)
     columns["held out ≥"] = lambda form: "" if form.at_least is None else f"{form.at_least:.2%}"
-    columns |= {
-        f"time {form_step(at)} ({at.ms:.3g} ms)": partial(ratio, step=step) for step, at in enumerate(forms[0].times)
-    }
+    for step, time in enumerate(forms[0].times):
+        columns[f"time {form_step(time)} ({time.ms:.3g} ms)"] = partial(ratio, step=step)
     return filled(columns, forms)
 
 
@@ -254,8 +247,9 @@ def tried_table(report: Report) -> Table | None:
 
 def filled(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Table:
     """Return a table, given column names and functions from a row to its cell; empty columns are left out."""
-    cells = {name: column for name, cell in columns.items() if any(column := [cell(row) for row in rows])}
-    return Table(list(cells), [list(row) for row in zip(*cells.values(), strict=True)])
+    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    shown = {name: column for name, column in cells.items() if any(column)}
+    return Table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)])
 
 
 def check_table(report: Report) -> Table:
@@ -267,8 +261,8 @@ def check_table(report: Report) -> Table:
     if report.onnx_max_abs is not None:
         rows.append(("ONNX Runtime against torch", f"{report.onnx_max_abs:.2g}"))
     if report.bytes.gguf is not None:
-        found = "llama.cpp is not installed" if report.gguf_max_abs is None else f"{report.gguf_max_abs:.2g}"
-        rows.append(("next-token probabilities in llama.cpp against torch", found))
+        difference = "llama.cpp is not installed" if report.gguf_max_abs is None else f"{report.gguf_max_abs:.2g}"
+        rows.append(("next-token probabilities in llama.cpp against torch", difference))
     return Table(("largest difference of any output", ""), rows)
 
 
@@ -311,8 +305,10 @@ def pair_text(values: Both[Any] | None, *, scale: float = 1.0) -> str:
 
 
 def _pair(dense: float | None, slim: float | None) -> str:
-    numbers = [] if dense is None or slim is None else [dense, slim]
-    return " → ".join(f"{number:.0f}" if number >= 100 else f"{number:.3g}" for number in numbers)
+    """Return "110 → 91.3", with three significant digits or as whole numbers; empty if one is unknown."""
+    if dense is None or slim is None:
+        return ""
+    return " → ".join(f"{number:.0f}" if number >= 100 else f"{number:.3g}" for number in (dense, slim))
 
 
 def _realised(row: LatencyRow) -> str:
@@ -346,7 +342,7 @@ def plan_maps(plan: PruningPlan) -> list[UnitMap]:
 def unit_maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> list[UnitMap]:
     """Return a map for every kind of unit that could be removed: of heads from their marks, of neurons as bars."""
     heads = [Line(name, " ".join(line), line.count(KEPT), len(line)) for name, line in marks.items()]
-    blocks = [Line(name, bar(of), of.kept, of.total) for name, of in neurons.items()]
+    blocks = [Line(name, bar(count), count.kept, count.total) for name, count in neurons.items()]
     return [UnitMap(unit, lines) for unit, lines in (("head", heads), ("neuron", blocks)) if lines]
 
 
@@ -392,6 +388,7 @@ def map_text(units: UnitMap, width: int) -> Text:
         for mark in line.marks:
             text.append(mark, style={KEPT: "green", CUT: "red"}.get(mark, ""))
         counts = f"  {line.kept:>{digits},} of {line.total:,}  "
+        # The layer's number takes 7 characters; a name is never cut to fewer than 8.
         room = max(width - 7 - len(line.marks) - len(counts), 8)
         name = line.module if len(line.module) <= room else f"…{line.module[1 - room :]}"
         text.append(f"{counts}{name}", style="dim")
@@ -399,10 +396,7 @@ def map_text(units: UnitMap, width: int) -> Text:
 
 
 def plain_table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> RichTable:
-    """Return a table without a frame. Strings are shown as they are: brackets are no markup.
-
-    Cells that do not fit side by side are folded.
-    """
+    """Return a table without a frame; brackets in strings are no markup, and cells that do not fit are folded."""
     table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, name in enumerate(header):
         table.add_column(Text(name), justify="right" if number else "left", overflow="fold")

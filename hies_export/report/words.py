@@ -1,4 +1,7 @@
-"""Every sentence about a report, once for all its renderings; `lead_text` is the one that they begin with."""
+"""Every sentence about a report, once for all its renderings; `lead_text` is the one that they begin with.
+
+A form is the dense or slim model, or a compound of both, in one runtime and precision, judged and timed (`Judged`).
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,16 @@ from .report import Report, UnitCounts
 FIRST_HIT = "first hit"
 
 
-# Names and numbers
-
-
 def _number(value: float) -> str:
     """Return a number with three significant digits; with three decimals below 1, and none from 100 on."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"
 
 
 def _percent(share: float) -> str:
     """Return a share as "97.6 %"; one below 1 is never rounded up to "100.0 %"."""
-    return f"{100 * share if share >= 1 else min(100 * share, 99.9):.1f} %"
+    return f"{100 * share:.1f} %" if share >= 1 else f"{min(100 * share, 99.9):.1f} %"
 
 
 def model_name(report: Report) -> str:
@@ -43,34 +45,31 @@ def model_name(report: Report) -> str:
 
 
 def removed_text(counts: Mapping[str, UnitCounts | VocabularyFacts | None]) -> str:
-    """Return how much was removed, such as "20 of 72 heads and 4,300 of 9,216 neurons removed".
-
-    A kind of which the model has none, or none that could be removed, is left out.
-    """
-    shown = [f"{of.removed:,} of {of.total:,} {name}" for name, of in counts.items() if of and of.total]
-    *first, last = shown or ["nothing"]
-    return f"{', '.join(first)}{' and ' if first else ''}{last} removed"
+    """Return "20 of 72 heads and 4,300 of 9,216 neurons removed", of the kinds that the model has and could lose."""
+    shown = [f"{count.removed:,} of {count.total:,} {name}" for name, count in counts.items() if count and count.total]
+    *others, last = shown or ["nothing"]
+    return f"{', '.join(others)} and {last} removed" if others else f"{last} removed"
 
 
 def named_units(counts: Mapping[str, UnitCounts | None]) -> list[tuple[str, UnitCounts]]:
-    """Return the full name and the counts of every kind of unit that could be removed."""
+    """Return the full name, "attention heads" or "feed-forward neurons", and counts of each kind that could be cut."""
     named = [(f"{kind.module.split()[0]} {kind.units}", counts.get(kind.units)) for kind in KINDS.values()]
-    return [(name, of) for name, of in named if of and of.total]
+    return [(name, count) for name, count in named if count and count.total]
 
 
 def kinds_text(report: Report, *, joined: str = "and") -> str:
     """Return the units that the run could remove: "heads", "neurons", or both, joined by a word."""
-    return f" {joined} ".join(name.split()[-1] for name, _ in named_units(report.units))
+    return f" {joined} ".join(units for units, count in report.units.items() if count and count.total)
 
 
 def vocabulary_words(facts: VocabularyFacts) -> str:
     """Return a note on the texts that the vocabulary was trimmed to, and on others."""
     often = "" if facts.min_count == 1 else f" at least {facts.min_count} times"
-    judged, more = facts.judged, facts.judged.tokens_ratio - 1
+    judged, extra = facts.judged, facts.judged.tokens_ratio - 1
     return (
         f"The vocabulary has the {facts.kept:,} of {facts.total:,} tokens that {facts.texts:,} texts of {facts.source} "
         f"need{often}. Of the {judged.texts:,} evaluated rows, {_percent(judged.share_otherwise)} are read otherwise, "
-        f"which makes {100 * more:.1f} % more tokens in all. A text in another language, or of another kind, is cut "
+        f"which makes {100 * extra:.1f} % more tokens in all. A text in another language, or of another kind, is cut "
         "into many more tokens, which the model was not trained on: do not use it for these."
     )
 
@@ -90,7 +89,9 @@ def runtime_name(name: str) -> str:
     """Return the name of a runtime in a sentence: "ONNX Runtime", "ONNX Runtime (cuda)", "OpenVINO", "torch"."""
     library, _, kind = name.replace("-cpu", "", 1).partition("-")
     known = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "llamacpp": "llama.cpp"}.get(library)
-    return name if known is None else f"{known} ({kind})" if kind else known
+    if known is None:
+        return name
+    return f"{known} ({kind})" if kind else known
 
 
 def form_runtime(form: Judged) -> str:
@@ -118,10 +119,10 @@ def agreement(report: Report) -> str:
 
 
 def keeps_metric(report: Report) -> bool:
-    """Return whether what a model keeps is a share of the first metric, and not of the predictions."""
+    """Return whether what a model keeps is a share of the first metric, as in `Judge.kept`, not of the predictions."""
     metric = METRICS.get(report.quality.metric)
-    shares = report.ranking is not None or (metric is not None and metric.terms is not None)
-    return shares and report.quality.dense > 0
+    has_shares = report.ranking is not None or (metric is not None and metric.terms is not None)
+    return has_shares and report.quality.dense > 0  # there is no share of 0
 
 
 def form_kept(report: Report, form: Judged) -> float:
@@ -143,9 +144,6 @@ def sentence_class(report: Report) -> str | None:
     return "CrossEncoder" if is_reranker else None
 
 
-# The first sentence
-
-
 class _Subject(NamedTuple):
     """The model that the first sentence is about: what it keeps, what was promised of it, how fast and large it is."""
 
@@ -164,8 +162,7 @@ def lead_text(report: Report) -> str:
     """Return the result of the run in one sentence: what is kept, on which rows, then time and size.
 
     An example is "97.0 % of the predictions stay (95.1 to 98.2 %, 436 rows); Pearson 0.903 → 0.901; 0.82 of the time on
-    ONNX Runtime at 8 x 128; 0.76 of the size; budget kept." A promise stands beside what was kept: "promised 97 % of
-    the predictions; kept 97.6 % of 436 other rows (95.6 to 98.8 %)". A value that was not measured is left out.
+    ONNX Runtime at 8 x 128; 0.76 of the size; budget kept." A value that was not measured is left out.
     """
     subject = _subject(report)
     promise = _promise_text(report, subject)
@@ -175,75 +172,76 @@ def lead_text(report: Report) -> str:
         kept = [promise, _quality_text(report, subject)]
     else:
         share = "all" if subject.stability == 1 else f"{_percent(subject.stability)} of the"
-        of = f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, subject)})"
-        kept = [of, _quality_text(report, subject), promise]
+        same = f"{share} {report.details.stability_of}s stay{_within(report)} ({_interval_and_rows(report, subject)})"
+        kept = [same, _quality_text(report, subject), promise]
     size = f"{subject.size:.2f} of the size"
-    parts = filter(None, [*kept, subject.time, size, _budget_result(report)])
-    return f"{subject.name}{': ' if subject.name else ''}{'; '.join(parts)}."
+    clauses = filter(None, [*kept, subject.time, size, _budget_result(report)])
+    return f"{subject.name}{': ' if subject.name else ''}{'; '.join(clauses)}."
 
 
 def _subject(report: Report) -> _Subject:
     """Return the form to deploy; else the compound, if one was asked for; else the slim model."""
-    details, forms, word = report.details, report.details.forms, report.details.stability_of
-    found, joined, outcome = details.deployment, report.compound, details.outcome
-    deployed = None if found is None else found.form
-    if deployed is not None or joined is not None:
-        number = len(forms) - 1 if deployed is None else deployed  # a compound is the last form
-        form, times = forms[number], forms[0].times
-        quiet = [step for step, at in enumerate(times) if not at.noisy]
-        # A compound is for batches of several rows.
-        wanted = [step for step in quiet if deployed is not None or times[step].batch > 1]
-        metric = report.quality.metric if keeps_metric(report) else None
-        index: Any = "dense" if metric and "dense_index" in (report.ranking or {}) else None
-        if found is not None and deployed is not None:
-            model = f"{form.model} model" if form.model in ("dense", "slim") else form.model
-            name, share = f"Deploy the {model} in {form.bits} on {form_runtime(form)}", found.promise
-        else:
-            assert joined is not None
-            name, share = f"{joined.name.title()} of both models", 1 - joined.disagreement
-        keep = KeepBudget(predictions=share, metric=metric, index=index)
-        return _Subject(
-            name=name,
-            stability=form.stability,
-            interval="" if metric else _interval(form.stability_low, form.stability_high),
-            quality=form.quality,
-            promise=Outcome(Budget(keep=keep), word=word),
-            kept=form_kept(report, form),
-            time=_form_time(forms, number, next(iter(wanted or quiet), None)),
-            size=_form_size(report, form),
-            ranking=(found.ranking if found is not None else None) or report.ranking,
-        )
+    forms, deployment, outcome = report.details.forms, report.details.deployment, report.details.outcome
+    if deployment is not None and deployment.form is not None:
+        form = forms[deployment.form]
+        model = f"{form.model} model" if form.model in ("dense", "slim") else form.model
+        name = f"Deploy the {model} in {form.bits} on {form_runtime(form)}"
+        return _form_subject(report, name, deployment.form, deployment.promise)
+    if report.compound is not None:
+        # A compound is the last form, and for batches of several rows.
+        name, promised = f"{report.compound.name.title()} of both models", 1 - report.compound.disagreement
+        return _form_subject(report, name, len(forms) - 1, promised, least_batch=2)
     met = outcome if outcome is not None and outcome.budget.searched and outcome.met else None
     of_entities = keeps_metric(report) and report.ranking is None  # then the interval is not that of the stability
     return _Subject(
         name="",
         stability=report.stability,
-        interval="" if of_entities else _interval(details.kept_low, details.kept_high),
+        interval="" if of_entities else _interval(report.details.kept_low, report.details.kept_high),
         quality=report.quality.slim,
         promise=met,
-        kept=None if met is None else _kept(report, met),
-        time=_time(report),
+        kept=None if met is None else _slim_kept(report, met),
+        time=_slim_time(report),
         size=report.bytes.ratio,
         ranking=report.ranking,
     )
 
 
-def _kept(report: Report, promise: Outcome) -> float | None:
+def _form_subject(report: Report, name: str, number: int, promised: float, *, least_batch: int = 1) -> _Subject:
+    """Return the form of a number, with a promised share, timed at the first quiet batch of at least `least_batch`."""
+    forms, deployment = report.details.forms, report.details.deployment
+    form, times = forms[number], forms[0].times
+    quiet = [step for step, time in enumerate(times) if not time.noisy]
+    steps = [step for step in quiet if times[step].batch >= least_batch] or quiet
+    metric = report.quality.metric if keeps_metric(report) else None
+    index: Any = "dense" if metric and "dense_index" in (report.ranking or {}) else None
+    keep = KeepBudget(predictions=promised, metric=metric, index=index)
+    return _Subject(
+        name=name,
+        stability=form.stability,
+        interval="" if metric else _interval(form.stability_low, form.stability_high),
+        quality=form.quality,
+        promise=Outcome(Budget(keep=keep), word=report.details.stability_of),
+        kept=form_kept(report, form),
+        time=_form_time(forms, number, steps[0]) if steps else "time too noisy to tell",
+        size=_form_size(report, form),
+        ranking=(deployment.ranking if deployment is not None else None) or report.ranking,
+    )
+
+
+def _slim_kept(report: Report, promise: Outcome) -> float | None:
     """Return the share of the predictions, or of the promised metric, that the slim model keeps; None if unknown."""
     metric, keep = promise.budget.metric, promise.budget.keep
     if metric is None:
         return report.stability
-    found, slim_index = report.metrics.get(metric), (report.ranking or {}).get("slim_index", {})
-    if found is None or found.dense <= 0:
+    values, slim_index = report.metrics.get(metric), (report.ranking or {}).get("slim_index", {})
+    if values is None or values.dense <= 0:
         return None
-    slim = slim_index.get(metric.removesuffix("@10")) if keep and keep.index == "slim" else found.slim
-    return None if slim is None else slim / found.dense
+    slim = slim_index.get(metric.removesuffix("@10")) if keep and keep.index == "slim" else values.slim
+    return None if slim is None else slim / values.dense
 
 
-def _form_time(forms: Sequence[Judged], number: int, step: int | None) -> str:
-    """Return the time of the form of a number at a shape, relative to the first form's."""
-    if step is None:
-        return "time too noisy to tell"
+def _form_time(forms: Sequence[Judged], number: int, step: int) -> str:
+    """Return the time of the form of a number, relative to the first form's; `step` is the index of its `times`."""
     ratio = forms[number].times[step].ratio if number else 1.0  # that of the first form is its control's
     return f"{ratio:.2f} of the time of dense {forms[0].bits} at {form_step(forms[0].times[step])}"
 
@@ -255,17 +253,17 @@ def _form_size(report: Report, form: Judged) -> float:
     return report.bytes.ratio if form.model == "slim" else 1.0
 
 
-def _time(report: Report) -> str:
-    """Return the ratio of the time that was asked for; without one, or if all are noisy, that of the FLOPs.
+def _slim_time(report: Report) -> str:
+    """Return the slim model's time relative to the dense one's; if none was timed, or all are noisy, its FLOPs.
 
     It is that of the budget if time was the budget; else that at the recipe's first shape, on ONNX Runtime if that was
     timed. Of several, it is the first that is not noisy, and never picked by its ratio.
     """
     rows = [row for row in report.latency if row.phase != "decode"]
     outcome = report.details.outcome
-    timed = None if outcome is None else outcome.budget.latency
-    if timed is not None:
-        asked = budget_rows(timed, rows)
+    budget = None if outcome is None else outcome.budget.latency
+    if budget is not None:
+        asked = budget_rows(budget, rows)
     else:
         asked = [row for row in rows if (row.batch, row.sequence) == tuple(report.flops.shape)]
         asked.sort(key=lambda row: not row.runtime.startswith("onnxruntime"))
@@ -290,6 +288,7 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def _within(report: Report) -> str:
+    """Return " within 0.1" for a regression with that tolerance; else nothing."""
     tolerance = report.details.stability_tolerance
     return "" if tolerance is None else f" within {tolerance:g}"
 
@@ -307,38 +306,42 @@ def _quality_text(report: Report, subject: _Subject) -> str:
 def _ranking_text(report: Report, subject: _Subject) -> str:
     """Return the first metric of rankings, the share of it that stays, and on which index, with both models' values."""
     metric, dense, quality = report.quality.metric, report.quality.dense, subject.quality
-    of = METRICS[metric].of if metric in METRICS else ""
-    index = " with your index as it is" if "dense_index" in (report.ranking or {}) and "ranking" in of else ""
-    again = (subject.ranking or {}).get("slim_index", {}).get(metric.removesuffix("@10"))
-    other = f", {_number(again)} re-embedded" if index and again is not None else ""
-    if of == "own ranking":
-        return f"{title_of(metric)} {_number(quality)}{index}{other}"
+    kind = METRICS[metric].of if metric in METRICS else ""
+    index = " with your index as it is" if "dense_index" in (report.ranking or {}) and "ranking" in kind else ""
+    slim_index_value = (subject.ranking or {}).get("slim_index", {}).get(metric.removesuffix("@10"))
+    re_embedded = f", {_number(slim_index_value)} re-embedded" if index and slim_index_value is not None else ""
+    if kind == "own ranking":
+        return f"{title_of(metric)} {_number(quality)}{index}{re_embedded}"
     numbers = f"{_number(dense)} → {_number(quality)}"
     if dense <= 0:
         return f"{title_of(metric)} {numbers}{index}"
     interval = _interval_and_rows(report, subject)
-    return f"{_percent(quality / dense)} of {title_of(metric)} stays{index} ({interval}; {numbers}{other})"
+    return f"{_percent(quality / dense)} of {title_of(metric)} stays{index} ({interval}; {numbers}{re_embedded})"
 
 
 def _promise_text(report: Report, subject: _Subject) -> str:
-    """Return what was promised and what other rows keep: "promised 97 % of the predictions; kept ..."; or nothing."""
-    if (promise := subject.promise) is None:
+    """Return the promise and what was kept: "promised 97 % of the predictions; kept 97.6 % of 436 other rows"."""
+    promise, data = subject.promise, report.details.data
+    if promise is None:
         return ""
-    data, budget = report.details.data, promise.budget
-    within = "" if budget.metric else _within(report)
+    metric = promise.budget.metric
+    promised = f"promised {asked_words(promise)}{'' if metric else _within(report)}"
+    result = _result(report, subject.kept, promise.budget)
+    if not result:
+        return promised
     # What is promised are rows, or else many things per row, such as tokens or entities.
-    of = "on" if budget.metric or report.details.stability_of == "next token" else "of"
-    judged = f"{data.evaluation_samples:,} {'other ' if data.apart else ''}rows"
-    text, result = f"promised {asked_words(promise)}{within}", _result(report, subject.kept, budget)
-    interval = f" ({subject.interval})" if subject.interval and budget.metric is None else ""
-    return f"{text}; {result} {of} {judged}{interval}" if result else text
+    preposition = "on" if metric or report.details.stability_of == "next token" else "of"
+    rows = f"{data.evaluation_samples:,} {'other ' if data.apart else ''}rows"
+    interval = f" ({subject.interval})" if subject.interval and metric is None else ""
+    return f"{promised}; {result} {preposition} {rows}{interval}"
 
 
 def _result(report: Report, kept: float | None, budget: Budget) -> str:
     """Return what the evaluated rows keep, or lose, of what was promised; empty if the evaluation does not know."""
-    if (share := budget.share) is None:
-        found = report.metrics.get(str(budget.metric))
-        return f"lost {_number(quality_loss(str(budget.metric), found.dense, found.slim))}" if found else ""
+    share, metric = budget.share, str(budget.metric)
+    if share is None:  # then a largest loss of the metric was promised
+        values = report.metrics.get(metric)
+        return f"lost {_number(quality_loss(metric, values.dense, values.slim))}" if values else ""
     if kept is None:
         return ""
     if kept >= 1:
@@ -349,19 +352,17 @@ def _result(report: Report, kept: float | None, budget: Budget) -> str:
 
 
 def _budget_result(report: Report) -> str:
-    """Return whether the budget was kept; empty for a kept promise, a deployed form, or if the report has no budget."""
-    outcome, deployed = report.details.outcome, report.details.deployment
-    if outcome is None or (deployed is not None and deployed.form is not None):
+    """Return "budget kept", or why not; empty for a kept promise, a deployed form, or if the report has no budget."""
+    outcome, deployment = report.details.outcome, report.details.deployment
+    if outcome is None or (deployment is not None and deployment.form is not None):
         return ""
     if outcome.noisy:
         return "budget too noisy to confirm"
     share, found = outcome.budget.heads, outcome.found
+    # A share of the heads is missed if it is off by a whole head.
     if not outcome.met or (share and found and abs(found.value - share) * report.heads.total >= 1):
         return "budget missed"
     return "" if outcome.budget.keep else "budget kept"
-
-
-# Notes below the tables; each is empty where a report has nothing to say
 
 
 def budget_text(report: Report) -> str:
@@ -370,19 +371,19 @@ def budget_text(report: Report) -> str:
     if outcome is None or outcome.budget.heads is not None:
         return ""
     budget, timed, judged = outcome.budget, outcome.budget.timed, len(outcome.judged)
-    where, predicted, more = " of the dense model", "", ""
+    where, predicted, tried = " of the dense model", "", ""
     if budget.searched:
         rows = f"{outcome.samples:,} held-out rows"
         where = f", promised on {held_out_rows(report, otherwise=rows)}"
-        more = f"; {judged} {'cut was' if judged == 1 else 'cuts were'} tried" if judged else ""
+        tried = f"; {judged} {'cut was' if judged == 1 else 'cuts were'} tried" if judged else ""
     elif budget.latency is not None:
         bits = f" in {budget.latency.dtype}" if budget.latency.dtype else ""
         where += f" on {budget.latency.runtime}{bits} at {budget.latency.batch} x {budget.latency.sequence}"
     if outcome.predicted is not None:
         time = f" of the time on {runtime_name(str(timed.runtime))}" if budget.searched and timed else ""
         predicted = f"; predicted {outcome.predicted:.3f}{time}"
-    found = "Too noisy to measure" if outcome.noisy else f"Found {found_words(outcome)}"
-    text = f"Budget: {asked_words(outcome)}{where}. {found}{more}{predicted}."
+    measured = "Too noisy to measure" if outcome.noisy else f"Found {found_words(outcome)}"
+    text = f"Budget: {asked_words(outcome)}{where}. {measured}{tried}{predicted}."
     if budget.searched and data.held_out_further and not data.alike:
         text += f" If the model was trained on {data.held_out_split}, the promise is too optimistic for new rows."
     return text
@@ -412,7 +413,7 @@ def tried_text(report: Report) -> str:
 
 
 def held_out_rows(report: Report, *, otherwise: str = "held-out rows") -> str:
-    """Return which rows choices were judged on: "256 further rows of train"."""
+    """Return which rows choices were judged on, such as "256 further rows of train"; `otherwise` if none is known."""
     data = report.details.data
     if not data.held_out_samples:
         return otherwise
@@ -423,19 +424,21 @@ def held_out_rows(report: Report, *, otherwise: str = "held-out rows") -> str:
 def method_text(report: Report) -> str:
     """Return which data the units were scored on, which data quality was measured on, and on what machine."""
     data, ranks = report.details.data, report.ranking is not None
-    own = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
-    labels = f"with {own.get(report.details.stability_of, 'their labels')}"
-    if data.labels != "data":
+    words = {"answer": "their answers", "next token": "their next tokens", "choice": "their right choices"}
+    labels = f"with {words.get(report.details.stability_of, 'their labels')}"
+    if ranks:
+        labels = "without labels"
+    elif data.labels != "data":
         labels = "with the model's own predictions as labels"
-    used, there = data.evaluation_samples, data.evaluation_of
-    rows = f"all {there:,} samples" if used >= there else f"{used:,} samples, drawn from the {there:,}"
-    units, what = kinds_text(report).capitalize(), "rankings" if ranks else "predictions"
-    scored = f"{units} were scored on {data.calibration_samples} samples {'without labels' if ranks else labels}; "
+    used, available = data.evaluation_samples, data.evaluation_of
+    rows = f"all {available:,} samples" if used >= available else f"{used:,} samples, drawn from the {available:,}"
+    scored = f"{kinds_text(report).capitalize()} were scored on {data.calibration_samples} samples {labels}; "
     if report.details.outcome is None and report.vocabulary is not None:  # only tokens went
         scored = ""
     notes = [f"{scored}{'quality' if scored else 'Quality'} is over {rows} of {data.evaluation_split}."]
     if not data.evaluation_labelled:
-        notes.append(f"These have no labels: metrics compare with the dense model's own {what}.")
+        own = "rankings" if ranks else "predictions"
+        notes.append(f"These have no labels: metrics compare with the dense model's own {own}.")
     if data.compensation_samples:
         scale = report.details.logit_scale
         scaled = "" if scale == 1 else f", and the logits multiplied by {scale:.3f}"
@@ -445,14 +448,23 @@ def method_text(report: Report) -> str:
 
 def environment_text(environment: Mapping[str, Any]) -> str:
     """Return the hardware and the libraries that decide about time, in a sentence; empty if none is known."""
-    names = dict.fromkeys(("cpu", "gpu", "torch", "cuda", "transformers", "onnxruntime", "openvino"), "")
-    names |= {"onnxruntime_gpu": "onnxruntime-gpu", "node_llama_cpp": "node-llama-cpp"}
-    known = ", ".join(f"{shown or name} {environment[name]}" for name, shown in names.items() if environment.get(name))
+    keys = [
+        "cpu",
+        "gpu",
+        "torch",
+        "cuda",
+        "transformers",
+        "onnxruntime",
+        "openvino",
+        "onnxruntime_gpu",
+        "node_llama_cpp",
+    ]
+    known = ", ".join(f"{key.replace('_', '-')} {environment[key]}" for key in keys if environment.get(key))
     return f"Measured with {known}." if known else ""
 
 
 def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> str:
-    """Return the range of the controls, and how to read what the rows show."""
+    """Return the range of the controls, and how to read the columns of the rows that are shown."""
     controls, first = [row.control_ratio for row in rows], names[0]
     noisy = (
         "A row is noisy if the control's interval misses 1 by more than 2 % or is wider than 10 %. Its ratio means "
@@ -466,4 +478,4 @@ def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", 
         (any(row.phase == "decode" for row in rows), decode),
         (any(row.realised is not None and not row.noisy for row in rows), realised),
     ]
-    return " ".join(text for told, text in notes if told)
+    return " ".join(text for applies, text in notes if applies)
