@@ -146,9 +146,8 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH) -> str:
         def line(name: str, places: Sequence[Ends], *, series: str = "", **style: Any) -> None:
             axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, series=series), clip_on=False, **style)
 
-        placed = [
-            (point, (point.time, max(point.same, lowest))) for point in figure.found
-        ]  # each with where it is drawn
+        # Each point with where it is drawn.
+        placed = [(point, (point.time, max(point.same, lowest))) for point in figure.found]
         for series in dict.fromkeys(point.series for point in figure.found if point.series):
             members = sorted((place, point.kind) for point, place in placed if point.series == series)
             places, kinds = zip(*members, strict=True)
