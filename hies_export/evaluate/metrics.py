@@ -297,9 +297,8 @@ def check_metrics(
     With `labels`, how many the model has, metrics of classes, label sets and numbers are also tried on that many.
     With `trimmed`, metrics of characters fit tokens too: models of two vocabularies can only be compared by those.
     """
-    words, kinds = _PREDICTING.get(predicts, predicts), (predicts, f"own {predicts}")
-    if rows is not None:
-        words, kinds = _RANKED[rows]
+    by_prediction = _PREDICTING.get(predicts, predicts), (predicts, f"own {predicts}")
+    words, kinds = by_prediction if rows is None else _RANKED[rows]
     problems: list[str] = []
     for name in names:
         try:

@@ -79,7 +79,7 @@ def _arranged(panels: Sequence[Panel], *, width: int = _WIDTH) -> str:
 
 
 def write_figures(figures: Mapping[str, str], folder: Path) -> list[Path]:
-    """Write figures, file name -> SVG, each whole or not at all; an OutputExistsError refuses to replace other files."""
+    """Write figures, file name -> SVG, each whole or not at all; refuse, by an OutputExistsError, other files."""
     for name in figures:  # before any is written
         refuse_other_file(folder / name, "a figure of hies-export", lambda text: _BEGINNING in text[:300])
     folder.mkdir(parents=True, exist_ok=True)

@@ -219,20 +219,11 @@ def draw_chart(chart: Chart) -> str:
             x, (y, top, bottom) = [point.x for point in line.points], np.clip(heights, low, high).T
             kind, of = line.style.kind, line.name
             if not grey and any(point.high != point.low for point in line.points):
-                axes.fill_between(
-                    x,
-                    bottom,
-                    top,
-                    color=colour,
-                    alpha=0.12,
-                    lw=0,
-                    gid=drawn.gid(f"band {kind}", series=of),
-                    clip_on=False,
-                )
+                band = drawn.gid(f"band {kind}", series=of)
+                axes.fill_between(x, bottom, top, color=colour, alpha=0.12, lw=0, gid=band, clip_on=False)
             dash = (0, [float(n) / 2 for n in line.style.dash.split()]) if line.style.dash else "-"
-            axes.plot(
-                x, y, color=colour, lw=1 if grey else 2, ls=dash, gid=drawn.gid(f"line {kind}", series=of), **rest
-            )
+            curve = drawn.gid(f"line {kind}", series=of)
+            axes.plot(x, y, color=colour, lw=1 if grey else 2, ls=dash, gid=curve, **rest)
             marker = "o" if grey else MARKERS[(line.style.colour or 0) % len(MARKERS)]
             size = {"ms": 4 if grey else 7, "mec": CARD, "mew": 0.7, "zorder": 3}
             for at, height, point in zip(x, y, line.points, strict=True):
