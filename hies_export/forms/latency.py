@@ -43,7 +43,7 @@ class TimedOn:
         """Return the times of forms on the batch, measured beside each other."""
         batches = {shape_of(self.batch): [self.batch]}
         # One shape in one phase, so one time for each form.
-        return [times[0] for times in time(forms, batches, repeats=self.repeats, progress=progress)]
+        return [only for (only,) in time(forms, batches, repeats=self.repeats, progress=progress)]
 
 
 @dataclass(frozen=True)

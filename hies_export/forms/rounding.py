@@ -140,22 +140,27 @@ def spreads(
     """
     sizes = [8 * width**2 for width in widths.values()]  # bytes of moments in float64
     for names in grouped([*widths], sizes, limit_bytes):
-        counts = dict.fromkeys(names, 0)
-        means = {name: torch.zeros(widths[name], dtype=torch.float64) for name in names}
-        moments = {name: torch.zeros(widths[name], widths[name], dtype=torch.float64) for name in names}
-        with open_reader(names) as read:
-            for batch in batches:
-                for name, states in read(batch).items():
-                    tokens = _real_tokens(states, batch).double()
-                    counts[name] += len(tokens)
-                    means[name] += tokens.sum(0)
-                    moments[name].addmm_(tokens.T, tokens)
-        for name in names:
-            mean = means[name] / counts[name]
-            second_moments = moments.pop(name).div_(counts[name])
-            if centred:
-                second_moments -= torch.outer(mean, mean)
-            yield name, Spread(mean, second_moments)
+        # In a function of its own, which drops the reader of a group, and what that holds, before the next one opens.
+        yield from _spreads_of({name: widths[name] for name in names}, open_reader, batches, centred)
+
+
+def _spreads_of(
+    widths: Mapping[str, int], open_reader: OpenReader, batches: Sequence[Batch], centred: bool
+) -> Iterator[tuple[str, Spread]]:
+    """Yield what `spreads` does, for layers whose moments are summed in one pass over the batches."""
+    counts = dict.fromkeys(widths, 0)
+    means = {name: torch.zeros(width, dtype=torch.float64) for name, width in widths.items()}
+    moments = {name: torch.zeros(width, width, dtype=torch.float64) for name, width in widths.items()}
+    with open_reader([*widths]) as read:
+        for batch in batches:
+            for name, states in read(batch).items():
+                tokens = _real_tokens(states, batch).double()
+                counts[name] += len(tokens)
+                means[name] += tokens.sum(0)
+                moments[name].addmm_(tokens.T, tokens)
+    for name, count in counts.items():
+        mean, second_moments = means[name] / count, moments.pop(name).div_(count)
+        yield name, Spread(mean, second_moments.sub_(torch.outer(mean, mean)) if centred else second_moments)
 
 
 def grouped(items: Sequence[str], sizes: Sequence[int], limit_bytes: float) -> list[list[str]]:
@@ -180,7 +185,7 @@ def _real_tokens(states: Tensor, batch: Batch) -> Tensor:
 
 
 def read_layers(model: PreTrainedModel) -> OpenReader:
-    """Return a reader of what layers of a torch model take, by their dotted names: (tokens, inputs) on the CPU."""
+    """Return an `OpenReader` of what layers of a torch model take, by dotted names: (tokens, inputs) on the CPU."""
 
     @contextmanager
     def open_reader(names: Sequence[str]) -> Iterator[ReadInputs]:

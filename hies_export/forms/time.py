@@ -117,10 +117,13 @@ def time(
         repeats: Least number of runs of a batch by each form, divided among the loads.
         loads: How often to load each, at most; fewer loads tell less of how copies of a model differ.
         decode: Whether to time a decode step too, if all forms decode from a cache.
+        progress: Shows the loop over loads and shapes.
 
-    Returns the times of each form, shape by shape, and in it phase by phase (of models that generate "prefill" and
-    "decode"). Raises RecipeError if the forms run on different devices, threads or kinds of graph; those on several
-    runtimes may differ in all but threads.
+    Returns:
+        The times of each form, shape by shape, and in it phase by phase ("prefill" and "decode" if models generate).
+
+    Raises:
+        RecipeError: The forms run on different devices, threads or kinds of graph, or, on several runtimes, threads.
     """
     runtimes = dict.fromkeys(form.runtime for form in forms)
     loads = min(loads, repeats, max(RUNTIMES[name].loads for name in runtimes))

@@ -128,9 +128,11 @@ class _Template:
     def resized(self, tensors: Mapping[str, np.ndarray]) -> Any:
         """Return the graph with the weights and widths of a cut model; None if they do not follow from others."""
         different = {name for name, array in tensors.items() if array.shape != self._shapes[name]}
+        if not different <= self._resized:
+            return None
         # A parameter that is no weight of the graph may be folded into a constant, so it must be as it was.
         same_unused = all(np.array_equal(tensors[name], array) for name, array in self._unused.items())
-        weights = self._weights_of(tensors) if same_unused and different <= self._resized else None
+        weights = self._weights_of(tensors) if same_unused else None
         if weights is None:
             return None
         shapes = _shapes(tensors, weights)

@@ -70,7 +70,7 @@ def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> No
 
 def _predicted(model: PreTrainedModel, batch: Batch, task: Task) -> torch.Tensor:
     """Return the output for a part of a batch; refuse a model that fails on one, or has weights of NaN."""
-    must = f"a model must run on the calibration rows, but {type(model).__name__} does not"
+    must, finite = f"a model must run on the calibration rows, but {type(model).__name__} does not", True
     with refusing(must), evaluating(model), output_alone(model), torch.inference_mode():
         for part in task.parts(batch):
             output = task.output(model, part)

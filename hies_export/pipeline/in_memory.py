@@ -108,13 +108,13 @@ def read_rows(
     given: Unwrapped,
     options: PruneSection,
     batches: Any,
+    *,
     held_out: Any,
     compensation_batches: Any,
-    *,
     task: Task,
     columns: Mapping[str, Any] | None,
 ) -> Rows:
-    """Return the batches by use, as the task reads them; the arguments are as for `prune`.
+    """Return the batches by use, as the task reads them; arguments are as for `prune`.
 
     If `held_out` is None, a quarter of `batches` is held out. A data set is divided before it is read if its rows can
     be, and rows of one query or group stay together.

@@ -170,7 +170,7 @@ class PruneResult:
             same = f"same prediction, {samples:,} held-out {'row' if samples == 1 else 'rows'}", self.held_out.stability
             rows += quality_rows(self.held_out.metrics, self.held_out.ranking, labelled=labelled, same=same)
         file = io.StringIO()
-        console = Console(file=file, width=100, color_system=None)  # in characters
+        console = Console(file=file, width=100, color_system=None)  # 100 characters
         for units in plan_maps(self.plan):
             console.print(map_text(units, console.width))
             console.print()
@@ -286,7 +286,8 @@ def prune(
     with evaluating(given.model), uncompiled(given.model), buffers_as_loaded(given.model):
         given = accept_model(given, processor)
         task = task_of(given.model, tolerance=comparison.stability_tolerance, threshold=comparison.threshold)
-        rows = read_rows(given, section, batches, held_out, compensation_batches, task=task, columns=columns)
+        more = {"held_out": held_out, "compensation_batches": compensation_batches}
+        rows = read_rows(given, section, batches, **more, task=task, columns=columns)
         pruning = make_pruning_in_memory(
             given, section, rows, task=task, evaluation=comparison, shape=shape, seed=seed, progress=priced
         )

@@ -249,7 +249,7 @@ def make_pruning(
 
 
 def _without_refit_of_few_rows(options: PruneSection, rows: Rows) -> PruneSection:
-    """Return the options without the default refit, and the criterion that assumes it, if too few rows are for one."""
+    """Return the options without the default refit, and the criterion that assumes it, if rows are too few for one."""
     count = samples_of(rows.refit)
     if options.compensation is None or count >= HELD_OUT_EVERY or "compensation" in options.model_fields_set:
         return options

@@ -403,9 +403,10 @@ def try_metrics(pruning: Pruning) -> None:
     if rows := pruning.rows.evaluation or pruning.rows.held_out:
         pruning.progress.stage("evaluate the dense model")
         metrics, budget = pruning.metrics, pruning.options.budget
-        if budget is not None and budget.metric is not None and budget.metric not in metrics:
+        if budget is not None and budget.metric is not None:
             metrics = (*metrics, budget.metric)
-        judge = pruning.judge(rows, index=None, metrics=metrics, progress=pruning.progress)
+        once = tuple(dict.fromkeys(metrics))
+        judge = pruning.judge(rows, index=None, metrics=once, progress=pruning.progress)
         judge.of(judge.dense)
 
 

@@ -245,7 +245,7 @@ class Constraints(Section):
         return int(getattr(self, f"min_{KINDS[module.kind].units}", 1))
 
     def multiple(self, module: Units) -> int:
-        """Return the divisor of the number of units that a module keeps, if it loses any; it counts whole groups."""
+        """Return the divisor of the units that a module keeps, if it loses any; of whole groups with `unit: group`."""
         multiple: int = getattr(self.multiple_of, KINDS[module.kind].units, None) or 1
         return multiple * module.group_size if self.unit == "group" else multiple
 

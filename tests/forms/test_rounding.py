@@ -1,6 +1,10 @@
 """Rounding by moments: a naive descent by hand, less change of outputs than rounding to nearest, and the spreads."""
 
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +148,25 @@ def test_spreads_are_those_of_the_tokens_that_are_not_padding(limit: float, cent
         wanted = Spread.of(torch.cat([x.flatten(0, -2) for x in seen[key]]), centred=centred)
         torch.testing.assert_close(spread.mean, wanted.mean)
         torch.testing.assert_close(spread.moments, wanted.moments)
+
+
+def test_what_reads_one_group_is_gone_when_the_next_one_opens() -> None:
+    class Session:
+        def read(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"a": batch["x"], "b": batch["x"]}
+
+    sessions: list[weakref.ref[Session]] = []
+
+    @contextmanager
+    def opened(names: Sequence[str]) -> Iterator[Any]:
+        assert not any(session() for session in sessions)
+        session = Session()
+        sessions.append(weakref.ref(session))
+        yield lambda batch: {name: session.read(batch)[name] for name in names}
+
+    for _ in spreads({"a": 2, "b": 2}, opened, [{"x": torch.ones(1, 3, 2)}], centred=True, limit_bytes=8):
+        pass
+    assert len(sessions) == 2
 
 
 def test_groups_fill_the_memory() -> None:

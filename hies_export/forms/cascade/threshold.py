@@ -53,7 +53,7 @@ def choose_threshold(
     count = len(slim)
     check_rows(count, disagreement, confidence)
     margin, wrong = margins(slim), slim.argmax(-1) != dense.argmax(-1)
-    # The most answers that may differ: the bound rises with their number, and `check_rows` says that it allows none.
+    # The most answers that may differ: the bound rises with their number, and is low enough for none, see `check_rows`.
     allowed = bisect(range(count), disagreement, key=lambda n: upper_rate(n, count, confidence)) - 1
     wrong_margins = margin[wrong].sort(descending=True).values
     # The `allowed` wrong answers of the largest margins stay as they are, and the next one goes on.

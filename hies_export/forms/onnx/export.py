@@ -193,7 +193,7 @@ def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
 
 
 def _is_known(model: PreTrainedModel) -> bool:
-    """Return whether a model's type is in `EXPORTED`, and no rotary frequency of it depends on the text's length."""
+    """Return whether a model's type is in `EXPORTED`, and its rotary embedding is not of type dynamic."""
     return model.config.model_type in EXPORTED and not any(
         "dynamic" in str(getattr(config, "rope_parameters", None)) for config in configs_in(model.config)
     )

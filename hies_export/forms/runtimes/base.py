@@ -50,7 +50,7 @@ class Runtime(ABC):
     format: ClassVar[str] = "onnx"  # of that file or folder, in `FORMATS`
     fused_for: ClassVar[Provider] = "cpu"  # for ONNX sources, the provider to export for, as in `export_onnx`
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16")  # that it can run a model in
-    # Dtypes in which it computes a float32 graph: its constructor takes `dtype`. Graphs are exported in other dtypes.
+    # Dtypes in which its constructor lets it compute a float32 graph. For others, graphs are exported in them.
     hints: ClassVar[tuple[str, ...]] = ()
     # Dtypes in which it computes only graphs that are calibrated on rows -> the format of such a graph.
     calibrated: ClassVar[Mapping[str, str]] = {}
