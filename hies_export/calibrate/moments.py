@@ -212,7 +212,7 @@ class LayerMoments:
         return round(sum(moments.tokens.item() for moments in self.uniform))
 
     def spread(self, *, last: bool = False) -> Spread:
-        """Return the mean and, if `layer` has no bias, the second moments of the inputs, else their covariance.
+        """Return the mean of the inputs, and their covariance if `layer` has a bias; else their second moments.
 
         All tokens weigh one. With `last`, the products of inputs are overwritten and dropped, which saves memory.
         """

@@ -18,7 +18,6 @@ from ..model.linear import features_of
 from ..model.modes import widens
 from ..model.tokens import count_tokens
 from ..progress import Progress
-from ..score.compensated import keeps_spreads
 from ..score.criteria import COMPENSATED
 from ..slim.certainty import PREDICTIONS
 from .pruning import Pruning
@@ -80,12 +79,13 @@ class Size:
         modules, head = [module for block in self.blocks for module in block], HEAD * self.hidden * self.vocabulary
         # Forward twice, and backward through frozen weights, which costs as much as forward.
         score = 3 * self.scored * (self.forward + head)
-        # Effects take as much as scores. Moments take a forward pass, and half of the products of inputs.
+        # Effects take as much as scores, and mostly each block once more. Moments take a forward pass, and half of the
+        # products of inputs.
         moments = sum(self.refitted * module.inputs**2 / 2 for module in modules)
-        orders = sum(self._order(module, double, passed) for module in modules)
-        if not keeps_spreads((m.inputs for m in modules), self.scored * self.hidden * self.itemsize * len(self.blocks)):
-            orders += 2 * self.scored * self.forward  # each block is computed again
-        rank = score + self.refitted * self.forward + (1 - self.ranked) * (moments + orders)
+        orders = sum(self._order(module, double, passed) for module in modules) + 2 * self.scored * self.forward
+        rank = 0.0
+        if self.ranked < 1:
+            rank = score + self.refitted * self.forward + (1 - self.ranked) * (moments + orders)
         kept = [replace(module, inputs=round(self.left * module.inputs)) for module in modules]
         sums = sum(self.refitted * module.inputs * (module.inputs / 2 + module.outputs) for module in kept)
         fits = sum(RIDGES * (module.inputs**3 / 3 + 2 * module.inputs**2 * module.outputs) for module in kept)

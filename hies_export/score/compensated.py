@@ -22,7 +22,7 @@ calibrate/readings.py. Units are removed step by step, each time those that rais
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibrate.moments import LayerMoments, MomentStore, Spread
-from ..calibrate.readings import Gradients, LayerEffects, Read, effects_of, own_batches
+from ..calibrate.readings import Batches, Gradients, LayerEffects, Read, effects_of, own_batches
 from ..calibrate.walk import device_of_blocks
 from ..data.batches import size_of
 from ..kinds import KINDS
@@ -38,7 +38,7 @@ from ..model.internals import exact_products
 from ..model.linear import features_of
 from ..model.memory import give_back_memory
 from ..model.tokens import count_tokens
-from ..processes import mapped
+from ..processes import mapped, world
 from ..progress import SILENT, Progress
 from ..tasks import task_of
 from ..units.units import PrunableModule
@@ -91,6 +91,13 @@ def score_compensated(
     parts = [(number, part) for number, batch in enumerate(batches) for part in task.parts(batch)]
     numbers, batches = [number for number, _ in parts], [part for _, part in parts]
 
+    gradients, spreads = (
+        Gradients(model, batches, modules, "effect", numbers=numbers),
+        dict[str, LayerMoments | Spread](),
+    )
+    new = [block for block, inside in gradients.blocks.items() if any(m.name not in chains for m in inside)]
+    names = {module.name for block in new for module in gradients.blocks[block]}
+
     def rank(modules: Sequence[PrunableModule], read: Read) -> None:
         if all(module.name in chains for module in modules):  # the walk goes through this block all the same
             for number in own_batches(batches):
@@ -100,40 +107,54 @@ def score_compensated(
         give_back_memory()  # of the readings that the effects were put together from
 
         def chain_of(_: int, module: PrunableModule) -> Chain:
-            layer, spread = effects.pop(module.name), spreads.pop(module.name, None)
+            layer, spread = effects.pop(module.name), spreads.get(module.name)
+            spread = spread.spread() if isinstance(spread, LayerMoments) else spread
             return removal_chain(layer, module, samples, spread=spread, per_sample=per_sample, unit=unit, device=device)
 
         chains.update(zip((module.name for module in modules), mapped(modules, chain_of), strict=True))
+        for module in modules:
+            spreads.pop(module.name, None)
 
     def add_spreads(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
         for module in modules:
-            spread = sums[module.name].spread(last=once)
-            spreads[module.name] = replace(spread, moments=spread.moments.to(model.device, _dtype_of_order(module)))
+            spreads[module.name] = sums[module.name]  # which make their spread when it is needed, if they are kept
+            if moments is None or not moments.keeps:
+                found = sums[module.name].spread(last=True)
+                spreads[module.name] = replace(found, moments=found.moments.to(model.device, _dtype_of_order(module)))
 
-    def rank_block(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
+    def rank_blocks(modules: Sequence[PrunableModule], sums: Mapping[str, LayerMoments]) -> None:
         add_spreads(modules, sums)
-        gradients.collect_again(next(block for block, inside in gradients.blocks.items() if modules[0] in inside), rank)
+        for block, inside in gradients.blocks.items():
+            if inside and inside[0] in modules:
+                gradients.collect_again(block, rank)
 
-    gradients, spreads = Gradients(model, batches, modules, "effect", numbers=numbers), dict[str, Spread]()
-    new = [block for block, inside in gradients.blocks.items() if any(m.name not in chains for m in inside)]
-    names = {module.name for block in new for module in gradients.blocks[block]}
-    once = moments is not None and not moments.keeps  # the moments are read for spreads alone
-    outputs, inputs = zip(*(features_of(model.get_submodule(module.consumer)) for module in modules), strict=True)
-    hidden_states = sum(count_tokens(model, b) for b in batches) * outputs[0] * model.dtype.itemsize
-    # Spreads of all modules are kept, or the gradients of all blocks, each of which is then computed once more.
-    if moments is not None and once and names and not keeps_spreads(inputs, hidden_states * len(gradients.blocks)):
-        gradients.collect(keep=new, name="effects", progress=progress)
-        moments.each(rank_block, names, name="modules ranked", progress=progress)
-    elif names:
+    if names and (
+        moments is None or moments.keeps or _spreads_are_small(model, modules, batches, len(gradients.blocks))
+    ):
         if moments is not None:
             moments.each(add_spreads, names, progress=progress)
         gradients.collect(rank, name="modules ranked", progress=progress)
+    elif names and moments is not None:
+        gradients.collect(keep=new, name="effects", progress=progress)
+        moments.each(rank_blocks, names, name="modules ranked", progress=progress)
     return scores_of_chains(modules, [chains[module.name] for module in modules], per_sample=per_sample)
 
 
-def keeps_spreads(inputs: Iterable[int], gradients: int) -> bool:
-    """Return whether spreads of modules with these numbers of inputs take no more bytes than the gradients."""
-    return 4 * sum(width**2 for width in inputs) <= gradients
+def _spreads_are_small(
+    model: PreTrainedModel, modules: Sequence[PrunableModule], batches: Batches, blocks: int
+) -> bool:
+    """Return whether the spreads of all modules take less memory in a process than the gradients of all blocks.
+
+    The smaller ones are kept until modules are ranked. With the gradients, each block is computed once more for that.
+    """
+    if not task_of(model).generative:  # tokens of images are not counted
+        return False
+    shapes = [features_of(model.get_submodule(module.consumer)) for module in modules]
+    spreads = 0
+    for module, (_, inputs) in zip(modules, shapes, strict=True):
+        spreads += _dtype_of_order(module).itemsize * inputs**2
+    tokens, hidden = sum(count_tokens(model, batch) for batch in batches), shapes[0][0]
+    return spreads <= blocks * tokens * hidden * model.dtype.itemsize / world()
 
 
 def _dtype_of_order(module: PrunableModule) -> torch.dtype:

@@ -1,16 +1,19 @@
-"""Tell whether a plan is for the weights that it is applied to, by numbers that follow from them."""
+"""Tell whether a plan is for a model: by its modules, and by numbers that follow from its weights."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError
-from ..units.units import PrunableModule
+from ..errors import PlanError, quoted
+from ..kinds import KINDS
+from ..units.units import PrunableModule, Selection, check_indices
 
 # Weights that differ by this share of their norm are different weights. Rounding to bfloat16 moves a number of a
 # fingerprint by 0.001 of the norm (one standard deviation); between two fine-tunings of one model it moves by 0.04.
@@ -50,6 +53,30 @@ def _signs(device: torch.device) -> Tensor:
     hashed = torch.arange(SIGN_PERIOD, device=device) * torch.tensor(_FACTORS, device=device)[:, None]
     hashed = (hashed ^ (hashed >> 29)) * _MIX
     return torch.where(hashed < 0, -1.0, 1.0).double()
+
+
+def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:
+    """Refuse, by a `PlanError`, a selection that does not fit the modules of a model."""
+    planned = [(name, kept.kind, kept.total, kept.groups) for name, kept in selection.items()]
+    actual = [(module.name, module.kind, module.units, module.groups) for module in modules]
+    for in_plan, in_model in zip_longest(planned, actual):
+        if in_plan != in_model:
+            raise PlanError(
+                "a plan must name the modules of its model with their kinds, units and groups, in the model's order, "
+                f"but it has {quoted(in_plan)} where the model has {in_model}; make a plan for this model"
+            )
+    for module in modules:
+        units = selection[module.name].units
+        try:
+            check_indices(units, module.units, what=f"kept {KINDS[module.kind].units}")
+        except ValueError as error:
+            raise PlanError(f"{error} for {module.name}") from error
+        sizes = [*Counter(unit // module.group_size for unit in units).values()]  # heads kept in each group
+        if len(set(sizes)) > 1:
+            raise PlanError(
+                f"every key/value head that stays must keep as many query heads as the others, but {module.name} keeps "
+                f"{sizes}; cut whole groups (unit: group) or the same number in every group (unit: query)"
+            )
 
 
 def check_weights(made_for: Mapping[str, Sequence[float]], model: Mapping[str, Sequence[float]]) -> None:

@@ -1,12 +1,10 @@
-"""Check a plan against a model and its weights, and a cut model against the masked one."""
+"""Check a cut model against the masked one."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,12 +16,11 @@ from ..calibrate.readings import walking
 from ..calibrate.walk import Call, Walk, blocks_of, is_float
 from ..data.batches import inputs_of
 from ..equal import IN_FLOAT64, SAME_CODE, SURE_IN_FLOAT32, Difference
-from ..errors import CutMismatchError, PlanError, memory_failure, quoted
-from ..kinds import KINDS
+from ..errors import CutMismatchError, memory_failure
 from ..model.internals import exact_products
 from ..model.modes import intercept
 from ..select.plan import PruningPlan, selection_of
-from ..units.units import PrunableModule, Selection, check_indices
+from ..units.units import PrunableModule, Selection
 
 logger = logging.getLogger(__name__)
 
@@ -48,30 +45,6 @@ def masked_units(
     for module in cut:
         masks[module.name][module.columns(selection[module.name].units)] = 1
     return intercept(model, {module.name: module.consumer for module in cut}, lambda name, x: x * masks[name].to(x))
-
-
-def check_selection(selection: Selection, modules: Sequence[PrunableModule]) -> None:
-    """Refuse, by a `PlanError`, a selection that does not fit the modules of a model."""
-    planned = [(name, kept.kind, kept.total, kept.groups) for name, kept in selection.items()]
-    actual = [(module.name, module.kind, module.units, module.groups) for module in modules]
-    for in_plan, in_model in zip_longest(planned, actual):
-        if in_plan != in_model:
-            raise PlanError(
-                "a plan must name the modules of its model with their kinds, units and groups, in the model's order, "
-                f"but it has {quoted(in_plan)} where the model has {in_model}; make a plan for this model"
-            )
-    for module in modules:
-        units = selection[module.name].units
-        try:
-            check_indices(units, module.units, what=f"kept {KINDS[module.kind].units}")
-        except ValueError as error:
-            raise PlanError(f"{error} for {module.name}") from error
-        sizes = [*Counter(unit // module.group_size for unit in units).values()]  # heads kept in each group
-        if len(set(sizes)) > 1:
-            raise PlanError(
-                f"every key/value head that stays must keep as many query heads as the others, but {module.name} keeps "
-                f"{sizes}; cut whole groups (unit: group) or the same number in every group (unit: query)"
-            )
 
 
 def compare_cut(

@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from ..kinds import KINDS
 from ..model.linear import features_of, select_features, set_by_name
 from ..model.text_encoder import TextEncoder
-from ..select.fingerprint import check_weights, fingerprint
+from ..select.fingerprint import check_selection, check_weights, fingerprint
 from ..select.plan import PruningPlan, selection_of
 from ..units.rehearse import feature_cuts, narrow_arguments, parameter_cuts, set_attributes
 from ..units.units import PrunableModule, Selection
-from .check import check_selection
 from .config import Shapes, become_slim, per_layer_config, plain_model
 
 

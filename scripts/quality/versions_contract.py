@@ -85,9 +85,9 @@ def alone(model_type: str) -> None:
     from support.contract import Broken, Subject
 
     from hies_export.checkpoint.save import save_slim
+    from hies_export.data.batches import first_output
     from hies_export.equal import SAME_CODE, Difference
     from hies_export.model.internals import auto_classes
-    from hies_export.slim.check import first_output
 
     subject = Subject.of(model_type)
     slim = subject.slim[False]

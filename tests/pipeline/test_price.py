@@ -39,23 +39,17 @@ def test_work_by_hand() -> None:
     assert work["score"] == 3 * 1000 * forward
     products = 2 * 4000 * (10**2 + 40**2) / 2
     heads, neurons = 6 * 1000 * 10**2 + 4 / 3 * 10**3, 1000 * 40 * (40 + 50 * 0.8) + 4 / 3 * 40**3
-    assert work["rank"] == pytest.approx((4000 + 3 * 1000) * forward + products + 2 * (heads + neurons))
+    walks = (4000 + 3 * 1000 + 2 * 1000) * forward
+    assert work["rank"] == pytest.approx(walks + products + 2 * (heads + neurons))
     sums = 2 * 4000 * (5 * (2.5 + 10) + 20 * (10 + 10))
     fits = 2 * 5 * sum(f**3 / 3 + 2 * f**2 * 10 for f in (5, 20))
     scaled = 1.5 * 1024 * forward  # as many predictions as the logits' scale is fitted on
     assert work["refit"] == pytest.approx(1.5 * 4000 * forward + sums + fits + scaled)
 
 
-def test_each_block_is_computed_again_where_spreads_are_larger_than_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = replace(SIZE, scored=100)  # 4 x 2 x (10^2 + 40^2) bytes of spreads, 4 x 2 x 100 x 10 of gradients
-    rank = few.work()["rank"]
-    monkeypatch.setattr(price, "keeps_spreads", lambda inputs, gradients: True)
-    assert rank - few.work()["rank"] == pytest.approx(2 * 100 * few.forward)
-
-
 def test_what_was_found_before_is_not_paid_again() -> None:
     work, rest = SIZE.work(), replace(SIZE, ranked=1.0, done=1.0).work()
-    assert rest["rank"] == (SIZE.refitted + 3 * SIZE.scored) * SIZE.forward
+    assert rest["rank"] == 0
     assert rest["refit"] == 1.5 * (SIZE.refitted + 1024) * SIZE.forward
     assert rest["score"] == work["score"]
 

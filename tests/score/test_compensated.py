@@ -1,6 +1,7 @@
 """Greedy removal against loops that build every compensated layer anew, token by token."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from hies_export.pipeline.choose import choose
 from hies_export.pipeline.reporting import write_choice
 from hies_export.pipeline.stages import calibrate
 from hies_export.score import compensated
-from hies_export.score.compensated import Removal, keeps_spreads, removal_chain, scores_of_chains
+from hies_export.score.compensated import Removal, removal_chain, scores_of_chains
 from hies_export.units.units import Units
 
 
@@ -267,7 +268,7 @@ def test_spreads_kept_and_found_again_block_by_block_give_the_same_chains(monkey
     monkeypatch.setattr(Gradients, "collect_again", counted)
     found = []
     for kept in (True, False):
-        monkeypatch.setattr(compensated, "keeps_spreads", lambda inputs, gradients, kept=kept: kept)
+        monkeypatch.setattr(compensated, "_spreads_are_small", lambda *_, kept=kept: kept)
         store = MomentStore(model, modules, others, keep=False)
         found.append(score_compensated(model, batches, modules, moments=store).chains)
         assert len(again) == (0 if kept else model.config.num_hidden_layers)
@@ -276,10 +277,15 @@ def test_spreads_kept_and_found_again_block_by_block_give_the_same_chains(monkey
 
 
 def test_spreads_are_kept_where_they_take_less_than_the_gradients() -> None:
-    # SmolLM2-135M, 32 rows of 256 tokens in float32: 0.32 GB of spreads, 0.57 GB of gradients.
-    assert keeps_spreads([576, 1536] * 30, 32 * 256 * 576 * 4 * 30)
-    # The shape of Llama-3.2-1B in bfloat16: 4.6 and 0.54 GB.
-    assert not keeps_spreads([2048, 8192] * 16, 32 * 256 * 2048 * 2 * 16)
+    model, batches = llama(), [text_batch(8, 20), text_batch(8, 20)]
+    modules = [*find_attention(model, batches[0]), *neurons(model)]
+    inputs = [model.get_submodule(module.consumer).in_features for module in modules]
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    # Heads are ranked in float64, neurons and hidden states are float32.
+    spreads = sum((8 if module.unit_width > 1 else 4) * width**2 for module, width in zip(modules, inputs, strict=True))
+    fits = spreads / (tokens * model.config.hidden_size * 4)
+    assert compensated._spreads_are_small(model, modules, batches, math.ceil(fits))
+    assert not compensated._spreads_are_small(model, modules, batches, math.ceil(fits) - 1)
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "block by block"])

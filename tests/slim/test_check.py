@@ -14,9 +14,9 @@ from support.tolerance import assert_near
 from hies_export import CutMismatchError, Kept, PlanError, compare_cut, find_attention, find_modules, prune_units
 from hies_export.data.batches import first_output
 from hies_export.kinds import ATTENTION, BOTH, MLP
-from hies_export.select.fingerprint import fingerprint
+from hies_export.select.fingerprint import check_selection, fingerprint
 from hies_export.slim import check as check_module
-from hies_export.slim.check import check_selection, masked_units
+from hies_export.slim.check import masked_units
 from hies_export.units.units import Units
 
 

@@ -29,8 +29,7 @@ from hies_export.report.comparison import print_bench, read_report, render_bench
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html, render_markdown
 from hies_export.report.tables import map_text, plan_maps, print_report
-from hies_export.select.fingerprint import digest_tensors
-from hies_export.slim.check import check_selection
+from hies_export.select.fingerprint import check_selection, digest_tensors
 from hies_export.tasks import TASKS
 from support.cuts import random_cut
 from support.fields import used_checkpoints
