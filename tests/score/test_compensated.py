@@ -277,7 +277,7 @@ def test_spreads_kept_and_found_again_block_by_block_give_the_same_chains(monkey
 
 
 def test_spreads_are_kept_where_they_take_less_than_the_gradients() -> None:
-    model, batches = llama(), [text_batch(8, 20), text_batch(8, 20)]
+    model, batches = causal_lm(), [text_batch(8, 20), text_batch(8, 20)]
     modules = [*find_attention(model, batches[0]), *neurons(model)]
     inputs = [model.get_submodule(module.consumer).in_features for module in modules]
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
