@@ -120,8 +120,8 @@ def _is_ours(path: Path) -> bool:
     """Return whether a path is an empty folder or an output of this package."""
     if not path.is_dir():
         return False
-    is_output = any(all((path / name).is_file() for name in names) for names in _OURS)
-    if is_output or not any(path.iterdir()):
+    is_empty = not any(path.iterdir())
+    if is_empty or any(all((path / name).is_file() for name in names) for names in _OURS):
         return True
     config = path / "config.json"
     return config.is_file() and _EXPORTED in config.read_text(encoding="utf-8", errors="replace")

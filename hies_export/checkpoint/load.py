@@ -39,8 +39,8 @@ def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: s
     The dtype is that of the files, whatever the model computes in, or `asked` if that names one.
     """
     files = weight_files(path, **hub)
-    of_files = stored_dtype(files, config) or model.dtype
-    dtype = of_files if asked in (None, "auto") else getattr(torch, str(asked))
+    dtype = None if asked in (None, "auto") else getattr(torch, str(asked))
+    dtype = dtype or stored_dtype(files, config) or model.dtype
     folder = fetch_files(path, COMPANIONS, hub.get("revision"))
     size = sum(file.stat().st_size for file in files) or parameter_bytes(model)
     return Source(folder, dtype, size, commit_of(folder))
@@ -79,7 +79,7 @@ def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, 
     name = dtype or ("float32" if device == "cpu" else "auto")
     model: Any = load_weights(model_class, path, dtype=name if name == "auto" else getattr(torch, name), **hub)
     if device == "cpu":
-        return model
+        return model.to(device)  # torch's default device may be another
     free, _ = torch.cuda.mem_get_info()  # and the total, in bytes
     return model.to(device) if parameter_bytes(model) < SHARE_OF_GPU * free else model
 

@@ -158,7 +158,7 @@ def check_reload(model: PreTrainedModel, folder: str | Path, batch: Mapping[str,
     """Load a folder in every way that users may, one after the other; return the largest difference of an output.
 
     The ways are this package, the Auto classes of its task, and `AutoModel`. Models of more than `LARGE_BYTES` are
-    not loaded where `_build` can compare without. Raises the ReloadMismatchErrors of `save_slim`.
+    built by `_build` in place of loaded, where that can be done. Raises the ReloadMismatchErrors of `save_slim`.
     """
     large = parameter_bytes(model) > LARGE_BYTES
     batch = short_samples(batch) if large else batch
@@ -214,7 +214,7 @@ def _reloaded(
 
 
 def _compared_names(saved: Mapping[str, Tensor], folder: Path) -> set[str] | None:
-    """Return the names of the tensors in a folder's files; refuse one whose numbers are not those of the model."""
+    """Return the names of tensors in a folder's files, None for others than saved; refuse other numbers."""
     names = set()
     for file in weight_files(folder):
         for name in [name for name, _, _ in describe_tensors(file)]:

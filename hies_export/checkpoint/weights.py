@@ -143,7 +143,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
 
 
 def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[str], **hub: Any) -> None:
-    """Refuse unread tensors of modules that the class builds, and warn of whole modules that it does not build.
+    """Refuse unread tensors inside of modules that the class builds, and warn of whole modules that it does not build.
 
     A tensor of a built module, such as a layer or an embedding, would change the outputs. A separate module, such as a
     pooler or a vision tower, may be left out.
@@ -170,7 +170,7 @@ class _Surplus(NamedTuple):
     """What a model lacks of a tensor in its files."""
 
     lacking: str  # the tensor's name, up to the first module that the model does not have
-    needed: bool  # whether the tensor is of a module that the model builds, which computes otherwise without it
+    needed: bool  # whether it lies inside a module that the model builds, which would compute otherwise with it
 
 
 def _surplus(model: PreTrainedModel, name: str) -> _Surplus | None:

@@ -114,7 +114,7 @@ def token_numbers(tokenizer: Any) -> set[int]:
 
 
 def image_shape_of(processor: Any, model: PreTrainedModel) -> tuple[int, ...] | None:
-    """Return the shape, (channels, height, width), that a processor gives an image; None if the model takes none."""
+    """Return the shape, (channels, height, width), of an image from a processor; None without one, or for no images."""
     if processor is None or "pixel_values" not in inspect.signature(model.forward).parameters:
         return None
     image = PIL.Image.new("L" if getattr(model.config, "num_channels", 3) == 1 else "RGB", (SQUARE, SQUARE))

@@ -319,8 +319,8 @@ def _numbered_alike(rows: datasets.Dataset, files: Mapping[str, str | Path]) -> 
         own = _class_names(rows.features[column])
         if not own:
             continue
-        of_others = [_class_names(features.get(column)) for features in of_splits]
-        merged = _one_numbering([own, *(names for names in of_others if names)])
+        of_all = [_class_names(features.get(column)) for features in of_splits]
+        merged = _one_numbering([own, *(names for names in of_all if names)])
         if merged == own:
             continue
         if merged:
@@ -376,8 +376,9 @@ def _stored_features(path: Path, split: str) -> Mapping[str, Any]:
         named = {image.parent.name for image in images if not image.parent.name.startswith("__")}  # as `datasets` does
         return {"label": datasets.ClassLabel(names=sorted(named))}
     if path.suffix.lower() == ".parquet":
+        files = _files_of(path)
         with suppress(Exception):  # reading the split itself says what is wrong with it, or that there is no file
-            return datasets.Features.from_arrow_schema(parquet.read_schema(_files_of(path)[0]))
+            return datasets.Features.from_arrow_schema(parquet.read_schema(files[0]))
     return {}
 
 

@@ -66,9 +66,9 @@ class TextReader:
         `max_length` is a limit in tokens below the model's own.
         """
         transformer, prompts = self.given[0], self.given.prompts
-        prompt = next((name for name in _PROMPTS[kind] if name in prompts), self.given.default_prompt_name)
+        prompt_name = next((name for name in _PROMPTS[kind] if name in prompts), self.given.default_prompt_name)
         task = None if kind == "text" else kind
-        options: dict[str, Any] = {"prompt": prompts.get(prompt) if prompt else None, "task": task}
+        options: dict[str, Any] = {"prompt": prompts.get(prompt_name) if prompt_name else None, "task": task}
         if max_length is not None:
             own_limit = getattr(transformer, f"{kind}_length", None)
             options["max_length"] = shortest_limit(max_length, own_limit, self.max_length)

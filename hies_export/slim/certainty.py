@@ -6,7 +6,7 @@ logits is too certain. With logits l of the slim model and the dense model's pre
     E[ sum_v softmax(s l)_v l_v ] = E[ sum_v q_v l_v ]
 
 over the predicted tokens: there the mean KL divergence of softmax(s l) from q is least, as it is convex in s and this
-is its derivative. (Guo et al. 2017, https://arxiv.org/abs/1706.04599, scale to fit labels.) The likeliest token stays.
+is its derivative. (Guo et al. 2017, https://arxiv.org/abs/1706.04599, do it to fit labels.) The likeliest token stays.
 """
 
 from __future__ import annotations

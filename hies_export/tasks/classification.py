@@ -148,7 +148,7 @@ class Classification(Task):
         numbers = dense.values.double()
         spread = numbers.std(correction=0).item() * SHARE_OF_SPREAD
         rounding = SAME_CODE * numbers.abs().max().item()
-        return float(f"{max(spread, rounding):.3g}")
+        return float(f"{max(spread, rounding):.3g}")  # three digits are enough to tell
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return predicted and right classes, (samples,) int64, numbers, float64, or label sets, (samples, labels)."""

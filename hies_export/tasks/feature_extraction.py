@@ -129,7 +129,7 @@ class FeatureExtraction(Task):
         labels = rows[label][:] if label else [None] * len(rows)
         for query, given, grades in zip(queries, documents, labels, strict=True):
             texts = [given] if isinstance(given, str) else given or []
-            if label is None or not (query or "").strip():
+            if not label or not (query or "").strip():
                 grades = [1.0] * len(texts)
             yield query or "", texts, grades if isinstance(grades, list) else [grades]
 
@@ -193,7 +193,7 @@ class FeatureExtraction(Task):
         return {TEXT: ([text for pair in pairs for text in pair], described)}
 
     def _encoded(self, kind: str, texts: Sequence[str]) -> Batch:
-        """Return the tokens of texts of a kind, as the reader gives them, which has its own limit on their number."""
+        """Return the tokens of texts of a kind, as the reader gives them; it limits their number, too."""
         assert self.reader is not None
         limit = self.columns.max_length
         if limit is not None:
@@ -217,7 +217,7 @@ class FeatureExtraction(Task):
 
 
 def _described(texts: int, most: int, kind: str) -> Batch:
-    """Return values of `TEXT_KEYS` for queries or documents, with places for `most` relevant documents, yet none."""
+    """Return values of `TEXT_KEYS` for queries or documents, with empty places for `most` relevant documents."""
     described = {"query": torch.full((texts,), -1), "document": torch.full((texts,), -1)}
     described[kind] = torch.arange(texts)
     return {**described, "relevant": torch.full((texts, most), -1), "grades": torch.zeros(texts, most)}

@@ -65,7 +65,7 @@ class FillMask(TextGeneration):
                 f"a text must have a token to mask, but {quoted(text)} has none within the {len(ids)} that are read; "
                 "leave it out, or raise max_length"
             )
-        generator: Any = np.random.default_rng(zlib.crc32(text.encode()))
+        generator: Any = np.random.default_rng(zlib.crc32(text.encode()))  # the text seeds its own draw
         chosen = set(generator.choice(maskable, max(1, round(SHARE * len(maskable))), replace=False).tolist())
         masked = [mask_id if place in chosen else token for place, token in enumerate(ids)]
         return masked, [token if place in chosen else data.IGNORED for place, token in enumerate(ids)]

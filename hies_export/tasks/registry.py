@@ -81,7 +81,7 @@ def task_by_class(name: str, config: Any, *, embeds: bool = False) -> type[Task]
 
 
 def refuse_unknown(model: Any) -> None:
-    """Refuse, by a RequestError, a model without a task, with adapters, quantised, or of an encoder and a decoder."""
+    """Refuse a model without a task, with adapters, quantised, none of transformers, or an encoder-decoder."""
     from transformers import PreTrainedModel
 
     from ..model.text_encoder import TextEncoder

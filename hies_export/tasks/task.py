@@ -355,7 +355,7 @@ class Task(ABC):
     ) -> tuple[str, ...]:
         """Return the names of the usual metrics; the first one is the quality.
 
-        `rows` is a key of `of_rows`, or None; `answers`: rows have prompts and answers; `choices`: several answers.
+        `rows` is a key of `of_rows`, or None; `answers`: whether rows have prompts and answers; `choices`: several.
         """
         return self.metrics if rows is None else self.of_rows[rows]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,7 +110,7 @@ def find_kept(
         )
     parts_of = _parts_of(content["model"])
     kept = with_parts(used | always | needed_by_any_text(content["model"]), parts_of)
-    wanted = math.ceil(len(kept) / multiple_of) * multiple_of
+    wanted = -(-len(kept) // multiple_of) * multiple_of
     for number in sorted(numbers):
         if len(kept) == wanted:
             break

@@ -277,15 +277,17 @@ def test_spreads_kept_and_found_again_block_by_block_give_the_same_chains(monkey
 
 
 def test_spreads_are_kept_where_they_take_less_than_the_gradients() -> None:
-    model, batches = causal_lm(), [text_batch(8, 20), text_batch(8, 20)]
+    model = causal_lm()
+    batches = [{"input_ids": torch.randint(0, model.config.vocab_size, (8, 20))} for _ in range(2)]
     modules = [*find_attention(model, batches[0]), *neurons(model)]
-    inputs = [model.get_submodule(module.consumer).in_features for module in modules]
-    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
-    # Heads are ranked in float64, neurons and hidden states are float32.
-    spreads = sum((8 if module.unit_width > 1 else 4) * width**2 for module, width in zip(modules, inputs, strict=True))
-    fits = spreads / (tokens * model.config.hidden_size * 4)
-    assert compensated._spreads_are_small(model, modules, batches, math.ceil(fits))
-    assert not compensated._spreads_are_small(model, modules, batches, math.ceil(fits) - 1)
+    # Heads are ranked in float64; neurons and hidden states are float32.
+    spreads = sum(
+        (8 if module.unit_width > 1 else 4) * model.get_submodule(module.consumer).in_features ** 2
+        for module in modules
+    )
+    blocks = math.ceil(spreads / (2 * 8 * 20 * model.config.hidden_size * 4))
+    assert compensated._spreads_are_small(model, modules, batches, blocks)
+    assert not compensated._spreads_are_small(model, modules, batches, blocks - 1)
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "block by block"])
