@@ -288,7 +288,8 @@ class TextGeneration(Task):
         samples, positions = self.predicting(labels.to(output.device)).nonzero().unbind(-1)
         log_probabilities = output[samples, positions].float().log_softmax(-1)  # (label tokens, vocabulary)
         generator = torch.Generator(log_probabilities.device).manual_seed(number)
-        drawn = log_probabilities.detach().exp().multinomial(1, generator=generator)
+        # A row of NaN draws any token, and gives NaN, which the caller refuses by the batch.
+        drawn = log_probabilities.detach().exp().nan_to_num_(1.0).multinomial(1, generator=generator)
         of_drawn = log_probabilities.gather(-1, drawn)[:, 0]
         return of_drawn.new_zeros(len(output)).index_add(0, samples, of_drawn)
 

@@ -290,6 +290,18 @@ def test_spreads_are_kept_where_they_take_less_than_the_gradients() -> None:
     assert not compensated._spreads_are_small(model, modules, batches, blocks - 1)
 
 
+def test_predictions_that_are_no_numbers_are_refused_by_their_batch() -> None:
+    model = causal_lm()
+    batches = [{"input_ids": torch.randint(0, model.config.vocab_size, (rows, 20))} for rows in (2, 4)]
+
+    def broken(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        return (args[0].index_fill(0, torch.tensor(3), torch.nan),) if len(args[0]) == 4 else None
+
+    model.lm_head.register_forward_pre_hook(broken)
+    with pytest.raises(NonFiniteError, match="predictions of batch 1 have NaN or infinity"):
+        score_compensated(model, batches, neurons(model))
+
+
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "block by block"])
 def test_moments_that_are_no_numbers_are_refused_by_name(keep: bool) -> None:
     model, batches, others = llama(), [text_batch(4)], [text_batch(8)]
