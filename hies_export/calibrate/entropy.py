@@ -21,8 +21,8 @@ class Entropies:
     """The attention function of calibration, which records entropies; its outputs equal those of the model's own.
 
     A model with attention code of its own keeps that; entropies are then those of the maps that it returns, if any.
-    They are computed inside of `recorded` alone, as a block that is computed again must not count twice. `sums`, by
-    module (units,) float64, hold the "entropy" of samples, in [0, 1], samples with "rows", and batches with "maps".
+    They are computed inside of `recorded` alone, as a block that is computed again must not count twice. `sums` are by
+    module, (units,) float64: the "entropy" of all samples, the samples that have "rows", and the batches with "maps".
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[PrunableModule]):
@@ -31,7 +31,7 @@ class Entropies:
         self.sums = zeros_by_unit(modules, "entropy", "rows", "maps")
         self._visible = VisibleKeys()
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}  # module -> entropies and rows of each call
-        self._batch: Mapping[str, Tensor] | None = None
+        self._batch: Mapping[str, Tensor] | None = None  # that of `recorded`; None outside of it
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def weight_files(path: str | Path, **hub: Any) -> list[Path]:
-    """Return the files that `from_pretrained` reads weights from, fetched if needed; none if it would find none."""
+    """Return the files that `from_pretrained` reads weights from, fetched if needed, or []; refuse a damaged index."""
     with model_or_cache(path, hub):
         for name, index_name in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
             if (file := file_of(path, name, **hub)) is not None:
@@ -167,16 +167,16 @@ def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[st
 
 
 class _Surplus(NamedTuple):
-    """What a model lacks of a tensor in its files."""
+    """What a model lacks to read a tensor in its files."""
 
-    lacking: str  # the tensor's name, up to the first module that the model does not have
+    lacking: str  # the tensor's name, up to the first part that the model does not have
     needed: bool  # whether it lies inside a module that the model builds, which would compute otherwise with it
 
 
 def _surplus(model: PreTrainedModel, name: str) -> _Surplus | None:
-    """Return what a model lacks of an unread tensor.
+    """Return what the model lacks to read a tensor; None if the tensor may be left out without a warning.
 
-    None for tensors that may be left out: constants, heads of other tasks, and layers that predict further tokens.
+    Those are constants, buffers, layers that predict further tokens, and modules beside the base model, such as heads.
     """
     keys, base = name.split("."), model.base_model
     if keys[0] == model.base_model_prefix and base is model:  # saved with a head, and loaded without
@@ -200,10 +200,10 @@ def _surplus(model: PreTrainedModel, name: str) -> _Surplus | None:
         further = max((value for field, value in items if _FURTHER.search(field) and isinstance(value, int)), default=0)
         predicts_further = key.isdigit() and int(key) < len(module) + further
         return None if predicts_further else _Surplus(lacking, needed=True)
-    of_leaf = path == keys and not any(module.children())  # such as the bias of a projection
+    of_leaf = path == keys and not any(module.children())  # a layer that the model has lacks a tensor, such as its bias
     if in_layer or of_leaf or (in_base and not isinstance(module, PreTrainedModel)):
         return _Surplus(lacking, needed=True)
-    return _Surplus(lacking, needed=False) if in_base else None
+    return _Surplus(lacking, needed=False) if in_base else None  # of the base model, such as a pooler
 
 
 def _constants(names: Iterable[str], path: str | Path, **hub: Any) -> Iterator[str]:

@@ -138,9 +138,9 @@ def read_data(data: Sequence[str]) -> dict[str, Any]:
 
 
 def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
-    """Return the recipe that was asked for, with `--set`, `--output` and the budget applied.
+    """Return the recipe in a file, or print and return one that is proposed for a MODEL, with all options applied.
 
-    For a MODEL, it is proposed and printed. If the command `deploys`, it finds the budget, so a given one is refused.
+    With a file, options about data are refused. A command that `deploys` finds the budget, and refuses a given one.
     """
     from ..pipeline.recipe import PruningRecipe
 
@@ -150,7 +150,7 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
             overrides["prune.budget"] = {key: share}
     if options.output is not None:
         overrides["output"] = options.output
-    # Overrides of the budget as a whole, or of its fields.
+    # What was given for prune.budget as a whole, or for fields such as prune.budget.flops.
     budget = {key: value for key, value in overrides.items() if f"{key}.".startswith("prune.budget.")}
     if deploys and budget:
         raise RequestError(

@@ -45,7 +45,7 @@ class TerminalProgress:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Print, while the block runs, a line after every `SILENCE` seconds in which nothing else was shown."""
+        """Print, while the block runs, how long the stage has taken, after every `SILENCE` seconds without a line."""
         ended = threading.Event()
 
         def tell() -> None:
@@ -53,7 +53,7 @@ class TerminalProgress:
                 now = time.monotonic()
                 if now < self._shown + SILENCE:  # something was shown meanwhile
                     continue
-                self._shown = now
+                self._shown = now  # also before the first stage, to wait again
                 if self._stage:
                     self._print(f"  {self._stage}: {minutes(now - self._began)} so far", style="dim")
 

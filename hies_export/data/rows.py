@@ -204,8 +204,8 @@ def run_end(values: Sequence[Any] | np.ndarray, end: int) -> int:
 
 
 def taken_from(rows: datasets.Dataset) -> int:
-    """Return how many rows there were before `take` took these."""
-    return int(rows.info.splits.total_num_examples)
+    """Return how many rows `take` chose these from."""
+    return int(rows.info.splits.total_num_examples)  # where `take` noted it
 
 
 def column_values(rows: datasets.Dataset, column: str) -> Iterator[Any]:

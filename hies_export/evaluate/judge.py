@@ -218,7 +218,7 @@ class Judge:
 
     @property
     def _scale(self) -> float:
-        """How many times the samples of the batches intervals are computed for; see `as_of`."""
+        """The number of samples that intervals are computed for, as a multiple of those in the batches; see `as_of`."""
         return 1.0 if self.as_of is None else self.as_of / samples_of(self.batches)
 
     @cached_property

@@ -94,7 +94,7 @@ class _Template:
         self._resized: set[str] = set()  # parameters whose shapes differed in a graph that was learned from
 
     def learn(self, program: Any, tensors: Mapping[str, np.ndarray]) -> bool:
-        """Learn what numbers depend on from the graph of another cut; return False if something else differs."""
+        """Find rules for what differs in the graph of another cut; if one is missing, keep none and return False."""
         program = _with_separate_shapes(program)
         weights, inputs = self._weights_of(tensors), dict(_inputs(program))
         contents = dict(_contents(program, self._weights))
@@ -111,13 +111,13 @@ class _Template:
             if len(before) != len(after):
                 return False
             for position, (old, new) in enumerate(zip(before, after, strict=True)):
-                rule = self._rules.get((place, position))
+                rule = self._rules.get((place, position))  # from a graph that was learned before
                 expected = old if rule is None else self._predicted(old, rule, shapes)
                 if new == expected:
                     continue
                 are_numbers = isinstance(old, int) and isinstance(new, int)
                 rule = self._explanation(place, old, new, shapes) if are_numbers else None
-                can_be_left_out = place[0] == "shape" and not are_numbers
+                can_be_left_out = place[0] == "shape" and not are_numbers  # such as the name of an axis
                 if rule is None and not can_be_left_out:
                     return False
                 rules[place, position] = rule

@@ -101,8 +101,8 @@ def attend_with_entropy(call: AttentionCall, visible: VisibleKeys) -> tuple[Tens
 
     Returns:
         output: (batch, heads, query, value head_dim), differentiable.
-        entropy: (batch, heads) float32, mean over the real query rows of H(row) / log(keys the row sees), in [0, 1].
-        rows: (batch,) float32, number of rows in that mean; if it is 0, the entropy is 0 too.
+        entropy: (batch, heads) float32, mean over rows of H(row) / log(keys the row sees, with a sink), in [0, 1].
+        rows: (batch,) float32, number of rows in that mean, see `MaskFacts`; if it is 0, the entropy is 0 too.
     """
     bias, log_keys, has_bias = visible(call)
     key, value = _repeat_groups(call)

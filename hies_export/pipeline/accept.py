@@ -55,11 +55,11 @@ def warn_of_one_class(batches: Sequence[Batch], use: str, consequence: str) -> N
 
 
 def _check_padding_token(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
-    """Refuse a model that finds the end of a text by a padding token that is none of its tokens."""
+    """Refuse a model that finds the end of a text by its padding token, if that is missing or none of its tokens."""
     if not finds_end_by_padding(model):
         return
     pad = model.config.get_text_config().pad_token_id
-    # Without a padding token, it reads the last token of a text that is alone in its batch.
+    # Without a padding token, it reads the last token, which is right where each text is alone in its batch.
     unneeded = pad is None and all(len(batch["input_ids"]) == 1 for batch in batches)
     if not unneeded and not is_token(pad, model.config):
         raise RequestError(

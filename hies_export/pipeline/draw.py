@@ -84,7 +84,7 @@ class Drawn:
 
 
 def count_to_choose_on(options: PruneSection) -> int:
-    """Return the number of held-out samples that an alpha, a criterion or the size of the cut is chosen on."""
+    """Return how many held-out samples an alpha, a criterion or the size of the cut is chosen on; 0 if none is."""
     if options.goal.keep is not None:
         return options.goal.keep.samples
     return {"criterion: auto": AUTO_SAMPLES, "alpha: auto": HELD_OUT_SAMPLES, None: 0}[options.judged_on_held_out]

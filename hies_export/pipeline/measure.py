@@ -61,9 +61,9 @@ class _TimedForms(NamedTuple):
 class Measuring:
     """How the slim model of a run is exported into its folder, and measured beside the dense one.
 
-    Both are counted, and timed on every runtime that the recipe names. All forms of both (a form is a model on a
-    runtime in some bits), in fewer bits and joined in a compound, are then judged and timed beside each other. `ways`
-    are the runtimes and bits that serve the dense model in a deployment; in those of `broken` it breaks the promise.
+    Both are counted, and timed on every runtime that the recipe names. Then all forms of both (a form is a model on a
+    runtime in some bits) and their compound are judged and timed beside each other. Of a deployment, `ways` are the
+    runtimes and bits that the dense model runs in, and `broken` those of them in which it breaks the promise.
     """
 
     def __init__(self, pruning: Pruning, delivery: Delivery, forms: Forms, decision: Decision, folder: Path):
@@ -131,7 +131,7 @@ class Measuring:
         return exports
 
     def _join(self) -> Export | None:
-        """Write the compound of both models into the folder of a run; None if none is asked for."""
+        """Export the compound of both models into the folder of a run; return None if none is asked for."""
         if (compound := self.decision.compound) is None:
             return None
         self.pruning.progress.stage(f"join both models in a {compound.name}, and compare it with them")

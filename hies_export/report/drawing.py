@@ -250,7 +250,7 @@ class Scale:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """The places of at most nine round shares, each with its text; the step is the first that is large enough."""
+        """The places and texts of at most nine shares, from 0 on in the first step of 0.2, 0.5, 1, 2, ... that fits."""
         step = next(s * 10**power for power in range(-1, 20) for s in (2, 5, 10) if self.high / (s * 10**power) <= 8)
         shares = [step * number for number in range(int(self.high / step) + 1)]
         return [(self(share), f"{share:.3g}") for share in shares]
@@ -259,13 +259,13 @@ class Scale:
 def number_figure(
     marks: Mapping[str, str], numbers: Mapping[str, Sequence[float]], kind: str, *, title: str, note: str
 ) -> MapFigure:
-    """Return the map of a number of every unit, from empty for the smallest, or none, to full for the largest."""
+    """Return the map of a number of units: a cell is empty for the smallest or no number, and full for the largest."""
     values = list(itertools.chain.from_iterable(numbers.values()))
     low, high = min(values), max(values)
     rows = []
     for module, line in marks.items():
         cells = [*numbers.get(module, ())]
-        cells += [low] * (len(line) - len(cells))
+        cells += [low] * (len(line) - len(cells))  # without numbers, such as of a module that was not scored
         pairs = zip(line, cells, strict=False)
         rows.append([UnitCell((value - low) / (high - low or 1), mark == CUT) for mark, value in pairs])
     return MapFigure(kind, title, note, rows, (f"{low:.2g}", f"{high:.2g}"))

@@ -32,11 +32,11 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         report,
         subtitle=f"{report.task} · {words.criterion_text(report)} · seed {report.seed}",
         location=location,
-        on_hub="/" in location,
+        on_hub="/" in location,  # an id is OWNER/NAME; the folder is beside the page
         figures=head_figures(report),
         numbers=_numbers(report),
         bars=neuron_bars(report.details.neurons),
-        # With the sizes, because a slim model may be larger than its source.
+        # Axes of the bars: of sizes and times, as a slim model may be larger than its source; and of the forms' times.
         place=Scale.of(report.latency, [row.ratio for row in tables.size_rows(report)]),
         served=Scale.of(time for form in report.details.forms for time in form.times),
     )

@@ -178,7 +178,7 @@ def metric_name(metric: str, ranking: Mapping[Any, Any] | None) -> str:
 
 
 def metric_text(metric: str, value: float) -> str:
-    """Return the value of a metric as a number, or in percent if it is a share of things that are counted."""
+    """Return the value of a metric as a number, or in percent if it is a share of counted things, such as entities."""
     return f"{value:.4f}" if counted_by(metric) is None else f"{value:.1%}"
 
 
@@ -217,7 +217,7 @@ def forms_table(report: Report) -> Table | None:
         return metric_text(name, form.quality if name == first else form.metrics[name])
 
     def ratio(form: Judged, step: int) -> str:
-        return ratio_text(form.times[step]) if step < len(form.times) else ""
+        return ratio_text(form.times[step]) if step < len(form.times) else ""  # some have only the first time
 
     for name in dict.fromkeys((first, *forms[0].metrics)):
         if labelled or is_own(name):

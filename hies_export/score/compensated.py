@@ -91,14 +91,13 @@ def score_compensated(
     parts = [(number, part) for number, batch in enumerate(batches) for part in task.parts(batch)]
     numbers, batches = [number for number, _ in parts], [part for _, part in parts]
 
-    gradients, spreads = (
-        Gradients(model, batches, modules, "effect", numbers=numbers),
-        dict[str, LayerMoments | Spread](),
-    )
+    gradients = Gradients(model, batches, modules, "effect", numbers=numbers)
+    spreads: dict[str, LayerMoments | Spread] = {}  # of modules that are not ranked yet, none without `moments`
     new = [block for block, inside in gradients.blocks.items() if any(m.name not in chains for m in inside)]
     names = {module.name for block in new for module in gradients.blocks[block]}
 
     def rank(modules: Sequence[PrunableModule], read: Read) -> None:
+        """Add the chains of the modules of a block, and free their spreads; `read` gives the readings of a batch."""
         if all(module.name in chains for module in modules):  # the walk goes through this block all the same
             for number in own_batches(batches):
                 read(number)
@@ -107,6 +106,7 @@ def score_compensated(
         give_back_memory()  # of the readings that the effects were put together from
 
         def chain_of(_: int, module: PrunableModule) -> Chain:
+            """Return the chain of a module, whose effects are then freed."""
             layer, spread = effects.pop(module.name), spreads.get(module.name)
             spread = spread.spread() if isinstance(spread, LayerMoments) else spread
             return removal_chain(layer, module, samples, spread=spread, per_sample=per_sample, unit=unit, device=device)

@@ -123,7 +123,7 @@ class FeatureExtraction(Task):
                 )
 
     def _query_rows(self, rows: datasets.Dataset) -> Iterator[tuple[str, list[str], list[Any]]]:
-        """Yield each row's query, "" for none, its documents, and the grade of each: 1 without a label or a query."""
+        """Yield the query of each row, "" for none, its documents, and their grades, 1 without a label or a query."""
         label = self.columns.label
         queries, documents = rows[str(self.columns.query)][:], rows[str(self.columns.document)][:]
         labels = rows[label][:] if label else [None] * len(rows)

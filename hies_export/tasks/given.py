@@ -142,7 +142,7 @@ def _collated(model: PreTrainedModel, rows: datasets.Dataset, processor: Any, ta
 def _rows_to_read(
     given: Any, what: str, task: Task, processor: Any, columns: Mapping[str, Any] | None, max_length: int | None
 ) -> tuple[datasets.Dataset, Task]:
-    """Return the rows of a data set or a list of texts, and the task that reads them; arguments as in `batches_of`."""
+    """Check and return the rows of a data set or list of texts, and the task to read them; see `batches_of`."""
     if not is_data_set(given):
         if columns is not None:
             raise RequestError(
@@ -160,7 +160,7 @@ def _rows_to_read(
         raise RequestError(
             f"{what} with the columns {listed(own_columns(given))} needs processor=, the model's tokenizer or processor"
         )
-    checked = check({"max_length": max_length, **(columns or {})}, Columns, _COLUMNS, where="columns")
+    checked = check({"max_length": max_length, **columns}, Columns, _COLUMNS, where="columns")
     task = task.to_read(checked, processor)
     task.check_rows(given)
     return given, task
@@ -253,8 +253,8 @@ def _checked(model: PreTrainedModel, batch: Any, name: str, task: Task) -> Batch
 def split_held_out(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Divide batches, or the rows of a single one, into three quarters to score on and a quarter to hold out.
 
-    The quarter is drawn, as rows are often sorted, such as by their label, and the last ones unlike the others. Nothing
-    is held out of a single row.
+    The quarter is drawn at random, as rows are often sorted, such as by label. Nothing is held out of a single row, nor
+    of a single batch in which a tensor has no entry for each row.
     """
     single = len(batches) == 1
     count = size_of(batches[0]) if single else len(batches)

@@ -60,7 +60,7 @@ class ImageTextToText(TextGeneration):
             yield from Task.tokens(self, samples.select(range(min(AT_ONCE, len(samples)))))
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of images, prompts and answers, of which nothing is cut."""
+        """Yield batches of images, prompts and answers, uncut; a DataError refuses rows beyond the token limit."""
         tokenizer, limit = data.tokenizer_of(self.processor), self._limit()
         data.give_padding(tokenizer)
         tokenizer.padding_side = "right"

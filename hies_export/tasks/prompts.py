@@ -89,7 +89,7 @@ def one_row_per_choice(rows: datasets.Dataset, *, answer: str, label: str) -> tu
 
 
 def filled(row: Mapping[str, Any], *, prompt: str, answer: str) -> tuple[str, str]:
-    """Return prompt and answer of a row; from a list of answers the most frequent one, the first among equals."""
+    """Return the prompt, a template filled with a row, and the answer; of a list, the first of the most frequent."""
     given = row[answer]
     if isinstance(given, list):
         given = Counter(given).most_common(1)[0][0]

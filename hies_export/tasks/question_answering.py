@@ -221,11 +221,11 @@ class QuestionAnswering(Task):
         return random_projection(margins, number)
 
     def keep(self, output: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-        """Return where the best answer in each window begins and ends, (windows, 2), and the sum of its logits.
+        """Return where the best answer in each window begins and ends, (windows, 2), and its sum, (windows,).
 
-        The best has the largest sum of the logits of its first and its last token, and at most `LONGEST` tokens. It
-        begins and ends at characters of the context, or at tokens without one. The sum is NaN for a window with any
-        logit that is not finite.
+        Of all answers of at most `LONGEST` tokens, the best has the largest sum of the logits of its first and its last
+        token. Where it begins and ends is counted in characters of the context or, if the batch has none, in tokens.
+        The sum is NaN for a window with any logit that is not finite.
         """
         begins, ends = _token_edges(output, batch)
         logits = output.float().cpu().masked_fill(begins[:, None] < 0, -torch.inf)

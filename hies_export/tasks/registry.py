@@ -65,12 +65,12 @@ def task_of(model: Any, **options: Any) -> Task:
 
 
 def task_by_class(name: str, config: Any, *, embeds: bool = False) -> type[Task] | None:
-    """Return the task whose Auto class loads the class of this name, that of embeddings only if `embeds`, or None."""
+    """Return the task whose Auto class loads a class of this name, or None; feature-extraction only if `embeds`."""
     from ..model.internals import auto_classes
 
     classes = auto_classes(name, config.model_type)
     for task_name in TASKS:
-        # A task of this package is not imported to see which models it has, unless one was registered in its place.
+        # The Auto class of a built-in task is known without its import, if no other is registered under the name.
         is_registered = task_name in TASKS.data or task_name not in BUILT_IN
         auto_class = TASKS[task_name].auto_class if is_registered else BUILT_IN[task_name][1]
         if auto_class in classes and not TASKS[task_name].embeds:

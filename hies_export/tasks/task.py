@@ -343,7 +343,7 @@ class Task(ABC):
         return dense.per_sample(~same) == 0 if dense.joint else same
 
     def tolerance_on(self, dense: Predictions) -> float | None:
-        """Return how far predictions may be from the dense model's to count as the same; None if they must be equal."""
+        """Return how far the same predictions may be from the dense model's; by default None: they must be equal."""
         return None
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -84,17 +84,17 @@ class TokenClassification(Task):
         self._labels(rows)
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of words, or of texts that are divided into words."""
+        """Yield batches of rows whose words are given, or are found in texts as the class describes."""
         texts, labels, as_words = samples[self.columns.text[0]][:], self._labels(samples), self._holds_words(samples)
         if as_words:
             two_words = self.processor(["a", "a"], is_split_into_words=True)
             if self.processor("a a")["input_ids"] != two_words["input_ids"]:
-                # The tokenizer takes the space before a word for a part of it, as those of bytes do.
+                # The tokenizer reads a space as part of the word behind it, so all words but the first need one.
                 texts = [[words[0], *(f" {word}" for word in words[1:])] for words in texts]
         for rows in batched(range(len(samples)), size):
             chosen, limit = [texts[row] for row in rows], self.columns.max_length
             encoded = data.tokenize(self.processor, self.config, chosen, max_length=limit, is_split_into_words=as_words)
-            # For each row: the number of the first token of a word -> the class of the word, None without labels.
+            # For each row: the number of the first token of each word -> the class of that word, None without labels.
             classes: list[Mapping[int, int | None]] = []
             for number, row in enumerate(rows):
                 of_row = None if labels is None else labels[row]
@@ -196,7 +196,7 @@ class TokenClassification(Task):
         return output.argmax(-1).where(_judged(batch).to(output.device), data.IGNORED)
 
     def losses(self, labels: Tensor) -> Tensor:
-        """Return how many words of each sample have a label, (batch,)."""
+        """Return how many terms of the mean loss belong to each sample, (batch,): one for each word with a label."""
         return (labels != data.IGNORED).sum(-1)
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:

@@ -204,13 +204,13 @@ def flops_by_module(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[st
     known = _COUNTED.setdefault(model, {})
     if shapes in known:
         return dict(known[shapes])
-    # transformers reads the values of a padding mask, which meta tensors lack; and without one, the positions of a
-    # decoder's tokens, to see whether a row holds several texts. A mask changes no FLOPs.
+    # Counted without data first. A mask changes no FLOPs, so it is left out, as transformers reads its values. Without
+    # one, it reads the positions of a decoder's tokens, to see whether a row holds several texts: then one is made up.
     meta = {name: tensor.to("meta") for name, tensor in inputs.items() if name != "attention_mask"}
     ids = meta.get("input_ids")
     masked = {} if ids is None else forward_inputs(model, {**meta, "attention_mask": torch.ones_like(ids)})
-    # For data that is missing, torch raises a RuntimeError. Whatever a model raises for a mask that was not given, a
-    # pass with data decides.
+    # Where values are read, torch raises a RuntimeError. A model may fail in any way on a mask that is made up. If
+    # both fail, it runs on the inputs themselves.
     for tensors, failures in ((meta, RuntimeError), (masked, Exception)):
         with suppress(failures):
             if tensors:

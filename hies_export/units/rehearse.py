@@ -110,7 +110,7 @@ class ConsumerRehearsal(Rehearsal[LinearObserver]):
     """With fewer units, consumers read those that stay, and all other layers and the outputs are as before."""
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
-        """Run the probe, and compare what every linear layer reads."""
+        """Run the probe, and compare with the dense run what every linear layer reads, and then the outputs."""
         self.pending = {module.consumer: module for module in self.modules}
         self._columns = {module.consumer: module.columns(self.kept[module.name].units) for module in self.modules}
         returned = self.probe.run(batch, before=self._before)

@@ -156,10 +156,10 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def compare_rows(
     dense: PreTrainedModel, slim: PreTrainedModel, kept: KeptTokens, tokenizer: Any, texts: Sequence[str]
 ) -> float:
-    """Return the largest absolute difference of the first outputs of both models on some of the texts.
+    """Return the largest absolute difference of both models' first outputs, on the beginnings of some texts.
 
-    Tokens of the texts that go are replaced by one that stays. Of logits over the vocabulary, those of the tokens that
-    stay are compared. Raises CutMismatchError for more than 1e-4 of the largest output, or of 1 if that is more.
+    In the texts, a token that stays stands for all that go, and the logits of those that go are not compared. Raises
+    CutMismatchError for a difference above 1e-4 of the largest output, or above 1e-4 if no output is larger than 1.
     """
     rows, new_numbers = torch.tensor(kept.rows), kept.new_numbers(gone=0)
     worst = 0.0
@@ -169,7 +169,7 @@ def compare_rows(
         batch = {name: tensor[:, :TOKENS] for name, tensor in batch.items()}
         if not batch["input_ids"].numel():
             continue
-        ids = new_numbers[batch["input_ids"]]
+        ids = new_numbers[batch["input_ids"]]  # as the slim model numbers them
         expected = first_output(dense, {**batch, "input_ids": rows[ids]})
         found = first_output(slim, {**batch, "input_ids": ids})
         if expected.shape[-1] == kept.total and found.shape[-1] == len(rows):

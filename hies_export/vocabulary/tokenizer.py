@@ -78,7 +78,7 @@ class CutBeside:
 
     @property
     def tokens_ratio(self) -> float:
-        """The number of tokens as a share of the dense vocabulary's."""
+        """How many tokens the smaller vocabulary makes of the texts, as a multiple of the dense one's."""
         return self.slim_tokens / max(1, self.dense_tokens)
 
 

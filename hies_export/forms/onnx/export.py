@@ -179,7 +179,7 @@ def require_onnx(extra: str = "cpu") -> None:
 
 
 def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
-    """Trace a model on two short rows, unless its type is in `EXPORTED`; raise RequestError if that fails."""
+    """Refuse, by a RequestError, a model that cannot be traced on two short rows; one that `_is_known` is not tried."""
     if _is_known(model):
         return
     try:

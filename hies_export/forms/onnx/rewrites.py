@@ -85,7 +85,7 @@ def _gathers_all(node: Any) -> bool:
 
 
 def _counts_up(value: Any) -> bool:
-    """Return whether a value holds the numbers 0, 1, 2, ... along one axis."""
+    """Return whether a value is a Range of 0, 1, 2, ..., perhaps with further axes along which it is repeated."""
     node = value.producer()
     while node is not None and node.op_type in ("Unsqueeze", "Expand"):
         node = node.inputs[0].producer()

@@ -151,9 +151,9 @@ def split_last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def check_runtime(name: str, *, task: type[Task] | None = None) -> None:
-    """Refuse, before anything is loaded, a runtime that is not registered, not installed, or not for the task.
+    """Refuse, before anything is loaded, a runtime that is not registered, not installed, or not for a given task.
 
-    Raises RequestError, which suggests the closest name, or MissingRuntimeError, which says what to install.
+    Raises MissingRuntimeError, which says what to install, if it is not installed, else RequestError.
     """
     RUNTIMES.check(name, what="a runtime")
     RUNTIMES[name].require()

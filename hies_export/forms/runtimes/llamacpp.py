@@ -99,7 +99,7 @@ class LlamaCppRuntime(Runtime):
 
     @classmethod
     def require(cls) -> None:
-        """Check that Node and node-llama-cpp are installed."""
+        """Raise MissingRuntimeError if Node or node-llama-cpp is not installed."""
         if is_installed():
             return
         if shutil.which("node") is None:

@@ -65,7 +65,7 @@ class OpenVinoRuntime(GraphRuntime):
 
     @classmethod
     def require(cls) -> None:
-        """Check that OpenVINO is installed."""
+        """Raise MissingRuntimeError if OpenVINO is not installed."""
         require_package("openvino", who=f"runtime {cls.name!r} needs", package="OpenVINO", extra="openvino")
 
     @property

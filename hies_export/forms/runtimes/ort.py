@@ -89,7 +89,7 @@ class OnnxRuntime(GraphRuntime):
 
     @classmethod
     def require(cls) -> None:
-        """Check that ONNX Runtime is installed and knows the provider."""
+        """Raise MissingRuntimeError if ONNX Runtime is not installed, or lacks the provider `requested`."""
         available = require_onnxruntime(cls.extra).get_available_providers()
         if cls.requested not in available:
             raise cls._missing(f"this ONNX Runtime offers {', '.join(available)}")

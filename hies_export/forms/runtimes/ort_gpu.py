@@ -54,7 +54,7 @@ class CudaOnnxRuntime(OnnxRuntime):
 
     @classmethod
     def require(cls) -> None:
-        """Check that ONNX Runtime is installed and that a session starts on the provider."""
+        """Raise MissingRuntimeError if ONNX Runtime is not installed, or if no session starts on the provider."""
         super().require()
         if (reason := _refusal(cls.requested)) is not None:
             raise MissingRuntimeError(
