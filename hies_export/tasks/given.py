@@ -160,7 +160,7 @@ def _rows_to_read(
         raise RequestError(
             f"{what} with the columns {listed(own_columns(given))} needs processor=, the model's tokenizer or processor"
         )
-    checked = check({"max_length": max_length, **columns}, Columns, _COLUMNS, where="columns")
+    checked = check({"max_length": max_length, **(columns or {})}, Columns, _COLUMNS, where="columns")
     task = task.to_read(checked, processor)
     task.check_rows(given)
     return given, task
