@@ -44,5 +44,5 @@ if not TYPE_CHECKING:
 
 
 def is_data_set(given: object) -> TypeGuard[datasets.Dataset]:
-    """Return whether something is a data set; if so, `datasets` is imported already."""
+    """Return whether something is a `datasets.Dataset`, without importing that library to find out."""
     return "datasets" in sys.modules and isinstance(given, datasets.Dataset)

@@ -128,9 +128,9 @@ class Walk:
     def gradients_in(self, call: Call, read: Callable[[], Sequence[Tensor]], *, hand_on: bool = True) -> list[Tensor]:
         """Run one block backward, and return the gradients of tensors inside of it; zeros where there is none.
 
-        The call is one that `backward` yields, whose block is `at_hand` meanwhile. `read` returns the tensors, after
-        the block has been computed anew. With `hand_on`, at most once for each call, the gradients of the call's
-        arguments are added to those of earlier outputs.
+        `call` is one that `backward` yields, while its block is `at_hand`. `read` returns the tensors, once the block
+        has been computed anew. `hand_on`, at most once for each call, adds the gradients of the call's arguments to
+        those of the outputs of earlier blocks, and then detaches the arguments.
         """
         # The block runs on leaves in place of its arguments. By id, as it may be called with one tensor several times.
         arguments = {id(t): t for t in _float_tensors((call.args, call.kwargs)) if t.requires_grad}

@@ -72,8 +72,8 @@ def device_to_prune_on() -> str:
 def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, **hub: Any) -> PreTrainedModel:
     """Load the model to prune, on the GPU if its weights leave half of the free memory there to activations.
 
-    Else it stays on the CPU, and one block at a time is moved to the GPU and back. Each of several processes has a
-    model of its own. By default the dtype is float32 without a GPU, and the checkpoint's own with one.
+    Else it stays on the CPU, and a `Walk` moves one block at a time to the GPU and back. Every process loads a copy.
+    `dtype` is torch's name, or "auto" for the checkpoint's own: by default float32 without a GPU, and "auto" with one.
     """
     device = device_to_prune_on()
     name = dtype or ("float32" if device == "cpu" else "auto")

@@ -36,7 +36,7 @@ class TerminalProgress:
         self._stage, self._began, self._shown = "", self._started, self._started
 
     def stage(self, name: str) -> None:
-        """Print the time since the start, and the stage's name."""
+        """Print the time since the start and the stage's name, and note the stage for `telling`."""
         from rich.text import Text
 
         self._stage, self._began = name, time.monotonic()

@@ -136,7 +136,7 @@ def _row_digests(batch: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
     for row in range(size_of(batch)):
         digest = hashlib.blake2b(digest_size=16)
         for key in keys:
-            if len(batch[key]) != size_of(batch):  # pieces of images, which no row tells apart
+            if len(batch[key]) != size_of(batch):  # pieces of images, and no row says which are its own
                 continue
             value = batch[key][row]
             if key == "input_ids" and mask is not None and mask.shape == batch[key].shape:

@@ -36,7 +36,7 @@ def lower_share(
     """Return the lower end of the Clopper-Pearson interval of a share.
 
     Tokens of one text are not independent. If samples have several predictions, the interval is that of as many
-    independent predictions as have the same variance.
+    independent predictions as have the same variance, or of fewer if there are few samples.
 
     Args:
         same: (predictions,) bool.
@@ -105,12 +105,12 @@ def _fieller_end(slim: torch.Tensor, dense: torch.Tensor, confidence: float, sca
 
 
 def _effective_size(same: torch.Tensor, samples: torch.Tensor, confidence: float) -> float:
-    """Return how many independent predictions have a mean of the same variance as `same`, (predictions,) float64."""
+    """Return how many independent predictions `same`, (predictions,) float64, is worth; see `lower_share`."""
     share, groups, variance = same.mean().item(), len(samples.unique()), variance_of_mean(same, samples)
     if groups == 1 or variance == 0:
-        # One sample, or all predictions agree: nothing shows that predictions of one sample are independent.
-        return groups
-    size = min(share * (1 - share) / variance, float(len(same)))
+        return groups  # nothing shows that predictions of one sample are independent
+    size = min(share * (1 - share) / variance, float(len(same)))  # so many have a mean of that variance
+    # Student's t makes it smaller, as the variance is estimated from few samples (Korn and Graubard).
     tail = (1 + confidence) / 2
     return float(size * (stats.t.ppf(tail, len(same) - 1) / stats.t.ppf(tail, groups - 1)) ** 2)
 

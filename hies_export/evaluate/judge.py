@@ -120,9 +120,9 @@ class Judge:
     def kept(self, predictions: Predictions) -> tuple[float, float]:
         """Return the share that is kept of the dense model's quality, and the lower end of its interval.
 
-        If the first metric has `terms`, or if rankings are judged, the share is that metric divided by the dense
-        model's; with `terms` the interval is that of `ratio_ends`, else the percentile bootstrap's. In all other cases
-        it is the share of predictions that equal the dense model's.
+        The share is that of predictions that equal the dense model's, unless the first metric has `terms` or rankings
+        are judged. It is then the first metric divided by the dense model's; with `terms` its interval is that of
+        `ratio_ends`, else the percentile bootstrap's. The interval is for as many samples as `as_of` says.
         """
         share, low, _ = self._kept_interval(predictions, self._scale)
         return share, low

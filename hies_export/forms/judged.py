@@ -152,9 +152,9 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
 
 
 def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | None:
-    """Move a form's export into a run's folder if it lies elsewhere, and return its file's path relative to that.
+    """Return the path of a form's file relative to a run's folder; an export that lies elsewhere is moved there.
 
-    In torch it is the slim checkpoint; None for the dense model. With `same`, nothing was cut: the slim file serves.
+    In torch it is "slim", a checkpoint; None for the dense model. If nothing was cut (`same`), slim files do for both.
     """
     if form.model in COMPOUNDS:
         return f"{COMPOUNDS[form.model].folder}/{ONNX_FILE}"

@@ -181,7 +181,7 @@ def _log_softmax(call: AttentionCall, key: Tensor, bias: Tensor | None, rows: sl
 
 
 def _explicit_output(call: AttentionCall, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute attention by an explicit softmax, a slice of rows at a time; a backward pass computes the maps again."""
+    """Compute attention by an explicit softmax; if there are several slices of rows, the backward pass repeats it."""
 
     def output_of(rows: slice) -> Tensor:
         weights = _log_softmax(call, key, bias, rows).exp()[..., : key.shape[2]]  # without that of a sink

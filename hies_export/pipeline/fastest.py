@@ -246,9 +246,9 @@ class _Search:
         return joined, tuple(sizes)
 
     def _cut_to(self, share: float) -> Choice:
-        """Return a cut to a share of the FLOPs: by the scores of the first cut that was found, else as asked."""
+        """Return a cut to a share of the FLOPs, by the scores of the first cut found so far; without one, as asked."""
         for decision, _ in self.found:
-            if decision.compound is None:
+            if decision.compound is None:  # it is a cut alone
                 return choose_within(self.pruning, self.statistics, share, decision.choice)
         options = self.pruning.options.model_copy(update={"budget": Budget(flops=share)})
         pruning = replace(self.pruning, options=options)

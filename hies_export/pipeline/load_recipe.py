@@ -122,9 +122,9 @@ def _draw(recipe: PruningRecipe, reading: Reading, metrics: Sequence[str]) -> tu
 
 
 def _check(pruning: Pruning, delivery: Delivery) -> None:
-    """Check that the loaded model and rows allow what the recipe asks for."""
+    """Refuse a loaded model or rows that do not allow what the recipe asks for."""
     task, rows = pruning.task, pruning.rows
-    fewest = all_looks(type(task), delivery.deploy, classifies=False)[-1]  # what a deployment must look at, at least
+    fewest = all_looks(type(task), delivery.deploy, classifies=False)[-1]  # the fewest looks, for classifiers too
     check_pruning(pruning, fewest)
     check_bits(pruning.model, [runtime for runtime, _ in delivery.measure.ways])
     if task.images and not task.text:

@@ -254,7 +254,7 @@ class Measuring:
         write_served(self.folder / "served", model, file=file.name, runtime=runtime, dtype=dtype)
 
     def _with_cost(self, sizes: Measurements) -> Outcome | None:
-        """Return the outcome of the choice; that of a budget of cost with what was counted or timed."""
+        """Return the choice's outcome, if it has one; for a budget of cost, with what was counted or timed."""
         outcome = self.decision.choice.outcome
         if outcome is None or outcome.budget.ratio is None:  # a budget of heads or a promise
             return outcome
@@ -265,7 +265,7 @@ class Measuring:
         timed: Timed | LatencyRow
         if self.pruning.trimming is None:
             timed = budget_rows(latency, sizes.latency)[0]
-        else:  # those rows are relative to the model with all its tokens, and the budget is not
+        else:  # those rows are relative to the untrimmed model, and the budget to the trimmed one
             both = [self.forms.form(name, latency.runtime, latency.dtype) for name in ("dense", "slim")]
-            timed = self.delivery.timed_on(self.pruning).time(both, self.pruning.progress)[1]
+            _, timed = self.delivery.timed_on(self.pruning).time(both, self.pruning.progress)
         return replace(outcome, found=Found(timed.ratio), noisy=timed.noisy)

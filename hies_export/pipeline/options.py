@@ -120,7 +120,7 @@ class PruneSection(Constraints):
             return value
         if value.timed is not None:
             known_name(value.timed.runtime, RUNTIMES, what="a runtime")
-        return value if value.metric is None else _with_known_metric(value)
+        return value if value.metric is None else _with_known_metric(value)  # which fills in a default share
 
     @model_validator(mode="after")
     def _suits_the_budget(self) -> PruneSection:

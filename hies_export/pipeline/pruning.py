@@ -118,7 +118,7 @@ class Pruning:
 
     @property
     def dense(self) -> PreTrainedModel:
-        """The model with all its tokens, which sizes and promises are held against."""
+        """The dense model as it was before any trimming of its vocabulary; sizes and promises are relative to it."""
         return self.model if self.trimming is None else self.trimming.dense
 
     @cached_property
@@ -150,9 +150,9 @@ class Pruning:
         return next((shape for shape in of_batch if shape[1] == (timed.sequence or self.length)), of_batch[0])
 
     def judge(self, batches: Sequence[Batch], *, progress: Progress = SILENT, **fields: Any) -> Judge:
-        """Return the judge of other models on these batches; `fields` are further fields of `Judge`, or other metrics.
+        """Return the judge of other models on these batches; `fields` are those of `Judge`, and replace those set here.
 
-        With the index "dense", which is the default, the judge leaves out batches of documents.
+        Queries are judged `on_dense_index`, without batches of documents, unless `fields` has another index.
         """
         fields = {"metrics": self.metrics, "task": self.task, **fields}
         judge = Judge(batches, self.dense_predictions(batches, progress), **fields)

@@ -142,7 +142,7 @@ def _origin(report: Report, *, dense: str | None, license: str | None) -> dict[s
 
 
 def _contents(folder: Path, report: Report, repository: str, origin: Mapping[str, Any]) -> dict[str, str | bytes]:
-    """Return all files of a push: name in the repository -> local path, or the content as bytes."""
+    """Return all files of a push: name in the repository -> local path, or content; `origin` is that of `_origin`."""
     contents: dict[str, str | bytes] = {**_visible(folder / "slim")}
     # A SentenceTransformer's folder has its graphs already, where the tools of the Hub look for them.
     exports = () if (folder / "slim" / MODULES_FILE).is_file() else _EXPORTS

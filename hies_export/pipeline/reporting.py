@@ -98,7 +98,7 @@ def build_report(
 
 
 def _numbers_of_heads(choice: Choice, modules: Container[str]) -> dict[str, dict[str, list[float]]]:
-    """Return module of heads -> statistic -> one number per head; those of all neurons would fill megabytes."""
+    """Return module -> statistic -> one number per head, for `modules` of heads; all neurons would fill megabytes."""
     assert choice.statistics is not None
     assert choice.scores is not None
     known = {**choice.statistics.values, "score": choice.scores.scores}

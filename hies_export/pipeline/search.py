@@ -119,7 +119,7 @@ def promise_of(pruning: Pruning, confidence: float | None = None) -> Outcome:
 
 
 def budget_as_timed(pruning: Pruning, budget: Budget, served: TimedSection | None = None) -> Budget:
-    """Return a budget with the runtime, shape and dtype of `served`, by default its own; unchanged without either."""
+    """Return a budget with the runtime, shape and dtype of `served`, or of what it times itself, if anything."""
     timed = served or budget.timed
     if timed is None:
         return budget

@@ -124,9 +124,9 @@ def read_tokens(task: Task, rows: datasets.Dataset) -> Counter[int]:
 
 
 def tokens_in_place(task: Task, texts: Sequence[str]) -> Counter[int]:
-    """Return how often each token id occurs if a task reads the texts in every place: in prompts, pairs, answers."""
+    """Return how often each token id occurs as a task reads rows that have the same text in every column of text."""
     if task.generative and not task.columns.prompt:
-        return Counter()  # its texts are read without anything around them
+        return Counter()  # `trim_vocabulary` counts plain texts and conversations in the same way anyway
     texts = [text for text in texts if text.strip()]
     rows = datasets.Dataset.from_dict(dict.fromkeys(task.columns_of_text, texts))
     text_columns = task.columns.model_copy(update={"label": None, "group": None})
@@ -139,13 +139,13 @@ def texts_of(rows: datasets.Dataset, columns: Sequence[str]) -> list[str]:
 
 
 def _texts(values: Iterable[Any]) -> Iterator[str]:
-    """Yield the texts among nested values; a list of words gives the joined text, and each word."""
+    """Yield the texts in values, lists and dicts, and nothing else; a list gives its texts joined, and then each."""
     for value in values:
         if isinstance(value, str):
             yield value
         elif isinstance(value, (list, tuple)):
             texts = list(_texts(value))
-            yield " ".join(texts)
+            yield " ".join(texts)  # as a list of words is read
             yield from texts
         elif isinstance(value, dict):
             yield from _texts(value.values())

@@ -149,7 +149,7 @@ class Budget(Section):
 
     @property
     def share(self) -> float | None:
-        """Share of the predictions, or of a metric, that must stay; None for budgets that limit a loss or a cost."""
+        """Share of the predictions, or of a metric, that must stay; None for budgets that promise no share."""
         return None if self.keep is None else self.keep.predictions
 
     @property

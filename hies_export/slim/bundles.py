@@ -113,12 +113,12 @@ def _attributed(modules: Sequence[PrunableModule], dense: Mapping[str, int], cut
 
 
 def _own(flops: Mapping[str, int]) -> dict[str, int]:
+    """Return the FLOPs of each module by its dotted name, without those of the modules inside it."""
     own = dict(flops)
     for name, count in flops.items():
         if name:
-            # A container such as a ModuleList is never called, so it is not among the modules.
             outer = name.rpartition(".")[0]
-            while outer not in own:
+            while outer not in own:  # a container such as a ModuleList, which is never called
                 outer = outer.rpartition(".")[0]
             own[outer] -= count
     return own

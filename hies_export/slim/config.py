@@ -87,14 +87,14 @@ def tensor_shapes(model: nn.Module) -> dict[str, Any]:
 
 
 def _mistral_config(config: PreTrainedConfig, settings: Mapping[str, Any]) -> MistralConfig | None:
-    """Return a LLaMA's config as a Mistral's; None if Mistral lacks a field that is in use, or refuses one."""
+    """Return a LLaMA's config with the fields in `settings` as a Mistral's; None if it is no LLaMA's, or cannot be."""
     if config.model_type != "llama":
         return None
     defaults, known = LlamaConfig(), {field.name for field in dataclasses.fields(MistralConfig)}
-    lost = {field.name for field in dataclasses.fields(config)} - known
-    if any(getattr(config, name) != getattr(defaults, name) for name in lost):
+    lost = {field.name for field in dataclasses.fields(config)} - known  # which Mistral lacks
+    if any(getattr(config, name) != getattr(defaults, name) for name in lost):  # one of them is in use
         return None
-    values = {**config.to_dict(), **settings, "sliding_window": None}
+    values = {**config.to_dict(), **settings, "sliding_window": None}  # a LLaMA sees all tokens
     try:
         mistral = MistralConfig(**{n: v for n, v in values.items() if n not in lost and n not in _IDENTITY})
         with attention_undecided([mistral]):

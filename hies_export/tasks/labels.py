@@ -105,7 +105,7 @@ def class_numbers(
     values = list(dict.fromkeys(given))
     are_names = not values or dtype in data.STRINGS
 
-    def row_of(value: int) -> str:
+    def row_of(value: int) -> str:  # the name of the first row that has the label
         return data.row_name(rows, next(row for row, of_row in enumerate(lists) if value in of_row))
 
     for number in _NO_LABEL:

@@ -241,10 +241,10 @@ class TextGeneration(Task):
         return data.as_batch(rows, data.tokenizer_of(self.processor), self.config)
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """Return a batch divided so that the float32 logits of several samples take at most `LOGITS_BYTES`."""
+        """Return a batch in parts whose float32 logits take at most `LOGITS_BYTES`, but of one sample at least."""
         vocabulary = getattr(self.config.get_text_config(), "vocab_size", None)
         if vocabulary is None or "input_ids" not in batch:
-            return super().parts(batch)
+            return super().parts(batch)  # undivided, as the size of its logits is unknown
         bytes_of_a_sample = 4 * vocabulary * batch["input_ids"].shape[1]
         return data.in_rows(batch, max(1, LOGITS_BYTES // bytes_of_a_sample))
 
@@ -342,12 +342,12 @@ class TextGeneration(Task):
         return torch.cat(values).cpu()
 
     def _are_answers(self, batches: Sequence[Batch]) -> bool:
-        """Return whether the label tokens of a sample are one answer to a prompt, judged as a whole.
+        """Return whether the label tokens of a sample are one answer to a prompt, and so are judged as a whole.
 
-        In plain text and conversations, and in masked texts (`shift` 0), each is a prediction of its own. A prompt is
-        known by tokens after the first that have no label, so one of a single token is not. Padding and tokens that end
-        a text do not count: collators that pad with the end of text take its label away everywhere, and may leave out
-        the mask.
+        In plain text, conversations and masked texts (`shift` 0), each is judged by itself. Batches have prompts if a
+        token other than the first of a row lacks a label, so prompts of a single token are not recognised. Padding and
+        end-of-text tokens do not count: collators that pad with the latter take the label of every one away, and may
+        leave out the mask.
         """
         from ..model.tokens import token_ids
 
@@ -407,7 +407,7 @@ class TextGeneration(Task):
     def usual_metrics(
         self, *, rows: str | None = None, answers: bool = False, choices: bool = False
     ) -> tuple[str, ...]:
-        """Return perplexity; of answers also how many are exact; of choices how many are right."""
+        """Return accuracies of choices, exact matches and perplexity of answers, else `metrics`; `rows` is ignored."""
         if choices:
             return ("choice_accuracy", "choice_accuracy_norm")
         return ("exact_match", "perplexity") if answers else self.metrics

@@ -99,12 +99,12 @@ def _block(call: Call, dense: LinearObserver, reasons: dict[str, str]) -> Prunab
 
 
 def _reason_against(read: Read, exclusive: set[Call]) -> str:
-    """Return why a layer whose inputs look like neurons is not the consumer of a block; "" if it may be.
+    """Return why a layer whose inputs look like neurons is no block's consumer; "" if it may be, or is no near miss.
 
     `exclusive` are the examined sources whose features nothing else reads.
     """
     names = " and ".join(dict.fromkeys(name for name, _ in read.reach))
-    if exclusive < read.sources:
+    if exclusive < read.sources:  # something else reads a source, or it was not examined
         producers = [s[0] for s in read.reach if s in exclusive and _one_each(read.reach[s], read.columns)]
         if producers:
             made = " and ".join(dict.fromkeys(producers))

@@ -93,7 +93,7 @@ class LinearObserver:
         read.rows = sample(x)
 
     def after(self, call: Call, features: Tensor) -> None:
-        """Remember the features of a linear layer."""
+        """Remember which call of a linear layer returned these features, to find it where a graph ends at them."""
         self._leaves[features] = call
 
     def end(self, outputs: Any) -> None:

@@ -43,7 +43,7 @@ def text_tokens(input_ids: Tensor, count: int, *, image_token_id: int | None = N
 def left_padded(batch: Mapping[str, Tensor], *, image_token_id: int | None = None) -> dict[str, Tensor]:
     """Return two rows of a batch with `FRONT` more positions on the left: text in the first row, padding in the second.
 
-    So a trace and a comparison see both. What the batch itself has as padding is read as text.
+    So a trace and a comparison see both. The added text has no image tokens. The batch's own padding is read as text.
     """
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in batch.items()}
     front = text_tokens(rows["input_ids"], FRONT, image_token_id=image_token_id)

@@ -38,8 +38,8 @@ def parity_batches(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the batches to compare on, by name: as given, the padded sample, and the sample's first row.
 
-    With `shorten`, that row gets another number of tokens than the given batch has; otherwise a token axis that the
-    trace fixed would not show. Prompts of `left_padded` are longer than the given ones already.
+    `sample` is what was traced. With `shorten`, its first row gets another number of tokens than the given batch has,
+    to show a token axis that the trace fixed. A sample of `left_padded` is longer than the given batch already.
     """
     single = {name: tensor[:1] for name, tensor in sample.items()}
     if shorten and "input_ids" in sample:

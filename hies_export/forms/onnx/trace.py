@@ -24,8 +24,8 @@ TOKEN_AXES = {0: BATCH, 1: SEQUENCE}
 def trace_sample(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return two rows of a batch to trace an encoder on; texts have at least 4 tokens, and padding in the second row.
 
-    With a single row, the tracer would fix the batch axis; and it would drop a mask of ones. So texts get a new mask.
-    Missing token types are added. Only what the model's forward takes is returned.
+    With a single row, the tracer would fix the batch axis; and it would drop a mask of ones. So texts get a new mask,
+    and token types if these are missing. Of texts, only what the model's forward takes is returned.
     """
     rows = {name: torch.cat([tensor, tensor])[:2] for name, tensor in batch.items()}
     if "input_ids" not in rows:

@@ -108,8 +108,8 @@ class OpenVinoRuntime(GraphRuntime):
 
 
 def name_tensors(file: Path, graph: Any) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[int, int]]]:
-    """Name a graph's inputs and outputs as its file does, in place; return both names, and its `cache_sizes`."""
-    if file.suffix == ".xml":
+    """Name a graph's inputs and outputs in place as its ONNX file does; return the names of both, and `cache_sizes`."""
+    if file.suffix == ".xml":  # OpenVINO's own format: nothing to rename, and no cache, as only encoders have it
         return tuple(x.get_any_name() for x in graph.inputs), tuple(x.get_any_name() for x in graph.outputs), {}
     import onnx
 

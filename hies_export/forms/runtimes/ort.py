@@ -74,7 +74,7 @@ class OnnxRuntime(GraphRuntime):
         self.threads = threads
         try:
             self._session = self._open(self._file)
-        except ExportError:
+        except ExportError:  # a subclass refuses the file in its own words
             raise
         except Exception as error:  # ONNX Runtime has a class for each status, and no common one
             hint = "; a later ONNX Runtime may have it" if "NOT_IMPLEMENTED" in str(error) else ""
@@ -137,7 +137,7 @@ class OnnxRuntime(GraphRuntime):
         return _dtype_of(self._session.get_outputs()[0])
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
-        """Bind tensors or ONNX Runtime's values; fill in missing masks, token types, positions and an empty cache."""
+        """Return tensors or ONNX Runtime's values bound to the inputs; missing ones are made up by `input_array`."""
         import onnxruntime as ort
 
         binding: Any = self._session.io_binding()
