@@ -98,8 +98,8 @@ def is_own(number: int) -> bool:
 
 
 def _worker(number: int) -> int:
-    """Return the rank of the process that works on an item: 0, 1, 1, 0, 0, 1, ..., to share items of growing size."""
-    position = number % (2 * world())  # in a round that goes up through the ranks, and down again
+    """Return the rank of the process that works on an item, for two processes 0, 1, 1, 0, 0, 1, ..."""
+    position = number % (2 * world())  # up the ranks and down again, so items of growing size are shared evenly
     return min(position, 2 * world() - 1 - position)
 
 

@@ -26,8 +26,7 @@ def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its sizes in bytes and the time it took."""
     options.plan = plan_in(options.plan, progress=options.progress)
     options.model = checkpoint_in(options.model, progress=options.progress)
-    inputs = {"plan": options.plan, "model": options.model}
-    refuse_existing(options.output, overwrite=options.overwrite, inputs=inputs)
+    refuse_existing(options.output, overwrite=options.overwrite, inputs={"plan": options.plan, "model": options.model})
     from ..checkpoint.apply import apply_plan  # after the refusals, because it takes seconds
     from ..checkpoint.save import refit_beside
     from ..select.plan import PruningPlan

@@ -219,14 +219,19 @@ def refuse_output(options: Options, recipe: PruningRecipe) -> None:
 
 
 def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
-    """Return the checkpoint that a path stands for: itself, or `slim/` of a run; refuse what is not `welcome`."""
+    """Return the checkpoint that a path stands for: itself, or `slim/` of a run.
+
+    `welcome` are the contents that are accepted besides these; all else is refused.
+    """
     slim = Path(path) / "slim"
-    if contents(path) is Contents.RUN and (slim / "config.json").is_file():
-        progress.stage(f"{path} is {Contents.RUN.value}: using its slim/")
-        return str(slim)
-    wanted = ", ".join(("a checkpoint", *(kind.value for kind in welcome)))
-    refuse_other(path, *welcome, must=f"the model must be {wanted} or the folder of a run")
-    return path
+    if contents(path) is not Contents.RUN:
+        wanted = ", ".join(("a checkpoint", *(kind.value for kind in welcome)))
+        refuse_other(path, *welcome, must=f"the model must be {wanted} or the folder of a run")
+        return path
+    if not (slim / "config.json").is_file():
+        raise RequestError(f"a run must have slim/, but {path} is {Contents.RUN.value} without slim/; give another")
+    progress.stage(f"{path} is {Contents.RUN.value}: using its slim/")
+    return str(slim)
 
 
 def plan_in(path: Path, *, progress: Progress) -> Path:

@@ -17,7 +17,6 @@ from ..progress import SILENT, Progress
 
 # Inside the package, so that it is installed too; recipes/ links to it.
 RECIPE = Path(__file__).with_name("quickstart-vit-digits.yaml")
-
 # The model's folder; the recipe and the report use this name.
 MODEL = "vit-digits"
 

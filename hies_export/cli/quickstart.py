@@ -38,12 +38,10 @@ def run(options: Options) -> dict[str, Any]:
             raise
     print_report(report, options.console)
     output = options.output
-    recipe_file, slim, dense, larger = (
-        shlex.quote(str(output / name)) for name in ("recipe.yaml", "run/slim", MODEL, "larger")
-    )
+    names = ("recipe.yaml", "run/slim", MODEL, "larger")
+    recipe_file, slim, dense, larger = (shlex.quote(str(output / name)) for name in names)
     options.console.print(
-        f"\nA ViT was trained on handwritten digits, then pruned: {removed_text(report.units)}. "
-        f"In {output}:\n"
+        f"\nA ViT was trained on handwritten digits, then pruned: {removed_text(report.units)}. In {output}:\n"
         f"  {output}/run/slim    the slim checkpoint: hies_export.load({str(output / 'run' / 'slim')!r})\n"
         f"  {output}/run/onnx    the same for ONNX Runtime\n"
         f"  {output}/run/report.html\n"

@@ -40,8 +40,7 @@ class TerminalProgress:
         from rich.text import Text
 
         self._stage, self._began = name, time.monotonic()
-        so_far = minutes(self._began - self._started)
-        self._print(Text.assemble((f"{so_far} ·", "dim"), f" {name}"))
+        self._print(Text.assemble((f"{minutes(self._began - self._started)} ·", "dim"), f" {name}"))
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:

@@ -172,8 +172,7 @@ def _row(runtime: str, dense: Timed, slim: Timed, flops: FlopCount | None) -> La
     """Return the times of both models at one shape and phase as a row; without FLOPs it has no `realised`."""
     if dense.phase == "decode":
         flops = None  # the time depends on memory: a decode step reads all weights to compute one token
-    tokens_by_phase = {"decode": dense.batch, "prefill": dense.batch * dense.sequence}
-    tokens = tokens_by_phase.get(dense.phase)
+    tokens = {"decode": dense.batch, "prefill": dense.batch * dense.sequence}.get(dense.phase)
     same = ("provider", "phase", "batch", "sequence", "noisy", "repeats", "loads", "threads", "cuda_graph")
     times: dict[str, Any] = {
         **{name: getattr(dense, name) for name in same},

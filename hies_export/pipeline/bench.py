@@ -175,8 +175,7 @@ def _exports(folder: Path, target: Path, pairs: Sequence[tuple[str, str]]) -> di
     format, name = _format(folder), str(folder)
     if format is not None:
         # OpenVINO's 8-bit format says itself what else is computed in which dtype.
-        own_dtype = format == "openvino"
-        return {pair: Form(name, pair[0], folder, None if own_dtype else pair[1]) for pair in pairs}
+        return {pair: Form(name, pair[0], folder, None if format == "openvino" else pair[1]) for pair in pairs}
     if not pairs:
         return {}
     model = load(folder, dtype=torch.float32)
@@ -204,9 +203,9 @@ def _flops(
 
 @never_asking()
 def _skeleton(folder: Path) -> PreTrainedModel:
-    """Build the model of a folder without weights, which is enough to check inputs and count FLOPs."""
+    """Build a folder's model, without weights, to check inputs and count FLOPs; refuse a vision-language model."""
     source = _config_folder(folder)
-    with refusing(f"a model must be built from its config, but that of {source} fails", AGAIN):
+    with refusing(f"a model must be built from its config, but that of {source} fails", remedy=AGAIN):
         model = empty_model(find_model_class(source), load_config(source)).eval()
     if is_vision_language(model):
         raise RequestError(f"bench times encoders and decoders, and {folder} is a vision-language model")

@@ -64,8 +64,7 @@ def _choose_for(goal: Goal, pruning: Pruning, statistics: Statistics, scored: Se
             trial, tried = choose_by_agreement(candidates, others, trials, progress=pruning.progress)
         else:
             trial, tried = choose_alpha(candidates, trials, progress=pruning.progress)
-    outcome = _outcome(pruning, goal.table, trial.selection)
-    return choice_of(pruning, statistics, trial, outcome=outcome, tried=tried)
+    return choice_of(pruning, statistics, trial, _outcome(pruning, goal.table, trial.selection), tried)
 
 
 def sizes_of(pruning: Pruning, table: CostTable | None) -> list[Goal]:

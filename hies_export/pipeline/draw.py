@@ -162,10 +162,15 @@ def _divide_evaluated(splits: Splits, load: Load) -> tuple[datasets.Dataset, dat
     assert asked is not None
     rows = load(split, samples=None, shuffle_seed=EVALUATION_SEED)
     available = splits.count_judged(rows)
+    if available < 2:
+        raise RequestError(
+            f"held_out and evaluation share the split {split!r}, which has too few samples to divide, {available}; "
+            "name another split as held_out"
+        )
     wanted = asked.samples or available // 2
     count = splits.boundary(rows, wanted)
-    # Rows with a query come first, and without any nothing can be evaluated.
-    if not 0 < count < available:
+    # Rows with a query come first; if the others have none, nothing can be evaluated.
+    if count >= available:
         raise RequestError(
             f"held_out and evaluation share the split {split!r}, so fewer than its {available:,} samples can be held "
             f"out, got held_out.samples: {wanted:,}; hold out fewer"

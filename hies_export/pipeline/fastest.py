@@ -250,8 +250,7 @@ class _Search:
         for decision, _ in self.found:
             if decision.compound is None:  # it is a cut alone
                 return choose_within(self.pruning, self.statistics, share, decision.choice)
-        options = self.pruning.options.model_copy(update={"budget": Budget(flops=share)})
-        pruning = replace(self.pruning, options=options)
+        pruning = replace(self.pruning, options=self.pruning.options.model_copy(update={"budget": Budget(flops=share)}))
         check_pruning(pruning)
         return choose(pruning, self.statistics, self.scored)
 

@@ -95,16 +95,14 @@ class Reading:
         """What converts batches of the untrimmed model; None if each model reads samples by itself."""
         if self.trimming is None or self.task.predicts in PER_SAMPLE:
             return None
-        processors = self.trimming.processor, self.processor
-        return Recut.of(self.dense, self.trimming.kept, processors, self.task.config)
+        return Recut.of(self.dense, self.trimming.kept, (self.trimming.processor, self.processor), self.task.config)
 
 
 def trim(
     model: PreTrainedModel, processor: Any, texts: Texts, asked: VocabularySection
 ) -> tuple[PreTrainedModel, Any, Trimming]:
     """Return copies of a model and its processor without the tokens that texts do not use, and what was trimmed."""
-    options = asked.model_dump(exclude={"files"})
-    trimmed = trim_vocabulary(model, processor, texts.used, read=texts.read, **options)
+    trimmed = trim_vocabulary(model, processor, texts.used, read=texts.read, **asked.model_dump(exclude={"files"}))
     facts = VocabularyFacts(
         total=trimmed.kept.total,
         kept=len(trimmed.kept.rows),

@@ -1,7 +1,4 @@
-"""The sections of a recipe: their fields, defaults, and the rules for their values.
-
-A section is also the options of the stage that it is about, so this file imports no stage.
-"""
+"""The sections of a recipe, each also the options of its stage: fields, defaults, and the rules for their values."""
 
 from __future__ import annotations
 
@@ -325,7 +322,10 @@ class ExportSection(Section):
 
     @property
     def bits_refusal(self) -> str | None:
-        """Why the model cannot be quantised: for a GPU, or in half precision; None if it can, or is not to be."""
+        """Why the export cannot be quantised: it is for a GPU, or not in float32; None if it can be, or is not to be.
+
+        Public for `export_options`, whose sections are not validated.
+        """
         if self.quantize is None or (self.provider, self.dtype) == ("cpu", "float32"):
             return None
         got = f"{self.provider} and {self.dtype}"

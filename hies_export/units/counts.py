@@ -23,8 +23,7 @@ Shape = tuple[int, int]  # (batch, sequence)
 Count = Annotated[int, Field(ge=0, le=10**18)]
 Size = Annotated[int, Field(gt=0, le=10**18)]
 Share = Annotated[float, Field(ge=0, le=1)]
-# Bound of times relative to another model's.
-Ratio = Annotated[float, Field(ge=0, le=1000)]
+Ratio = Annotated[float, Field(ge=0, le=1000)]  # of times of two models
 
 
 def si(number: float) -> str:
@@ -91,14 +90,11 @@ class FlopCount(Counted):
 
 @dataclass(frozen=True, eq=False)
 class StoredBytes(Both[int]):
-    """Bytes of the weights' files of the dense and the slim checkpoint, and of the slim model's export.
-
-    The export is an ONNX folder (graph and weights) or a GGUF file.
-    """
+    """Bytes of the weights' files of the dense and the slim checkpoint, and of the slim model's export."""
 
     dense: Size
     slim: Size
-    onnx: Size | None
+    onnx: Size | None  # graph and weights
     gguf: Size | None = None
 
 
@@ -126,8 +122,7 @@ def count_both_parameters(dense: torch.nn.Module, slim: torch.nn.Module) -> Coun
     """Count the parameters of two models, in all and in their layers."""
     models = (dense, slim)
     in_layers = [sum(count_parameters(model.get_submodule(layer)) for layer in layers_of(model)) for model in models]
-    backbone = Both(*in_layers) if in_layers[0] else None
-    return Counted(count_parameters(dense), count_parameters(slim), backbone=backbone)
+    return Counted(*map(count_parameters, models), backbone=Both(*in_layers) if in_layers[0] else None)
 
 
 def layers_of(model: torch.nn.Module) -> list[str]:
@@ -150,8 +145,6 @@ def count_flops(model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
 
     Returns:
         Number of operations for the whole batch.
-
-    Source: https://docs.pytorch.org/docs/stable/torch.utils.flop_counter.html
 
     Examples:
         >>> count_flops(slim, batches[0]) < count_flops(model, batches[0])

@@ -16,8 +16,7 @@ from .heads import find_attention
 from .neurons import find_mlp
 from .units import PrunableModule
 
-FINDERS = {ATTENTION: find_attention, MLP: find_mlp}
-"""Kind of units -> the function that finds the modules with such units."""
+FINDERS = {ATTENTION: find_attention, MLP: find_mlp}  # kind of units -> what finds the modules with such units
 
 
 def find_modules(

@@ -87,9 +87,7 @@ class AttentionObserver:
         if not x.requires_grad or not torch.is_grad_enabled():
             return
         name = call[0]
-        for found in self._waiting:
-            if name in found.readers:
-                continue
+        for found in (waiting for waiting in self._waiting if name not in waiting.readers):
             if torch.autograd.grad(x.sum(), found.output, retain_graph=True, allow_unused=True)[0] is None:
                 continue
             found.readers[name] = x.detach()
@@ -128,7 +126,7 @@ _Owned = dict[tuple[str, bool], Tensor]
 
 
 def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[PrunableModule, ...]:
-    """Find the attention modules of a model and their heads.
+    """Find the attention modules of a model; an UnsupportedModelError says which cannot be cut, and why.
 
     Args:
         model: The model; not changed. Its weights are not read, so it may be on the meta device.
@@ -136,9 +134,6 @@ def find_attention(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple
 
     Returns:
         One `PrunableModule` per attention layer, in the order in which the forward pass reaches them.
-
-    Raises:
-        UnsupportedModelError: An attention module cannot be cut; the message says which and why.
 
     Examples:
         >>> modules = find_attention(model, batches[0])
@@ -236,8 +231,7 @@ def _features_by_head(found: FoundAttention, refuse: Refusal) -> _Owned:
 
 def _add_features(owned: _Owned, layer: str, per_group: bool, head_of: Tensor) -> None:
     """Note in `owned` the features of a layer that heads own, by the head of each, -1 for none."""
-    before = owned.get((layer, per_group), head_of)
-    owned[layer, per_group] = head_of.where(head_of >= 0, before)
+    owned[layer, per_group] = head_of.where(head_of >= 0, owned.get((layer, per_group), head_of))
 
 
 def _parameter_slices(found: FoundAttention, refuse: Refusal) -> list[Slice]:

@@ -93,8 +93,7 @@ def _block(call: Call, dense: LinearObserver, reasons: dict[str, str]) -> Prunab
     features = (Slice(name, 0, reach.column) for (name, _), reach in read.reach.items())
     # Parameters that all neurons share stay as they are.
     owned = {name: reach.column for name, reach in read.parameters.items() if not (reach.column < 0).all()}
-    parameters = (Slice(name, 0, column, parameter=True) for name, column in owned.items())
-    slices = (*features, *parameters)
+    slices = (*features, *(Slice(name, 0, column, parameter=True) for name, column in owned.items()))
     return PrunableModule(name="", kind=MLP, units=read.columns, unit_width=1, consumer=call[0], slices=slices)
 
 

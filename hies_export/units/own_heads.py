@@ -94,8 +94,7 @@ class HeadObserver(LinearObserver):
         values = {number: value for number, (_, value, _) in enumerate(self._arguments)}
         for number, by_axis in head_of_axes(x, heads.unit_width, values).items():
             name, _, maker = self._arguments[number]
-            axis_and_heads = _axis_of_heads(by_axis, heads.units)
-            if axis_and_heads is None:
+            if (axis_and_heads := _axis_of_heads(by_axis, heads.units)) is None:
                 continue
             axis, head_of = axis_and_heads
             if torch.equal(head_of, torch.arange(len(head_of)) % heads.units):  # the heads run fastest
@@ -168,8 +167,7 @@ def heads_in(
         return None
     single = head_of_columns(x, 1, leaves)  # every column as a head of its own
     has_values = any((column >= 0).any() for column, _ in single.values())
-    candidates = [*_divisors(columns), 1] if has_values else _divisors(columns)
-    for heads in candidates:  # the most heads that have whole blocks
+    for heads in [*_divisors(columns), *([1] if has_values else [])]:  # the most heads that have whole blocks
         width = columns // heads
         by_head = head_of_columns(x, width, leaves)
         if any(_of_whole_blocks(by_head[call].head, single[call].head, heads, width) for call in by_head):
@@ -212,9 +210,13 @@ def heads_in(
 
 
 def _of_whole_blocks(head_of: Tensor, column_of: Tensor, heads: int, width: int) -> bool:
-    """Return whether all heads have equally many features that reach several of their columns, half a width or more."""
+    """Return whether all heads own equally many features that reach several columns each, at least half a width.
+
+    `head_of` and `column_of` are the head and the single column that each feature reaches, negative if there is not
+    exactly one. `width` is how many columns a head has.
+    """
     head_of_block = head_of.where(column_of < 0, -1)
-    # Fewer than half as many as columns are values whose columns were not told apart.
+    # Fewer are values whose columns were not told apart. Head 0 stands for all, which own equally many.
     return evenly_owned(head_of_block, heads) and 2 * int((head_of_block == 0).sum()) >= width
 
 

@@ -24,8 +24,7 @@ from ..model.internals import ask_for_output_alone, configs_of, forget_hooks, fo
 from ..model.linear import features_of, is_linear
 
 K = TypeVar("K")
-Call = tuple[str, int]
-"""A linear layer, and the number of its call in a run, from 0 on."""
+Call = tuple[str, int]  # a linear layer, and the number of its call in a run, from 0 on
 
 # Larger parameters are embeddings or experts, whose values do not matter: one number replaces all of them.
 _LARGEST_REAL_PARAMETER = 2**20

@@ -24,6 +24,8 @@ MIXED, NOWHERE = -1, -2  # in place of a column: the feature reaches several, or
 _FEW = 3
 _SAMPLED_ROWS = 16  # rows of an input, about so many, that two runs are compared by
 _DIGIT_TOLERANCE = 0.1  # how far from a whole number a digit of a column's number may be
+_TOKEN_TOLERANCE = 1e-3  # how far from its token's label a ratio may be
+_SLOPE_TOLERANCE = 1e-4  # how far apart a feature's slopes may be, as a share of the largest
 
 
 @dataclass
@@ -129,11 +131,12 @@ class LinearObserver:
 def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> list[Reach]:
     """Return which columns of a linear layer's input each feature of the leaves and the parameters reaches.
 
-    With random positive weights w, take the gradients of sum_tj w_tj x_tj and of sum_tj w_tj c_j x_tj to a feature. If
-    the feature reaches column j alone, their ratio is c_j at every token. If it reaches several columns, the ratio
-    varies from token to token. The columns are numbered by two digits, so that the ratios of any number of columns are
-    told apart in float32. A third such ratio, with one label per token, is the token's own only if the feature reaches
-    no other token.
+    Here x_tj is column j of the input at token t; c_j is a label of column j. With random positive weights w, take the
+    gradients of sum_tj w_tj x_tj and of sum_tj w_tj c_j x_tj to a feature. If the feature reaches column j alone, their
+    ratio is c_j at every token. If it reaches several columns, the ratio varies from token to token. The columns are
+    numbered by two digits, so that the ratios of any number of columns are told apart in float32. A third such ratio,
+    with one label per token, is the token's own only if the feature reaches no other token. Then the first gradient,
+    divided by w_tj, is the derivative of x_tj; `Reach.linear` says whether it is the same at every token.
     """
     columns = x.shape[-1]
     rows = x.reshape(-1, columns)
@@ -148,23 +151,35 @@ def reach(x: Tensor, leaves: list[Tensor], parameters: list[nn.Parameter]) -> li
         plain, high, low, by_token = (
             (torch.zeros_like(source) if g is None else g).reshape(-1, features_in(source)) for g in gradients
         )  # each (tokens, features)
-        digits = [(ratios_of(labelled, plain) - 1) * base for labelled in (high, low)]
-        rounded = [digit.nanmean(0).round() for digit in digits]
-        is_single = ~digits[0].isnan().all(0)
-        for digit, whole in zip(digits, rounded, strict=True):
-            is_single &= ((digit - whole).abs().nan_to_num(0.0) < _DIGIT_TOLERANCE).all(0)
-        column = torch.where(is_single, rounded[0] * base + rounded[1], MIXED).long()
+        column = _column_of(plain, high, low, base)
         column[column >= columns] = MIXED
-        column[((plain == 0) & (high == 0)).all(0)] = NOWHERE
         if isinstance(source, nn.Parameter):
             results.append(Reach(column.view(source.shape)))
             continue
-        at_token = bool(((ratios_of(by_token, plain) - token_labels).abs().nan_to_num(0.0) < 1e-3).all())
+        at_token = bool(((ratios_of(by_token, plain) - token_labels).abs().nan_to_num(0.0) < _TOKEN_TOLERANCE).all())
+        # The gradient of a feature that reaches several tokens is a sum, which no single weight can be divided out of.
         slope = plain / weights[:, column.clamp(min=0)] if at_token else plain
-        spread = slope.amax(0) - slope.amin(0)
-        is_linear = len(rows) > 1 and bool((spread <= 1e-4 * slope.abs().amax(0)).all())
-        results.append(Reach(column, at_token, is_linear))
+        results.append(Reach(column, at_token, _is_linear(slope)))
     return results
+
+
+def _column_of(plain: Tensor, high: Tensor, low: Tensor, base: int) -> Tensor:
+    """Return the column that each feature reaches, (features,), from its gradients in `reach`, (tokens, features)."""
+    digits = [(ratios_of(labelled, plain) - 1) * base for labelled in (high, low)]
+    rounded = [digit.nanmean(0).round() for digit in digits]
+    is_single = ~digits[0].isnan().all(0)
+    for digit, whole in zip(digits, rounded, strict=True):
+        is_single &= ((digit - whole).abs().nan_to_num(0.0) < _DIGIT_TOLERANCE).all(0)
+    column = torch.where(is_single, rounded[0] * base + rounded[1], MIXED).long()
+    # One of the sums may cancel out where a feature reaches several columns, but not both, whose labels differ.
+    column[((plain == 0) & (high == 0)).all(0)] = NOWHERE
+    return column
+
+
+def _is_linear(slope: Tensor) -> bool:
+    """Return whether each feature's slope, (tokens, features), is the same at every token; False for a single token."""
+    spread = slope.amax(0) - slope.amin(0)
+    return len(slope) > 1 and bool((spread <= _SLOPE_TOLERANCE * slope.abs().amax(0)).all())
 
 
 def sample(x: Tensor) -> Tensor:

@@ -65,8 +65,7 @@ def narrow_arguments(owner: nn.Module, module: PrunableModule, kept: Kept) -> di
 
 
 Dense = TypeVar("Dense")
-Mismatch = tuple[PrunableModule, str]
-"""A module for which two runs differ, and how."""
+Mismatch = tuple[PrunableModule, str]  # a module for which two runs differ, and how
 
 
 @dataclass(frozen=True)
@@ -111,20 +110,21 @@ class ConsumerRehearsal(Rehearsal[LinearObserver]):
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
         """Run the probe, and compare with the dense run what every linear layer reads, and then the outputs."""
-        self.pending = {module.consumer: module for module in self.modules}
-        self._columns = {module.consumer: module.columns(self.kept[module.name].units) for module in self.modules}
+        self._by_consumer = {module.consumer: module for module in self.modules}
+        self.pending = dict(self._by_consumer)
         returned = self.probe.run(batch, before=self._before)
         if not _close(signature(*tensors_in(returned)), self.dense.outputs):
             self.mismatches.append((self.latest, "the model's outputs change"))
 
     def _before(self, call: Call, x: Tensor) -> None:
-        """Compare the input of a linear layer with what it read in the dense run."""
+        """Add a mismatch if a consumer does not read the dense run's kept columns, or another layer something else."""
         name, dense = call[0], self.dense.reads.get(call)
-        columns = self._columns.get(name)
-        if columns is not None:
-            self.latest = self.pending.pop(name, self.latest)
+        if (module := self._by_consumer.get(name)) is not None:
+            self.pending.pop(name, None)  # gone already in a second call
+            self.latest = module
+            columns = module.columns(self.kept[module.name].units)
             if dense is None or dense.rows is None or not same(sample(x), dense.rows[:, columns]):
-                self.mismatches.append((self.latest, f"it computes other {KINDS[self.latest.kind].units}"))
+                self.mismatches.append((module, f"it computes other {KINDS[module.kind].units}"))
         elif dense is None or not _close(signature(x), dense.signature):
             self.mismatches.append((self.latest, f"{name} reads something else"))
 

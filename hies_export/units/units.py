@@ -178,8 +178,7 @@ class Kept:
     @cached_property
     def kept_groups(self) -> tuple[int, ...]:
         """Original indices of the groups that keep a unit, ascending."""
-        size = max(1, self.total // self.groups)
-        return tuple(sorted({unit // size for unit in self.units}))
+        return tuple(sorted({unit // max(1, self.total // self.groups) for unit in self.units}))
 
     @cached_property
     def removed(self) -> tuple[int, ...]:

@@ -51,7 +51,8 @@ class KeptTokens:
 def backend_of(tokenizer: Any) -> tokenizers.Tokenizer:
     """Return a copy of the `tokenizers.Tokenizer` in a tokenizer of transformers, without truncation and padding.
 
-    Raises a RequestError without one, or for a kind of which it is not known what the tokens of a text depend on.
+    Raises a RequestError if there is no such tokenizer, if its kind is not in `_KNOWN`, or if it is a BPE whose merges
+    depend on chance or on the place in a word.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -63,12 +64,13 @@ def backend_of(tokenizer: Any) -> tokenizers.Tokenizer:
     kind = model["type"]
     if kind not in _KNOWN:
         raise RequestError(f"the tokenizer must be one of {', '.join(_KNOWN)}, got {kind}; keep the whole vocabulary")
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if kind == "BPE" and model.get(name):
-            raise RequestError(
-                f"the merges of a tokenizer must be the same for every text and every place, but this one has "
-                f"{name}: {model[name]!r}; keep the whole vocabulary"
-            )
+    if kind == "BPE":
+        for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            if model.get(name):
+                raise RequestError(
+                    f"the merges of a tokenizer must be the same for every text and every place, but this one has "
+                    f"{name}: {model[name]!r}; keep the whole vocabulary"
+                )
     copied = tokenizers.Tokenizer.from_str(backend.to_str())
     copied.no_truncation()
     copied.no_padding()

@@ -19,8 +19,7 @@ def shrink_tokenizer(tokenizer: Any, kept: KeptTokens) -> Any:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     _shrink(content, kept.numbers)
     backend = tokenizers.Tokenizer.from_str(json.dumps(content))
-    old_numbers = tokenizer.get_vocab()
-    wanted = {token: kept.numbers[number] for token, number in old_numbers.items() if number in kept.numbers}
+    wanted = {token: kept.numbers[old] for token, old in tokenizer.get_vocab().items() if old in kept.numbers}
     found = backend.get_vocab(with_added_tokens=True)
     if found != wanted:
         token = min(token for token in {*found, *wanted} if found.get(token) != wanted.get(token))

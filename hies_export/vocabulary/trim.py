@@ -109,8 +109,7 @@ def trim_vocabulary(
     for variant in variants:
         counts |= count_tokens(backend, variant)  # the larger count of each token: these are the same texts
     used = {token for token, count in counts.items() if count >= min_count}
-    around = count_tokens(backend, [*prompts, *chat_texts(processor)])
-    always = {*around, *named_tokens(model, total)}
+    always = {*count_tokens(backend, [*prompts, *chat_texts(processor)]), *named_tokens(model, total)}
     kept = find_kept(backend, used, always, total=total, multiple_of=multiple_of)
     slim, slim_processor = apply_kept(model, processor, kept)
     for variant in variants:

@@ -170,8 +170,7 @@ def test_the_text_that_an_encoder_reads_hides_no_label_of_the_decoder() -> None:
 def test_weight_norm_by_hand() -> None:
     model = vit()
     batch = image_batch()
-    sites = find_attention(model, batch)
-    found = collect_statistics(model, [batch], sites)["weight_l2"]
+    found = collect_statistics(model, [batch], find_attention(model, batch))["weight_l2"]
     layer = model.vit.layers[1].attention
     rows = slice(8 * 2, 8 * 3)
     parts = [p.weight[rows] for p in (layer.q_proj, layer.k_proj, layer.v_proj)] + [layer.o_proj.weight[:, rows]]

@@ -59,8 +59,7 @@ def test_margins_that_move_stay_below_the_threshold() -> None:
     exact = choose_threshold(slim, dense, 0.02)
     promise = choose_threshold(slim, dense, 0.02, resolution=0.1)
     assert promise.threshold == pytest.approx(exact.threshold + 0.1)
-    wrong = margins(slim)[slim.argmax(-1) != dense.argmax(-1)]
-    moved = wrong + 0.099
+    moved = margins(slim)[slim.argmax(-1) != dense.argmax(-1)] + 0.099
     assert int((moved > promise.threshold).sum()) <= exact.differ < int((moved > exact.threshold).sum())
 
 

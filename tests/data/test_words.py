@@ -158,8 +158,7 @@ def test_of_a_word_with_several_spans_every_token_is_read(spans: list[tuple[int,
     other = {"text": "E", "ner_tags": [{"start": 0, "end": 1, "label": "name"}]}  # so that an empty list has a type
     rows = rows_of([{"text": "EU-Kom mo", "ner_tags": given}, other])
     batch = first_batch(rows, text="text", processor=tokenizer)
-    found = [TAGS[number] for number in batch["labels"][0][batch["judged"][0]]]
-    assert found == wanted
+    assert [TAGS[number] for number in batch["labels"][0][batch["judged"][0]]] == wanted
 
 
 @pytest.mark.parametrize(

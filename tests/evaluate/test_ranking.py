@@ -207,8 +207,7 @@ def test_a_reranker_is_judged_by_the_order_of_the_candidates(graded: bool) -> No
             continue
         grades = column(batches, "grades")[rows].double().numpy() if graded else None
         expected.append(ranked(slim[rows].flatten().numpy(), dense[rows].flatten().numpy(), grades, 10**6))
-    found = judge.rankings(given(slim))
-    check(found, expected)
+    check(judge.rankings(given(slim)), expected)
     means = {name: np.mean([of[name] for of in expected]) for name in expected[0]}
     assert judge.ranking(given(slim)) == {"candidates": pytest.approx(means)}
     quality = judge.of(given(slim))

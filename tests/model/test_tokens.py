@@ -28,8 +28,7 @@ def tiny(name: str, **options: object) -> transformers.PreTrainedModel:
     boxes = {"coordinate_size": 8, "shape_size": 8, "input_size": 32}
     languages = {"entity_vocab_size": 10, "languages": ["en_XX"], "default_language": "en_XX"}
     extra = {"LayoutLMv3": boxes, "Luke": languages, "Xmod": languages}.get(name, {})
-    config = model.config_class(**SMALL, **extra, **options)
-    return model(config).eval()
+    return model(model.config_class(**SMALL, **extra, **options)).eval()
 
 
 @pytest.mark.parametrize(("name", "pad"), OFFSET)

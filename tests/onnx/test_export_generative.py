@@ -295,8 +295,7 @@ def test_a_row_that_ends_goes_on_with_padding(uneven: Uneven, tmp_path: Path) ->
     generator = OnnxGenerator.from_folder(exported.folder)
     assert generator.eos_token_ids == (2,)
     generator = replace(generator, eos_token_ids=tuple(ends))
-    got = generator.generate(**batch, max_new_tokens=10)
-    assert got.tolist() == want.tolist()
+    assert generator.generate(**batch, max_new_tokens=10).tolist() == want.tolist()
     # Without a token for padding, what ends a text pads it.
     checkpoint = shutil.copytree(exported.folder.parent / "model", tmp_path / "model")
     GenerationConfig(eos_token_id=ends).save_pretrained(checkpoint)

@@ -93,8 +93,7 @@ def test_the_command_and_the_result_of_prune_write_the_same_folder(
     assert kinds["MatMulIntegerToFloat"] == 5
     assert hies("bench", tmp_path / "one", tmp_path / "one", "--shape", "1x8", "--repeats", "2") == 0
     result = prune(load(checkpoint), [batch] * 4, budget={"heads": 0.25}, min_heads=4, criterion="l2")
-    found = result.export_onnx(tmp_path / "two", quantize="int8")
-    assert found.how.quantize == "int8"
+    assert result.export_onnx(tmp_path / "two", quantize="int8").how.quantize == "int8"
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
 
 

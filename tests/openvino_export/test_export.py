@@ -134,8 +134,7 @@ def test_loud_neurons_are_computed_apart_and_cost_the_others_no_levels(
     largest = {name: np.ones(192 if number < 2 else 128) for number, name in enumerate(names)}
     for name in names[:2]:
         largest[name][[5, 60]] = 40, 2
-    apart = set_apart(program, largest)
-    assert len(apart) == 2
+    assert len(set_apart(program, largest)) == 2
     onnx_ir.save(program, tmp_path / "apart.onnx")
     shapes = Counter(
         tuple(value.const_value.shape) for value in program.graph.initializers.values() if value.const_value is not None

@@ -70,8 +70,7 @@ def test_the_command_calibrates_on_the_rows_it_is_given(tmp_path: Path, capsys: 
     assert hies(*call, "--quantize", "int8", *data, "--json") == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["files"] == ["openvino_model.xml", "openvino_model.bin"]
-    model = load_runtime("openvino", tmp_path / "made", threads=1)
-    assert model.dtype == "int8"
+    assert load_runtime("openvino", tmp_path / "made", threads=1).dtype == "int8"
     assert hies("bench", folder / "model", tmp_path / "made", "--shape", "1x16", "--repeats", "2", "--json") == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["latency"]
     assert (row["runtime"], row["dtype"]) == ("openvino", "float32 / int8")

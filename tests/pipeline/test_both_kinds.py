@@ -288,8 +288,7 @@ def test_all_that_may_go_is_among_the_cuts_of_keep(folder: Path, allocation: str
 
 def test_auto_without_compensation_judges_masked_models(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"prune__modules": ["attention"], "prune__budget": {"heads": 0.5}, "prune__compensation": None}
-    recipe = recipe_of(folder, prune__criterion="auto", **options)
-    prepared, choice = chosen_by(recipe)
+    prepared, choice = chosen_by(recipe_of(folder, prune__criterion="auto", **options))
     assert "auto ranks units by the errors that least squares leaves, but prune.compensation is not set" in caplog.text
     assert [tried.criterion for tried in choice.tried] == ["fisher", *["hies"] * 4, "his", "compensated"]
     assert {tried.token_weights for tried in choice.tried} == {1.0}

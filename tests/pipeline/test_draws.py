@@ -117,6 +117,15 @@ def test_a_query_is_left_to_evaluate(tmp_path: Path) -> None:
         draw_evaluated(splits, load)
 
 
+@pytest.mark.parametrize("held_out", [{}, {"samples": 5}])
+def test_a_single_query_is_not_divided(tmp_path: Path, held_out: Any) -> None:
+    splits, load = splits_of(tmp_path, held_out={"split": "validation", **held_out})
+    rows = [{"query": query, "document": "d"} for query in ("q", None, None)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(RequestError, match="too few samples to divide, 1; name another split as held_out"):
+        draw_evaluated(splits, load)
+
+
 @pytest.mark.parametrize("scoring", [119, 130])
 def test_documents_alone_are_not_held_out(tmp_path: Path, scoring: int) -> None:
     splits, load = splits_of(tmp_path, scoring=scoring)

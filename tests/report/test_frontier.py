@@ -257,8 +257,7 @@ def test_a_form_that_was_timed_briefly_has_one_time_in_every_rendering() -> None
     assert table is not None
     (row,) = (row for row in table.rows if row[0] == name)
     assert (bool(row[-2]), row[-1]) == (True, "")
-    page = render_html(report)
-    first, second = page.split("<h3>Time at")[1:]
+    first, second = render_html(report).split("<h3>Time at")[1:]
     assert name in first
     assert name not in second.partition("<table")[0]
     assert figure is not None

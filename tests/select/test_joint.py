@@ -254,8 +254,7 @@ def test_heads_leave_in_the_order_of_their_scores_over_the_whole_model() -> None
 
 
 def test_modules_that_are_not_scored_keep_everything() -> None:
-    scored = LARGE[:2]
-    effects = effects_of(scored, 0)
+    effects = effects_of(LARGE[:2], 0)
     found = chosen(effects, LARGE, 0.8)
     assert list(found) == [m.name for m in LARGE]
     assert [len(found[m.name].units) for m in LARGE[2:]] == [m.units for m in LARGE[2:]]

@@ -151,8 +151,7 @@ def test_a_config_without_a_width_of_heads_gets_the_dense_one(
     width = dense.config.hidden_size // dense.config.num_attention_heads
     slim = cut(dense, *BOTH, seed=0)
     assert getattr(dense.config, "head_dim", None) is None
-    config = said(slim, tmp_path)
-    assert config["head_dim"] == width
+    assert said(slim, tmp_path)["head_dim"] == width
     layers = AutoConfig.from_pretrained(tmp_path).per_layer_config
     heads = [module.units for module in find_modules(slim, BATCH, kinds=(ATTENTION,))]
     assert [layer.num_attention_heads for layer in layers] == heads

@@ -68,8 +68,7 @@ def opt() -> PreTrainedModel:
     """Return a model whose feed-forward blocks flatten the tokens of all samples."""
     options = {"word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "num_labels": 3}
     sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 4}
-    config = OPTConfig(**sizes, **options)
-    return OPTForSequenceClassification(config).eval()
+    return OPTForSequenceClassification(OPTConfig(**sizes, **options)).eval()
 
 
 def causal_lm(**options: object) -> PreTrainedModel:

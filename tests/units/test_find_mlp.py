@@ -1,6 +1,7 @@
 """What find_mlp says of known layouts, and which plain configs say their cuts."""
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hies_export.units import neurons as mlp
 from hies_export.units.heads import tower_of
 from hies_export.units.neurons import find_mlp
 from hies_export.units.probe import Probe
+from hies_export.units.rehearse import ConsumerRehearsal
 
 Batch = dict[str, Tensor]
 
@@ -100,3 +102,12 @@ def test_blocks_belong_to_towers() -> None:
     towers = [tower_of(model, module) for module in find_mlp(model, llava_batch())]
     assert towers == ["vision"] * 3 + ["language"] * 2
     assert {tower_of(bert(), module) for module in find_mlp(bert(), text())} == {"language"}
+
+
+def test_a_second_call_of_a_consumer_blames_its_own_module() -> None:
+    modules = [PrunableModule(name=name, units=2, unit_width=1, consumer=name) for name in "ab"]
+    probe: Any = SimpleNamespace(run=lambda batch, before: [before((name, 0), torch.zeros(1, 1)) for name in "aba"])
+    dense: Any = SimpleNamespace(reads={}, outputs=(0.0, 0.0))
+    rehearsal = ConsumerRehearsal(dense, probe, lambda module: module.kept([0]), modules)
+    rehearsal.compare({})
+    assert [module.name for module, _ in rehearsal.mismatches] == ["a", "b", "a"]

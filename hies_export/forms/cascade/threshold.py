@@ -72,7 +72,8 @@ def choose_threshold(
 
 
 def _above(all_margins: Tensor, margin: Tensor) -> float:
-    """Return the middle between a margin and the next larger one, so that no row lies at the threshold."""
+    """Return the middle between a margin and the next larger one; the margin itself if it is the largest."""
+    # In the middle, so that no row lies at the threshold.
     larger = all_margins[all_margins > margin]
     return (margin.item() + larger.min().item()) / 2 if len(larger) else margin.item()
 
