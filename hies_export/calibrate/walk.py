@@ -144,7 +144,7 @@ class Walk:
             grads: Sequence[Tensor | None] = [None] * len(wanted)
             if used:
                 grads = torch.autograd.grad([v for v, _ in used], wanted, [g for _, g in used], allow_unused=True)
-        if hand_on:
+        if hand_on:  # what nothing depends on has no gradient to hand on
             given = [(t, g) for t, g in zip(arguments.values(), grads[len(inside) :], strict=True) if g is not None]
             if given:
                 # Several blocks may read one tensor, through what the model computes between them.

@@ -123,9 +123,9 @@ class Exporter:
         return FORMATS[options.format].write(model, folder, options, self.given)
 
     def quantize(self, exported: Export, folder: Path, options: ExportSection) -> Export:
-        """Quantise an export into a new folder; raises ExportError if the cut has left only small layers."""
+        """Quantise an export into a new folder; raises ExportError if no layer is large enough to gain."""
         quantize = FORMATS[options.format].quantize
-        assert quantize is not None
+        assert quantize is not None, f"{options.format} has no fewer bits, which recipes refuse"
         return quantize(exported, folder, options, self.given)
 
 

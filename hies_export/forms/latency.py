@@ -86,7 +86,10 @@ def latency_table(
 
 
 def _width_step(model: PreTrainedModel, runtime: str) -> int:
-    """Return the runtime's `Runtime.width_step`; for a model on a GPU at least `GPU_WIDTH_STEP`."""
+    """Return the step of widths between which a runtime gets faster, see `Runtime.width_step`.
+
+    torch runs where the model is, so that of a model on a GPU is at least `GPU_WIDTH_STEP`, whatever its dtype.
+    """
     return max(RUNTIMES[runtime].width_step, GPU_WIDTH_STEP if model.device.type == "cuda" else 1)
 
 

@@ -142,9 +142,9 @@ def _texts(values: Iterable[Any]) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, (list, tuple)):
-            texts = list(_texts(value))
-            yield " ".join(texts)  # as a list of words is read
-            yield from texts
+            if texts := list(_texts(value)):
+                yield " ".join(texts)  # as a list of words is read
+                yield from texts
         elif isinstance(value, dict):
             yield from _texts(value.values())
 

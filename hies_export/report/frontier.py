@@ -137,7 +137,7 @@ def _same_ends(form: Judged) -> Ends:
 
 
 def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH) -> str:
-    """Return agreement against time with its legend, as an SVG element; its CSS class is "wide" or "narrow"."""
+    """Return agreement against time with its legend, as an SVG element of class "frontier wide", or "narrow"."""
     narrow = width < WIDTH
     with canvas(width, 400, size=13, within=(66, 52, 18, 68)) as drawn:
         axes = drawn.axes
@@ -146,7 +146,7 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH) -> str:
         def line(name: str, places: Sequence[Ends], *, series: str = "", **style: Any) -> None:
             axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, series=series), clip_on=False, **style)
 
-        # Each point with where it is drawn.
+        # A point below the axis is drawn on its lower end; its text says its own agreement.
         placed = [(point, (point.time, max(point.same, lowest))) for point in figure.found]
         for series in dict.fromkeys(point.series for point in figure.found if point.series):
             members = sorted((place, point.kind) for point, place in placed if point.series == series)
@@ -164,7 +164,7 @@ def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH) -> str:
         for point, place in placed:
             gid = drawn.gid(f"mark {point.kind}", point.note, point.series[0] if point.series else "")
             style = {"color": colour_of(point.kind), "mec": CARD, "mew": 0.7, "ms": 11 if point.chosen else 8}
-            axes.plot(*place, MARKERS[point.shape % 4], gid=gid, clip_on=False, zorder=4, **style)
+            axes.plot(*place, MARKERS[point.shape % len(MARKERS)], gid=gid, clip_on=False, zorder=4, **style)
         names = []
         for point, place in sorted(placed, key=lambda pair: not pair[0].chosen):  # the chosen one is named first
             if point.name:
@@ -209,7 +209,7 @@ def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int,
     from matplotlib.lines import Line2D
 
     entries = [
-        (Line2D([], [], color=colour_of(shape.kind), marker=MARKERS[shape.shape % 4], ls=""), shape.text)
+        (Line2D([], [], color=colour_of(shape.kind), marker=MARKERS[shape.shape % len(MARKERS)], ls=""), shape.text)
         for shape in (figure.shapes if len(figure.shapes) > 1 else ())
     ]
     entries.append((Line2D([], [], color=INK, lw=2, alpha=0.8), "frontier"))

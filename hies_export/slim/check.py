@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,11 +82,11 @@ def compare_cut(
     inputs = {key: value.to(next(dense.parameters()).device) for key, value in inputs_of(batch).items()}
     largest, outputs = 0.0, dict[int, Tensor]()
 
-    def run(side: int, model: PreTrainedModel) -> None:  # the "batch" of each walk is its model, as inputs are common
+    def run(model: PreTrainedModel, side: int, inputs: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             outputs[side] = model(**inputs)[0]
 
-    walks = [Walk(model, {side: model}, [*blocks], run) for side, model in enumerate((dense, slim))]
+    walks = [Walk(model, {side: inputs}, [*blocks], partial(run, model)) for side, model in enumerate((dense, slim))]
     with masked_units(dense, plan, modules), exact_products(), walking(dense), walking(slim), ExitStack() as stack:
         masked, cut = (stack.enter_context(closing(walk.forward())) for walk in walks)
         for (block, masked_calls), (_, cut_calls) in zip(masked, cut, strict=True):

@@ -151,7 +151,9 @@ class Classification(Task):
         return float(f"{max(spread, rounding):.3g}")  # three digits are enough to tell
 
     def table(self, predictions: Predictions, references: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return predicted and right classes, (samples,) int64, numbers, float64, or label sets, (samples, labels)."""
+        """Return what is predicted and what is right: classes, (samples,) int64; numbers, (samples,) float64; or label
+        sets, (samples, labels) bool.
+        """
         decided = self.decide(predictions)
         if self.predicts == "numbers":
             decided, references = decided.double(), references.double()

@@ -222,10 +222,10 @@ def read_label_sets(rows: datasets.Dataset, *, column: str, config: Any) -> Tens
 
 
 def numbers_column(features: Mapping[str, Any]) -> str | None:
-    """Return the usual column of scores that are numbers, or lists of numbers; None if there is none."""
+    """Return the first usual column of scores that holds numbers, or lists of numbers; None if there is none."""
     for name in _SCORES:
         feature = data.item_feature(features.get(name))
-        number = str(getattr(feature, "dtype", "")).startswith(("int", "float"))
-        if number and not isinstance(feature, datasets.ClassLabel):
+        is_number = str(getattr(feature, "dtype", "")).startswith(("int", "uint", "float"))
+        if is_number and not isinstance(feature, datasets.ClassLabel):
             return name
     return None

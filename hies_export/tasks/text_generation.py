@@ -276,10 +276,10 @@ class TextGeneration(Task):
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
         """Return the log-probability of tokens that the model would write, summed over each sample, (batch,), in nats.
 
-        One token is drawn from the prediction at the place of each label, so the squared gradient is half of the change
-        of the KL divergence on average (Martens 2020, https://arxiv.org/abs/1412.1193, section 5). That of the labels
-        is not: those that the model does not expect have by far the largest gradients. Nor is that of the likeliest
-        tokens, which is small where the model is certain.
+        One token is drawn from the prediction at the place of each label, by the seed `number`, so half of the squared
+        gradient is the KL divergence of a small change on average (Martens 2020, https://arxiv.org/abs/1412.1193,
+        section 5). That of the labels is not: those that the model does not expect have by far the largest gradients.
+        Nor is that of the likeliest tokens, which is small where the model is certain.
         """
         if self.shift > 0 or "labels" in batch:
             labels = text_labels(model, batch)
