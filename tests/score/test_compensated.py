@@ -249,7 +249,9 @@ def test_moments_reach_the_modules_they_were_collected_of() -> None:
     model, batches, others = bert(intermediate_size=16), [text_batch(8, 20)], [text_batch(8, 30), text_batch(8, 30)]
     modules = [*find_attention(model, batches[0]), *neurons(model)]
     layers, known_of = effects(model, batches, modules), moments_by_module(model, modules, others)
-    found = score_compensated(model, batches, modules, moments=MomentStore(model, modules, others))
+    store = MomentStore(model, modules, others)
+    found = score_compensated(model, batches, modules, moments=store)
+    assert all(len(part.xx) for sums in store.kept.values() for part in sums.parts())  # a refit reads them afterwards
     for module, chain in zip(modules, found.chains, strict=True):
         layer, spread = layers[module.name], known_of[module.name].spread()
         assert_same_chain(chain, removal_chain(layer, module, 8, spread=spread))
