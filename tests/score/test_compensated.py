@@ -170,13 +170,14 @@ def test_downdating_equals_solving_anew(shape: str, centred: bool, per_sample: b
     assert [r.effect for r in found] == pytest.approx([effect for _, effect in expected], rel=precision)
 
 
-def test_heads_of_all_groups_go_in_turns() -> None:
-    module, samples = module_of(9, width=2, groups=3), 10
-    layer = layer_of(60, 18, samples, centred=True)
+@pytest.mark.parametrize("size", [2, 3])
+def test_heads_of_all_groups_go_in_turns(size: int) -> None:
+    module, samples = module_of(3 * size, width=2, groups=3), 10
+    layer = layer_of(60, 6 * size, samples, centred=True)
     gone: list[int] = []
     for removal in removal_chain(layer, module, samples, unit="query"):
         for group, head in enumerate(removal.units):
-            left = [unit for unit in range(3 * group, 3 * group + 3) if unit not in gone]
+            left = [unit for unit in range(size * group, size * (group + 1)) if unit not in gone]
 
             def effect(unit: int) -> float:
                 columns = [2 * u + i for u in sorted([*gone, unit]) for i in range(2)]
@@ -186,7 +187,7 @@ def test_heads_of_all_groups_go_in_turns() -> None:
             least = effect(head)
             gone.append(head)
         assert removal.effect == pytest.approx(least, rel=1e-9)
-    assert sorted(gone) == list(range(9))
+    assert sorted(gone) == list(range(3 * size))
 
 
 def test_neurons_go_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
