@@ -229,7 +229,8 @@ def checkpoint_in(path: str, *welcome: Contents, progress: Progress) -> str:
         refuse_other(path, *welcome, must=f"the model must be {wanted} or the folder of a run")
         return path
     if not (slim / "config.json").is_file():
-        raise RequestError(f"a run must have slim/, but {path} is {Contents.RUN.value} without slim/; give another")
+        kind = Contents.RUN.value
+        raise RequestError(f"a run must have slim/config.json, but {path} is {kind} without it; give another")
     progress.stage(f"{path} is {Contents.RUN.value}: using its slim/")
     return str(slim)
 

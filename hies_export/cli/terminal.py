@@ -44,7 +44,7 @@ class TerminalProgress:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Print, while the block runs, how long the stage has taken, after every `SILENCE` seconds without a line."""
+        """Print how long the stage has taken, in the block, after `SILENCE` seconds in which nothing else was shown."""
         ended = threading.Event()
 
         def tell() -> None:

@@ -88,7 +88,7 @@ def latency_table(
 def _width_step(model: PreTrainedModel, runtime: str) -> int:
     """Return the step of widths between which a runtime gets faster, see `Runtime.width_step`.
 
-    torch runs where the model is, so that of a model on a GPU is at least `GPU_WIDTH_STEP`, whatever its dtype.
+    For a model on a GPU, where torch then runs, it is at least `GPU_WIDTH_STEP` for every runtime, whatever the dtype.
     """
     return max(RUNTIMES[runtime].width_step, GPU_WIDTH_STEP if model.device.type == "cuda" else 1)
 

@@ -219,7 +219,7 @@ def short_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the first two samples of a batch of texts, cut to `SHORT` tokens that are real in both.
 
     That is enough for what depends on a model's code alone. A batch stays whole if one of its inputs has axes other
-    than (samples, tokens, ...) or (samples,), or if the two samples have fewer tokens, as it is short then anyway.
+    than (samples, tokens, ...) or (samples,), or if fewer than `SHORT` tokens are real in both samples.
     """
     shape = batch["input_ids"].shape if "input_ids" in batch else ()
     by_token = [name for name, tensor in batch.items() if tensor.dim() > 1]

@@ -140,7 +140,7 @@ class Classification(Task):
         return logits > math.log(self.threshold / (1 - self.threshold))
 
     def tolerance_on(self, dense: Predictions) -> float | None:
-        """Return by how much numbers may differ from the dense model's and count as the same; None for classes."""
+        """Return by how much numbers may differ from the dense model's and be the same; None for other predictions."""
         if self.predicts != "numbers":
             return None
         if self.tolerance is not None:

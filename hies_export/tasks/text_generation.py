@@ -112,7 +112,7 @@ class TextGeneration(Task):
             yield batch if choices is None else batch | choices.describe(rows)
 
     def _tokens(self, samples: datasets.Dataset, use: Use, limit: int | None) -> tuple[list[Tokens], Choices | None]:
-        """Return the tokens of each sample but blank texts, at most `limit` each; and the choices, if samples are."""
+        """Return the tokens of samples that are not blank, or of their choices, at most `limit`; and any choices."""
         tokenizer = data.tokenizer_of(self.processor)
         if self.columns.messages:
             return self._conversations(samples, tokenizer, limit), None

@@ -171,7 +171,7 @@ def _column_of(plain: Tensor, high: Tensor, low: Tensor, base: int) -> Tensor:
     for digit, whole in zip(digits, rounded, strict=True):
         is_single &= ((digit - whole).abs().nan_to_num(0.0) < _DIGIT_TOLERANCE).all(0)
     column = torch.where(is_single, rounded[0] * base + rounded[1], MIXED).long()
-    # One of the sums may cancel out where a feature reaches several columns, but not both, whose labels differ.
+    # Weights are random, so sums over several columns do not cancel out at every token: such a feature reaches none.
     column[((plain == 0) & (high == 0)).all(0)] = NOWHERE
     return column
 

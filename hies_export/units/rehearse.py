@@ -117,7 +117,7 @@ class ConsumerRehearsal(Rehearsal[LinearObserver]):
             self.mismatches.append((self.latest, "the model's outputs change"))
 
     def _before(self, call: Call, x: Tensor) -> None:
-        """Add a mismatch if a consumer does not read the dense run's kept columns, or another layer something else."""
+        """Add a mismatch if a consumer does not read the dense run's kept columns, or if another layer reads others."""
         name, dense = call[0], self.dense.reads.get(call)
         if (module := self._by_consumer.get(name)) is not None:
             self.pending.pop(name, None)  # gone already in a second call

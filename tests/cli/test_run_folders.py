@@ -108,7 +108,7 @@ NO_CHECKPOINTS = {
     "sweep.json": "the folder of a sweep",
     "journal-a-1.jsonl": "the folder of a sweep",
     "plan.json": "a folder of scores and their plan",
-    "report.json": "the folder of a run without slim/",
+    "report.json": "the folder of a run without it",
     "thesis.md": "something else",
 }
 

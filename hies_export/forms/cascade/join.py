@@ -54,7 +54,7 @@ def join_graphs(slim: Any, dense: Any, threshold: float) -> int:
 def _add_dense(dense: Any, new: Builder, inputs: Mapping[str, Any], rows: Any) -> Any:
     """Move the nodes of the dense graph into that of `new`, to read some rows of the inputs; return their logits.
 
-    `inputs` are values by name; `rows`, (rows that go on, 1), are indices. Tokens that are padding in all are cut off.
+    `inputs` are values by name; `rows`, (rows that go on, 1), are indices. Padding at the end of all is cut off.
     """
     one = new.constant(np.array([1]))
     index = new("Squeeze", rows, one)
