@@ -13,7 +13,7 @@ from hies_export.forms.form import Form
 from hies_export.forms.runtimes.base import register_runtime
 from hies_export.forms.runtimes.openvino import OpenVinoRuntime
 from hies_export.forms.runtimes.ort import onnx_file
-from hies_export.forms.time import Timed, time
+from hies_export.forms.time import TimedRow, time
 from hies_export.units.counts import Shape
 
 SHAPES = ((1, 128), (8, 128))
@@ -42,12 +42,12 @@ class OpenVinoDefault(OpenVinoRuntime):
         return {"logits": np.array(result.get_output_tensor(0).data, dtype=np.float32)}
 
 
-def time_beside(forms: Sequence[Form], batches: Mapping[Shape, Batch], *, repeats: int = 30) -> list[list[Timed]]:
+def time_beside(forms: Sequence[Form], batches: Mapping[Shape, Batch], *, repeats: int = 30) -> list[list[TimedRow]]:
     """Time forms beside each other on one batch a shape, and also a step of models that generate."""
     return time(forms, {shape: [batch] for shape, batch in batches.items()}, repeats=repeats, decode=True)
 
 
-def time_cells(timed: Sequence[Sequence[Timed]]) -> list[list[str]]:
+def time_cells(timed: Sequence[Sequence[TimedRow]]) -> list[list[str]]:
     """Return the times of every form by shape as cells of a table."""
     return [[time_cell(time) for time in times] for times in times_of(timed)]
 
@@ -57,7 +57,7 @@ def time_cell(time: Mapping[str, Any]) -> str:
     return f"{time['ratio']:.3f} [{time['low']:.3f}, {time['high']:.3f}]{'*' * time['noisy']}"
 
 
-def times_of(timed: Sequence[Sequence[Timed]]) -> list[list[dict[str, Any]]]:
+def times_of(timed: Sequence[Sequence[TimedRow]]) -> list[list[dict[str, Any]]]:
     """Return the times of every form by shape: ratios to the first form, with 95 % intervals; of that the control's."""
     return [
         [
@@ -69,12 +69,12 @@ def times_of(timed: Sequence[Sequence[Timed]]) -> list[list[dict[str, Any]]]:
     ]
 
 
-def step_names(timed: Sequence[Timed]) -> list[str]:
+def step_names(timed: Sequence[TimedRow]) -> list[str]:
     """Return what was timed of a form, such as "forward 8 x 128"."""
     return [f"{one.phase} {one.batch} x {one.sequence}" for one in timed]
 
 
-def print_times(name: str, names: Iterable[str], timed: Sequence[Sequence[Timed]]) -> None:
+def print_times(name: str, names: Iterable[str], timed: Sequence[Sequence[TimedRow]]) -> None:
     """Print the times of all forms, by their names, in a table that begins with a `name`, and that of the first."""
     steps = step_names(timed[0])
     print(f"| {name} | {' | '.join(steps)} |\n| --- |" + " --- |" * len(steps))
@@ -83,10 +83,10 @@ def print_times(name: str, names: Iterable[str], timed: Sequence[Sequence[Timed]
     print_base(timed[0])
 
 
-def print_base(times: Sequence[Timed]) -> None:
+def print_base(times: Sequence[TimedRow]) -> None:
     """Print the times of the first form, the dense float32 one."""
     for name, first in zip(step_names(times), times, strict=True):
-        print(f"dense float32, {name}: {first.ms:.2f} ms, {first.threads} threads")
+        print(f"dense float32, {name}: {first.dense_ms:.2f} ms, {first.threads} threads")
     print("The first row's times are those of a second copy, the control; * is a noisy one.")
 
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hies_export.forms.time import Timed, deciding_step, relative_times
+from hies_export.forms.time import TimedRow, deciding_step, relative_times
 from hies_export.report.comparison import Bench, read_report
 from hies_export.report.figures import draw_frontier
 from hies_export.report.frontier import Measured, frontier_figure
@@ -33,7 +33,7 @@ def tool_of(values: dict[str, Any]) -> str:
     return str(re.split(r",|'s | quantize| with | of | \d{4}", values["name"])[0])
 
 
-def peer(values: dict[str, Any], at: Timed) -> Measured | None:
+def peer(values: dict[str, Any], at: TimedRow) -> Measured | None:
     """Return what another tool made, at the shape of a time; None where that is not known."""
     times = [
         t for t in values["times"] or () if (t["batch"], t["sequence"]) == (at.batch, at.sequence) and not t["noisy"]

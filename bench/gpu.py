@@ -50,9 +50,10 @@ from hies_export.errors import HiesError, root_cause
 from hies_export.forms.form import Form, Forms
 from hies_export.forms.formats import Exporter, Given, best_for
 from hies_export.forms.machine import machine_facts
-from hies_export.forms.measured import LatencyRow, latency_rows
+from hies_export.forms.measured import latency_rows
 from hies_export.forms.runtimes.base import Runtime, check_runtime
 from hies_export.forms.runtimes.pytorch import peak_memory_bytes
+from hies_export.forms.time import TimedRow
 from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.report.tables import Table, latency_table, print_table
 from hies_export.report.words import environment_text, latency_text
@@ -217,7 +218,7 @@ class Session:
         for part in found["tables"]:
             if part["rows"]:
                 models = [row["model"] for row in part["rows"]]
-                rows = [LatencyRow(**{k: v for k, v in row.items() if k != "model"}) for row in part["rows"]]
+                rows = [TimedRow(**{k: v for k, v in row.items() if k != "model"}) for row in part["rows"]]
                 names = tuple(part["names"])
                 header, lines = latency_table(rows, names)
                 table = Table(["", *header], [[model, *line] for model, line in zip(models, lines, strict=True)])
@@ -266,7 +267,7 @@ def _time_shares(
             forms.add(name := f"{share:.0%}" if share else "dense", slim)
             both = [forms.form(one, runtime) for one in ("dense", name)]
             flops = count_both_flops(dense, slim, batches)
-            for row in latency_rows(runtime, time_beside(both, batches, repeats=session.repeats), flops):
+            for row in latency_rows(time_beside(both, batches, repeats=session.repeats), flops):
                 session.row(session.latency, {"model": f"{shape.name} -{share:.0%}", **asdict(row)})
 
 
@@ -281,7 +282,7 @@ def time_scoring(session: Session, shape: Shape, *, dtype: str, size: tuple[int,
         batch["attention_mask"][-1, : size[1] // 4] = 0  # a padded row, as real batches have
         forms = [TrainingForm(shape.name, "torch", model, way=way, modules=modules) for way in (plain, scoring)]
         timed = time_beside(forms, {size: {**batch, "labels": labels}}, repeats=session.repeats)
-        (row,) = latency_rows("torch", timed, {})
+        (row,) = latency_rows(timed, {})
         session.row(session.scoring, {"model": shape.name, **asdict(row)})
 
     session.attempt(f"scoring {shape.name}, {dtype}", work)

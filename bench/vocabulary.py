@@ -194,8 +194,9 @@ def decoder(options: argparse.Namespace) -> None:
                 for name, one in (("dense", model), ("slim", found.model))
             ]
             timed = time(forms, {(1, 128): [read_by]}, repeats=30, decode=True)
-            for dense, slim in zip(*timed, strict=True):
-                print(f"{dense.phase} at 1 x 128: {dense.ms:.1f} -> {slim.ms:.1f} ms, {slim.ratio:.3f} of the time")
+            for slim in timed[1]:
+                times = f"{slim.dense_ms:.1f} -> {slim.slim_ms:.1f} ms, {slim.ratio:.3f} of the time"
+                print(f"{slim.phase} at 1 x 128: {times}")
 
 
 def nll(model: Any, tokenizer: Any, text: str) -> tuple[float, int]:

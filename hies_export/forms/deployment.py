@@ -16,7 +16,7 @@ from ..units.counts import Count, Share
 from .form import Form, Forms
 from .onnx.quantize import check_quantizable
 from .runtimes.base import RUNTIMES, check_runtime, runs_task
-from .time import Timed, ratios
+from .time import TimedRow, ratios
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def count_reduced_precision(task: type[Task], runtimes: Sequence[str]) -> int:
 
 
 def try_dense(
-    forms: Forms, judge: Judge, ways: Iterable[Way], timed: Callable[[Sequence[Form]], list[list[Timed]]]
+    forms: Forms, judge: Judge, ways: Iterable[Way], timed: Callable[[Sequence[Form]], list[list[TimedRow]]]
 ) -> list[DeployWay]:
     """Judge and time the dense model in every form; one that fails keeps its `problem`. Raises PlanError if all do."""
     tried: list[DeployWay] = []

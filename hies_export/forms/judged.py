@@ -14,7 +14,7 @@ from .form import COMPOUNDS, Form, Forms
 from .formats import Export, runtime_of
 from .runtimes.base import RUNTIMES
 from .runtimes.ort import ONNX_FILE
-from .time import Timed
+from .time import TimedRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Judged:
     bytes: Size | None
     quality: float
     stability: Share
-    times: list[Timed]
+    times: list[TimedRow]
     metrics: Mapping[str, float] = field(default_factory=dict)
     stability_low: Share | None = None
     stability_high: Share | None = None
@@ -119,7 +119,7 @@ def judge(
     return judged
 
 
-def with_times(judged: Sequence[Judged], timed: Sequence[Sequence[Timed]]) -> list[Judged]:
+def with_times(judged: Sequence[Judged], timed: Sequence[Sequence[TimedRow]]) -> list[Judged]:
     """Return the judged forms with the times of each."""
     return [replace(form, times=[*times]) for form, times in zip(judged, timed, strict=True)]
 

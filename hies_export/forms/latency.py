@@ -21,7 +21,7 @@ from ..units.units import PrunableModule
 from .form import Form, Forms
 from .formats import Exporter
 from .runtimes.base import GPU_WIDTH_STEP, RUNTIMES
-from .time import Timed, shape_of, time
+from .time import TimedRow, shape_of, time
 
 # Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
 LEVELS = (0.75, 0.5, 0.25, 0.0)
@@ -39,7 +39,7 @@ class TimedOn:
     dtype: str | None = None  # what the runtime computes in; None leaves that to the model or its export
     repeats: int = 30
 
-    def time(self, forms: Sequence[Form], progress: Progress = SILENT) -> list[Timed]:
+    def time(self, forms: Sequence[Form], progress: Progress = SILENT) -> list[TimedRow]:
         """Return the times of forms on the batch, measured beside each other."""
         batches = {shape_of(self.batch): [self.batch]}
         # One shape in one phase, so one time for each form.

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from pydantic import ConfigDict
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..data.batches import Batch
 from ..model.memory import let_go
 from ..recipe.budget import LatencyBudget
 from ..recipe.sections import ExportSection
 from ..units import counts
-from ..units.counts import Both, Counted, FlopCount, Ratio, Record, Shape, Size, StoredBytes
+from ..units.counts import Both, Counted, FlopCount, Shape, StoredBytes
 from .form import Compound, Forms
 from .formats import runtime_of
 from .runtimes.base import RUNTIMES
-from .time import Phase, Timed, time
+from .time import TimedRow, time
 
 # The (runtime, bits) pair that quantised models and compounds are compared with.
 _FULL_PRECISION = ("onnxruntime-cpu", "float32")
@@ -50,56 +48,7 @@ class MeasureOptions:
         return list(dict.fromkeys(pairs))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LatencyRow(Record):
-    """The latency of two models on one runtime at one shape; where a field is also in `Timed`, its meaning is there.
-
-    Fields are the keys of report.json, in its order. Rows of older versions may lack those with a default.
-
-    Attributes:
-        dtype: Dtype that they computed in; both, joined by " / ", if they differ.
-        sequence: Tokens per row, as the attention sees them.
-        dense_ms, slim_ms: Median times.
-        ratio, ratio_low, ratio_high: Ratio slim / dense, with a 95 % interval.
-        realised: Share of time saved / share of FLOPs saved; None without `flops_ratio`, or if no FLOPs were saved.
-        flops_ratio: FLOPs slim / dense; None for a decode step.
-        tokens_per_second: Over all rows: new tokens in a decode step, tokens read in a prefill; else None.
-        control_ratio, control_low, control_high: The same ratio of a second copy of the dense model to the first (A/A).
-        noisy: Whether the control shows too much noise for the ratio to be trusted.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
-
-    runtime: str
-    provider: str = ""
-    dtype: str = "float32"
-    phase: Phase = "forward"
-    batch: int
-    sequence: int
-    dense_ms: float
-    slim_ms: float
-    ratio: Ratio
-    ratio_low: Ratio
-    ratio_high: Ratio
-    realised: float | None = None
-    flops_ratio: float | None = None
-    tokens_per_second: Both[float] | None = None
-    dense_p90_ms: float | None = None
-    dense_p99_ms: float | None = None
-    slim_p90_ms: float | None = None
-    slim_p99_ms: float | None = None
-    control_ratio: Ratio
-    control_low: Ratio
-    control_high: Ratio
-    noisy: bool = False
-    repeats: int | None = None
-    loads: int = 1
-    threads: int | None = None
-    cuda_graph: bool = False
-    peak_bytes: Both[Size] | None = None
-
-
-def budget_rows(timed: LatencyBudget, rows: Iterable[LatencyRow]) -> list[LatencyRow]:
+def budget_rows(timed: LatencyBudget, rows: Iterable[TimedRow]) -> list[TimedRow]:
     """Return the rows on the runtime, at the shape and in the dtype of a latency budget, without decode steps."""
     asked = (timed.runtime, timed.batch, timed.sequence)
     at_shape = [row for row in rows if (row.runtime, row.batch, row.sequence) == asked and row.phase != "decode"]
@@ -118,7 +67,7 @@ class Measurements:
     bytes: StoredBytes
     flops: FlopCount
     cache_bytes_per_token: Both[int] | None
-    latency: list[LatencyRow]
+    latency: list[TimedRow]
 
 
 def measure_both(
@@ -144,54 +93,30 @@ def measure_both(
         forms.progress.stage(f"time both models on {runtime}" + ("" if bits is None else f" in {bits}"))
         # No variable holds these forms, so that the copies of models in them are freed before the next are made.
         timed = time([forms.form(name, runtime, bits) for name in names], in_lists, **how)
-        latency += latency_rows(runtime, timed, flops)
+        latency += latency_rows(timed, flops)
         for model in models:
             let_go(model)  # the next runtime may hold weights of its own
     return Measurements(
         parameters=counts.count_both_parameters(*models),
         bytes=StoredBytes(stored.dense, stored.slim, export_bytes.get("onnx"), export_bytes.get("gguf")),
         flops=next(iter(flops.values())),  # of the first shape
-        cache_bytes_per_token=_both(*map(counts.cache_bytes_per_token, models)),
+        cache_bytes_per_token=counts.both(*map(counts.cache_bytes_per_token, models)),
         latency=latency,
     )
 
 
-def _both(dense: int | None, slim: int | None) -> Both[int] | None:
-    """Return both numbers as a pair; None if either is missing."""
-    return None if dense is None or slim is None else Both(dense, slim)
-
-
-def latency_rows(runtime: str, timed: Sequence[Sequence[Timed]], flops: Mapping[Shape, FlopCount]) -> list[LatencyRow]:
-    """Return rows of the times of two forms on a runtime, from `time`; without FLOPs of a shape, no `realised`."""
-    return [
-        _row(runtime, dense, slim, flops.get((dense.batch, dense.sequence))) for dense, slim in zip(*timed, strict=True)
-    ]
-
-
-def _row(runtime: str, dense: Timed, slim: Timed, flops: FlopCount | None) -> LatencyRow:
-    """Return the times of both models at one shape and phase as a row; without FLOPs it has no `realised`."""
-    if dense.phase == "decode":
-        flops = None  # the time depends on memory: a decode step reads all weights to compute one token
-    tokens = {"decode": dense.batch, "prefill": dense.batch * dense.sequence}.get(dense.phase)
-    same = ("provider", "phase", "batch", "sequence", "noisy", "repeats", "loads", "threads", "cuda_graph")
-    times: dict[str, Any] = {
-        **{name: getattr(dense, name) for name in same},
-        **{name: getattr(slim, name) for name in ("ratio", "ratio_low", "ratio_high")},
-        **{f"dense_{name}": getattr(dense, name) for name in ("ms", "p90_ms", "p99_ms")},
-        **{f"slim_{name}": getattr(slim, name) for name in ("ms", "p90_ms", "p99_ms")},
-    }
-    return LatencyRow(
-        **times,
-        runtime=runtime,
-        dtype=" / ".join(dict.fromkeys((dense.dtype, slim.dtype))),
-        realised=None if flops is None else realised_share(slim.ratio, flops.ratio),
-        flops_ratio=None if flops is None else flops.ratio,
-        tokens_per_second=None if tokens is None else Both(1000 * tokens / dense.ms, 1000 * tokens / slim.ms),
-        control_ratio=dense.ratio,
-        control_low=dense.ratio_low,
-        control_high=dense.ratio_high,
-        peak_bytes=_both(dense.peak_bytes, slim.peak_bytes),
-    )
+def latency_rows(timed: Sequence[Sequence[TimedRow]], flops: Mapping[Shape, FlopCount]) -> list[TimedRow]:
+    """Return the times of the second of two forms, from `time`, with what became of the FLOPs saved at each shape."""
+    _, of_slim = timed
+    rows = []
+    for row in of_slim:
+        counted = flops.get((row.batch, row.sequence))
+        # The time of a decode step depends on memory: it reads all weights to compute one token.
+        if counted is not None and row.phase != "decode":
+            realised = realised_share(row.ratio, counted.ratio)
+            row = replace(row, flops_ratio=counted.ratio, realised=realised)
+        rows.append(row)
+    return rows
 
 
 def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:

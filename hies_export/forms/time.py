@@ -12,17 +12,17 @@ import gc
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import FiniteFloat
+from pydantic import ConfigDict
 
 from ..data.batches import Batch, in_rows, size_of
 from ..errors import RecipeError
 from ..model.memory import LARGE_BYTES
 from ..progress import SILENT, Progress
-from ..units.counts import Ratio, Shape, Size
+from ..units.counts import Both, Ratio, Record, Shape, Size, both
 from .form import Form
 from .runtimes.base import RUNTIMES, Runtime
 
@@ -41,54 +41,68 @@ LEAST_BATCHES = 48  # least number of timed batches of rows; where there are few
 WARMUP = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """The time of a form at a shape, beside the first form, whose own ratio is its control's.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TimedRow(Record):
+    """The time of a form at a shape, beside that of the first form; fields are the keys of report.json, in its order.
 
-    Fields are keys of report.json. Its times of older versions may lack those with a default.
+    "dense" is the first form and "slim" this one, as in most comparisons. The row of the first form has the ratio of
+    its control.
 
     Attributes:
-        batch: Rows.
-        sequence: Tokens per row; on rows of a data set, their mean number.
-        ms: Median time of a run; on rows, the mean of a batch.
-        p90_ms, p99_ms: Percentiles; None on rows, which differ in length.
-        ratio: Median of the paired ratios to the mean of the first form's copies; on rows, ratio of total times. Of the
-            first form, that of its second copy to its first (A/A), whose distance from 1 is noise.
-        ratio_low, ratio_high: 95 % interval of the ratio, over loads, copies and rounds.
-        noisy: Whether the control shows too much noise for a ratio at this shape to be trusted.
-        threads: CPU threads within an operator.
+        runtime: The runtime of this form.
         provider: Device or execution provider.
-        dtype: Dtype that the model computed in.
-        cuda_graph: Whether replays of a CUDA graph were timed.
+        dtype: Dtype that the models computed in; both, joined by " / ", if they differ.
+        batch: Rows.
+        sequence: Tokens per row, as the attention sees them; on rows of a data set, their mean number.
+        dense_ms, slim_ms: Median times of a run; on rows, the mean of a batch.
+        ratio: Median of the paired ratios to the mean of the first form's copies; on rows, ratio of total times.
+        ratio_low, ratio_high: 95 % interval of the ratio, over loads, copies and rounds.
+        realised: Share of time saved / share of FLOPs saved; None without `flops_ratio`, or if no FLOPs were saved.
+        flops_ratio: FLOPs slim / dense; None where they were not counted, and for a decode step.
+        tokens_per_second: Over all rows: new tokens in a decode step, tokens read in a prefill; else None.
+        dense_p90_ms, dense_p99_ms, slim_p90_ms, slim_p99_ms: Percentiles; None on rows, which differ in length.
+        control_ratio, control_low, control_high: The ratio of a second copy of the first form to the first one (A/A),
+            whose distance from 1 is noise.
+        noisy: Whether the control shows too much noise for a ratio at this shape to be trusted.
         repeats, loads: Number of timed runs, and of times the model was loaded.
+        threads: CPU threads within an operator.
+        cuda_graph: Whether replays of a CUDA graph were timed.
         peak_bytes: Peak device memory during a run; None on the CPU and on rows.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
+
+    runtime: str
+    provider: str = ""
+    dtype: str = "float32"
+    phase: Phase = "forward"
     batch: int
     sequence: int
-    phase: Phase
-    ms: FiniteFloat
+    dense_ms: float
+    slim_ms: float
     ratio: Ratio
     ratio_low: Ratio
     ratio_high: Ratio
-    noisy: bool
-    p90_ms: FiniteFloat | None = None
-    p99_ms: FiniteFloat | None = None
-    threads: int | None = None
-    provider: str = ""
-    dtype: str = "float32"
-    cuda_graph: bool = False
+    realised: float | None = None
+    flops_ratio: float | None = None
+    tokens_per_second: Both[float] | None = None
+    dense_p90_ms: float | None = None
+    dense_p99_ms: float | None = None
+    slim_p90_ms: float | None = None
+    slim_p99_ms: float | None = None
+    control_ratio: Ratio
+    control_low: Ratio
+    control_high: Ratio
+    noisy: bool = False
     repeats: int | None = None
     loads: int = 1
-    peak_bytes: Size | None = None
-
-    def __post_init__(self) -> None:
-        if self.ratio_low > self.ratio_high:
-            raise ValueError(f"ratio_low must be at most ratio_high, got {self.ratio_low} and {self.ratio_high}")
+    threads: int | None = None
+    cuda_graph: bool = False
+    peak_bytes: Both[Size] | None = None
 
 
 class _Load(NamedTuple):
-    """The times of all models, then of the control, in ms, (rounds, models + 1), and fields of `Timed` by model."""
+    """The times of all models, then of the control, in ms, (rounds, models + 1), and fields of `TimedRow` by model."""
 
     times_ms: np.ndarray
     facts: list[dict[str, Any]]
@@ -102,7 +116,7 @@ def time(
     loads: int = 100,
     decode: bool = False,
     progress: Progress = SILENT,
-) -> list[list[Timed]]:
+) -> list[list[TimedRow]]:
     """Time forms beside each other, interleaved over several loads.
 
     All are loaded as often as the most demanding runtime needs, and the first one twice, as control; a file of more
@@ -156,7 +170,7 @@ def time(
                 across=len(runtimes) > 1,
             )
             measured.setdefault((shape, phase), []).append(times)
-    by_step = [_compare(len(forms), shape, phase, of_step) for (shape, phase), of_step in measured.items()]
+    by_step = [_compare(forms, shape, phase, of_step) for (shape, phase), of_step in measured.items()]
     return [list(times) for times in zip(*by_step, strict=True)]
 
 
@@ -187,12 +201,12 @@ def in_mixed_order(batches: Sequence[Batch], size: int) -> list[Batch]:
     return [smaller[index] for index in order[: max(1, ROWS // size)].tolist()]
 
 
-def deciding_step(times: Sequence[Timed]) -> int | None:
+def deciding_step(times: Sequence[TimedRow]) -> int | None:
     """Return the index of the first time of a form that is not noisy; None if all are, or there are none."""
     return next((step for step, time in enumerate(times) if not time.noisy), None)
 
 
-def relative_times(timed: Sequence[Sequence[Timed]], step: int) -> list[float]:
+def relative_times(timed: Sequence[Sequence[TimedRow]], step: int) -> list[float]:
     """Return the times of forms at a step relative to the first form's; that of the first is its control's, so it is 1.
 
     A step is a shape and phase, and `timed` has the times of each form at all steps.
@@ -200,12 +214,12 @@ def relative_times(timed: Sequence[Sequence[Timed]], step: int) -> list[float]:
     return [1.0, *(times[step].ratio for times in timed[1:])]
 
 
-def ratios(timed: Sequence[Sequence[Timed]]) -> list[float]:
+def ratios(timed: Sequence[Sequence[TimedRow]]) -> list[float]:
     """Return the times of all forms, relative to the first form's, at the first step that is not noisy, if any is."""
     return relative_times(timed, deciding_step(timed[0]) or 0)
 
 
-def fastest(timed: Sequence[Sequence[Timed]], among: Sequence[int]) -> tuple[int | None, int]:
+def fastest(timed: Sequence[Sequence[TimedRow]], among: Sequence[int]) -> tuple[int | None, int]:
     """Return the index of the fastest form among some, None without any, and the index of the step that decides.
 
     Different forms may be fastest at different steps, so one step decides: the first whose control is not noisy, or at
@@ -305,35 +319,44 @@ def balanced_order(count: int, number: int) -> list[int]:
     return order[::-1] if number % 2 else order
 
 
-def _compare(count: int, shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[Timed]:
-    """Return the times of `count` forms at a shape and phase, from all loads."""
-    times_ms, total = [load.times_ms for load in loads], phase == "rows"
-    control = ratio_with_interval([ms[:, :1] for ms in times_ms], [ms[:, -1] for ms in times_ms], total=total)
+def _compare(forms: Sequence[Form], shape: Shape, phase: Phase, loads: Sequence[_Load]) -> list[TimedRow]:
+    """Return the times of forms at a shape and phase, from all loads."""
+    times_ms, facts, total = [load.times_ms for load in loads], loads[0].facts, phase == "rows"
+    by_form = [[ms[:, index] for ms in times_ms] for index in range(len(forms))]
     copies_ms = [ms[:, [0, -1]] for ms in times_ms]  # of the first form
-    timed = []
-    for index in range(count):
-        form_ms = [ms[:, index] for ms in times_ms]
-        ratio, low, high = ratio_with_interval(copies_ms, form_ms, total=total) if index else control
-        runs = np.concatenate(form_ms)
-        ms, p90_ms, p99_ms = (runs.mean(), None, None) if total else np.percentile(runs, (50, 90, 99)).tolist()
-        timed.append(
-            Timed(
-                batch=shape[0],
-                sequence=shape[1],
-                phase=phase,
-                ms=float(ms),
-                p90_ms=p90_ms,
-                p99_ms=p99_ms,
-                ratio=ratio,
-                ratio_low=low,
-                ratio_high=high,
-                noisy=is_noisy(*control[1:]),
-                repeats=len(runs),
-                loads=len(loads),
-                **loads[0].facts[index],
-            )
-        )
-    return timed
+    control = ratio_with_interval([ms[:, :1] for ms in times_ms], [ms[:, -1] for ms in times_ms], total=total)
+    tokens = {"decode": shape[0], "prefill": shape[0] * shape[1]}.get(phase)
+    of_all: dict[str, Any] = {
+        "phase": phase,
+        "batch": shape[0],
+        "sequence": shape[1],
+        **_percentiles("dense", by_form[0], total),
+        "control_ratio": control[0],
+        "control_low": control[1],
+        "control_high": control[2],
+        "noisy": is_noisy(*control[1:]),
+        "repeats": sum(map(len, times_ms)),
+        "loads": len(loads),
+    }
+    rows = []
+    for index, form in enumerate(forms):
+        ratio, low, high = ratio_with_interval(copies_ms, by_form[index], total=total) if index else control
+        times: dict[str, Any] = {**of_all, **facts[index], **_percentiles("slim", by_form[index], total)}
+        times["dtype"] = " / ".join(dict.fromkeys((facts[0]["dtype"], facts[index]["dtype"])))
+        times["peak_bytes"] = both(facts[0]["peak_bytes"], facts[index]["peak_bytes"])
+        if tokens is not None:
+            times["tokens_per_second"] = Both(1000 * tokens / times["dense_ms"], 1000 * tokens / times["slim_ms"])
+        rows.append(TimedRow(runtime=form.runtime, ratio=ratio, ratio_low=low, ratio_high=high, **times))
+    return rows
+
+
+def _percentiles(name: str, times_ms: Sequence[np.ndarray], total: bool) -> dict[str, float]:
+    """Return the median and other percentiles of a form's times by field of `TimedRow`; if `total`, only the mean."""
+    runs = np.concatenate(times_ms)
+    if total:
+        return {f"{name}_ms": float(runs.mean())}
+    fields = (f"{name}_ms", f"{name}_p90_ms", f"{name}_p99_ms")
+    return dict(zip(fields, np.percentile(runs, (50, 90, 99)).tolist(), strict=True))
 
 
 def ratio_with_interval(

@@ -18,12 +18,12 @@ from ..data.processors import load_processor
 from ..errors import RequestError, refusing
 from ..forms.form import Form, Forms
 from ..forms.formats import FORMATS, Exporter, Given, best_for, export_options, require_exporters, runtime_of
-from ..forms.measured import LatencyRow, latency_rows
+from ..forms.measured import latency_rows
 from ..forms.onnx.multimodal import is_vision_language
 from ..forms.runtimes.base import RUNTIMES, check_dtypes, check_runtime
 from ..forms.runtimes.llamacpp import find_gguf
 from ..forms.runtimes.ort import ONNX_FILE, QUANTIZED_FILE, refuse_parts
-from ..forms.time import time
+from ..forms.time import TimedRow, time
 from ..model.internals import empty_model, never_asking
 from ..model.tokens import synthetic_batch
 from ..progress import SILENT, Progress
@@ -42,7 +42,7 @@ def bench(
     dtypes: Sequence[str] = (),
     repeats: int = 30,
     progress: Progress = SILENT,
-) -> list[LatencyRow]:
+) -> list[TimedRow]:
     """Compare the latency of two checkpoints, ONNX or OpenVINO folders, or GGUF files; the same one twice shows noise.
 
     Args:
@@ -73,7 +73,7 @@ def bench(
     flops = _flops(folders, skeletons, batches)
     one_batch_each = {shape: [batch] for shape, batch in batches.items()}
     pairs = [(name, dtype) for name in runtimes for dtype in dtypes or ("float32",) if dtype in RUNTIMES[name].dtypes]
-    rows: list[LatencyRow] = []
+    rows: list[TimedRow] = []
     with tempfile.TemporaryDirectory(prefix="hies-bench-") as temporary:
         # All exports come first, because one may be refused.
         targets = Path(temporary) / "first", Path(temporary) / "second"
@@ -84,7 +84,7 @@ def bench(
                 for folder, exported in zip(folders, exports, strict=True)
             ]
             times = time(forms, one_batch_each, repeats=repeats, decode=True, progress=progress)
-            rows += latency_rows(pair[0], times, flops)
+            rows += latency_rows(times, flops)
     return rows
 
 

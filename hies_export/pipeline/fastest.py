@@ -22,7 +22,7 @@ from ..evaluate.promise import asked_words
 from ..forms.deployment import DeployWay, SizeTried, find_ways, try_dense
 from ..forms.form import COMPOUNDS, Compound, Form, Forms
 from ..forms.runtimes.base import RUNTIMES
-from ..forms.time import Timed, in_mixed_order, ratios, rows_by_shape
+from ..forms.time import TimedRow, in_mixed_order, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..recipe.budget import Budget, Found, Outcome, TimedSection
 from ..score.criteria import Scores
@@ -57,7 +57,7 @@ def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
 
 def quick_times(
     pruning: Pruning, delivery: Delivery, forms: Sequence[Form], *, compounds: bool = False
-) -> list[list[Timed]]:
+) -> list[list[TimedRow]]:
     """Time forms, `compounds` among them or not, as a deployment is timed, at its first shape and with few loads."""
     shape, batch = next(iter(pruning.shapes.items()))
     batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch]}

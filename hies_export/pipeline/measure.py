@@ -15,9 +15,9 @@ from ..forms.form import Form, Forms
 from ..forms.formats import Export, add_graphs, link_files, runtime_of
 from ..forms.judged import ExportedFile, Judged, frontier, judge_exported, keep_file, with_times
 from ..forms.judged import judge as judge_forms
-from ..forms.measured import LatencyRow, Measurements, budget_rows, measure_both
+from ..forms.measured import Measurements, budget_rows, measure_both
 from ..forms.runtimes.base import RUNTIMES
-from ..forms.time import Timed, fastest, ratios, rows_by_shape
+from ..forms.time import fastest, ratios, rows_by_shape
 from ..forms.time import time as time_forms
 from ..model.text_encoder import TextEncoder
 from ..recipe.budget import Found, Outcome
@@ -262,7 +262,6 @@ class Measuring:
         if latency is None:
             counted = sizes.flops.ratio if outcome.budget.flops is not None else sizes.parameters.ratio
             return replace(outcome, found=Found(counted))
-        timed: Timed | LatencyRow
         if self.pruning.trimming is None:
             timed = budget_rows(latency, sizes.latency)[0]
         else:  # those rows are relative to the untrimmed model, and the budget to the trimmed one

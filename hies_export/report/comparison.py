@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from rich.console import Console
 
 from ..files import Rule, check, read_json
-from ..forms.measured import LatencyRow
+from ..forms.time import TimedRow
 from .html import render
 from .report import REPORT, Report
 from .tables import latency_table, print_table
@@ -27,7 +27,7 @@ class Bench:
 
     a: str
     b: str
-    latency: Sequence[LatencyRow]
+    latency: Sequence[TimedRow]
     environment: Mapping[str, Any]
 
     @property

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..forms.measured import LatencyRow
-from ..forms.time import Timed
+from ..forms.time import TimedRow
 from .report import CUT, NeuronCount
 
 if TYPE_CHECKING:
@@ -239,11 +238,11 @@ class Scale:
         return 100 * min(max(share, 0.0), self.high) / self.high
 
     @classmethod
-    def of(cls, times: Iterable[LatencyRow | Timed], shares: Iterable[float] = ()) -> Scale:
+    def of(cls, times: Iterable[TimedRow], shares: Iterable[float] = ()) -> Scale:
         """Return a scale with room for all times with their intervals, and for other shares."""
         ends = [1.05, *shares]
         for time in times:
-            highest = max(time.ratio_high, time.control_high if isinstance(time, LatencyRow) else 0.0)
+            highest = max(time.ratio_high, time.control_high)
             # One noisy row must not squeeze all the others.
             ends.append(min(highest, 1.5) if time.noisy else highest)
         return cls(max(ends) + 0.01)

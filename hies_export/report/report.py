@@ -16,7 +16,7 @@ from ..files import Rule, check, read_json
 from ..forms.cascade.export import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
 from ..forms.judged import ExportedFile, Judged
-from ..forms.measured import LatencyRow
+from ..forms.time import TimedRow
 from ..kinds import ATTENTION, KINDS, MLP
 from ..recipe.budget import Outcome
 from ..select.plan import PruningPlan, dump_json
@@ -217,7 +217,7 @@ class Report:
     onnx_max_abs: float | None
     gguf_max_abs: float | None = field(default=None, kw_only=True)
     seconds: Mapping[str, float]
-    latency: Sequence[LatencyRow]
+    latency: Sequence[TimedRow]
     environment: Mapping[str, Any]
     cache_bytes_per_token: Both[Size] | None = None
     exported: ExportedFile | None = None

@@ -13,8 +13,7 @@ from rich.text import Text
 from ..evaluate.judge import Tried
 from ..evaluate.metrics import METRICS, counted_by, title_of
 from ..forms.judged import Judged
-from ..forms.measured import LatencyRow
-from ..forms.time import Timed
+from ..forms.time import TimedRow
 from ..select.plan import PruningPlan
 from ..tasks import TASKS
 from ..units.counts import Both, Counted, si
@@ -224,7 +223,7 @@ def forms_table(report: Report) -> Table | None:
             columns[title_of(name)] = partial(metric, name=name)
     columns["held out ≥"] = lambda form: "" if form.at_least is None else f"{form.at_least:.2%}"
     for step, time in enumerate(forms[0].times):
-        columns[f"time {form_step(time)} ({time.ms:.3g} ms)"] = partial(ratio, step=step)
+        columns[f"time {form_step(time)} ({time.dense_ms:.3g} ms)"] = partial(ratio, step=step)
     return filled(columns, forms)
 
 
@@ -271,10 +270,10 @@ def environment_table(environment: Mapping[str, Any]) -> Table:
     return Table(("", ""), [(name, str(value)) for name, value in environment.items() if value is not None])
 
 
-def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> Table:
+def latency_table(rows: Sequence[TimedRow], names: tuple[str, str] = ("dense", "slim")) -> Table:
     """Return the table of medians, of the paired ratio beside the control's, and of what else the rows have."""
     first, second = names
-    columns: dict[str, Callable[[LatencyRow], str]] = {
+    columns: dict[str, Callable[[TimedRow], str]] = {
         "median latency": row_name,
         first: lambda row: f"{row.dense_ms:.2f} ms",
         second: lambda row: f"{row.slim_ms:.2f} ms",
@@ -288,13 +287,13 @@ def latency_table(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense",
     return filled(columns, rows)
 
 
-def row_name(row: LatencyRow) -> str:
+def row_name(row: TimedRow) -> str:
     """Return a row's runtime and `form_step`, and its dtype if it is not float32."""
     dtype = "" if row.dtype == "float32" else f" {row.dtype}"
     return f"{row.runtime} {form_step(row)}{dtype}"
 
 
-def ratio_text(row: LatencyRow | Timed) -> str:
+def ratio_text(row: TimedRow) -> str:
     """Return a time's ratio with its interval, or "noisy"."""
     return "noisy" if row.noisy else f"{row.ratio:.3f} [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
 
@@ -311,7 +310,7 @@ def _pair(dense: float | None, slim: float | None) -> str:
     return " → ".join(f"{number:.0f}" if number >= 100 else f"{number:.3g}" for number in (dense, slim))
 
 
-def _realised(row: LatencyRow) -> str:
+def _realised(row: TimedRow) -> str:
     """Return the share of the FLOPs saving that became a time saving, as "90% of 20.0%"; empty if unknown or noisy."""
     if row.realised is None or row.noisy:
         return ""

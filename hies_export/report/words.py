@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from ..evaluate.metrics import METRICS, counted_by, quality_loss, title_of
 from ..evaluate.promise import asked_words, found_words
 from ..forms.judged import Judged
-from ..forms.measured import LatencyRow, budget_rows
-from ..forms.time import Timed
+from ..forms.measured import budget_rows
+from ..forms.time import TimedRow
 from ..kinds import KINDS
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS
@@ -105,7 +105,7 @@ def form_name(form: Judged, forms: Sequence[Judged]) -> str:
     return f"{form.model} {form.bits}" + (f", {form_runtime(form)}" if several else "")
 
 
-def form_step(time: Timed | LatencyRow) -> str:
+def form_step(time: TimedRow) -> str:
     """Return the timed shape, and the phase for a model that generates: "8 x 128", "1 x 128 decode", "8 rows"."""
     if time.phase == "rows":
         return f"{time.batch} {'row' if time.batch == 1 else 'rows'}"
@@ -463,7 +463,7 @@ def environment_text(environment: Mapping[str, Any]) -> str:
     return f"Measured with {known}." if known else ""
 
 
-def latency_text(rows: Sequence[LatencyRow], names: tuple[str, str] = ("dense", "slim")) -> str:
+def latency_text(rows: Sequence[TimedRow], names: tuple[str, str] = ("dense", "slim")) -> str:
     """Return the range of the controls, and how to read the columns of the rows that are shown."""
     controls, first = [row.control_ratio for row in rows], names[0]
     noisy = (

@@ -43,7 +43,9 @@ FORMS = (
 
 def time(ratio: float, *, noisy: bool = False) -> dict[str, Any]:
     ends = {"ratio_low": ratio - 0.01, "ratio_high": ratio + 0.01}
-    return {"batch": 8, "sequence": 128, "phase": "forward", "ms": 10 * ratio, "ratio": ratio, "noisy": noisy, **ends}
+    control = {"control_ratio": 1.0, "control_low": 0.99, "control_high": 1.01}
+    at = {"runtime": "onnxruntime-cpu", "batch": 8, "sequence": 128, "dense_ms": 10.0, "slim_ms": 10 * ratio}
+    return {**at, "ratio": ratio, "noisy": noisy, **ends, **control}
 
 
 def report_of(*, noisy: tuple[bool, ...] = (False,), deployed: int | None = 3) -> Report:
