@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from .runtimes.graphs import add_constant, drop_unused, read_instead
+from .runtimes.graphs import add_constant
 
 # Largest number of elements of an integer constant that is read as numbers, such as the shape of a Reshape.
 NUMBERS = 64
@@ -20,7 +19,7 @@ TEMPLATES = 3  # how many graphs with different operators are remembered
 Place = tuple[str, int, Any]  # what stands there, the number of the node, and the attribute, input or output of it
 Shapes = dict[Hashable, tuple[int, ...]]  # of parameters by name, and of weights of the graph by ("graph", name)
 Rule = tuple[Hashable, int]  # the weight, a key of `Shapes`, and the axis to whose width a number is proportional
-Matrix = tuple[str, bool, np.ndarray]  # a parameter as a matrix: its name, whether it is transposed, and the array
+Piece = tuple[str, bool]  # a parameter as a matrix (a vector is one row), and whether it is transposed
 
 
 class Traces:
@@ -49,25 +48,6 @@ class Traces:
         return next((program for program in made if program is not None), None)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Columns of a parameter as a matrix (a vector is one row), or of its transpose; a weight is made of pieces."""
-
-    name: str
-    transposed: bool
-    start: int
-    stop: int
-    width: int  # columns of the whole matrix; in a cut one, the piece has the same share of them
-
-    def columns_of(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Return the piece of a cut parameter; None if its share is no whole number of columns."""
-        matrix = _matrix(tensors[self.name])
-        matrix = matrix.T if self.transposed else matrix
-        start, start_rest = divmod(self.start * matrix.shape[1], self.width)
-        stop, stop_rest = divmod(self.stop * matrix.shape[1], self.width)
-        return None if start_rest or stop_rest else matrix[:, start:stop]
-
-
 class _Template:
     """A traced graph without weights: which parameters these are made of, and how its sizes follow from theirs."""
 
@@ -75,7 +55,7 @@ class _Template:
         self._program = _with_separate_shapes(program)
         matrices = _by_rows(tensors)
         initializers = self._program.graph.initializers
-        self._pieces: dict[str, list[_Piece]] = {}  # by name of the graph's weight
+        self._pieces: dict[str, list[Piece]] = {}  # by name of the graph's weight, from left to right
         self._shapes = _shapes(tensors, {})
         for name, value in initializers.items():
             pieces = _pieces(value, matrices)
@@ -83,14 +63,13 @@ class _Template:
                 self._pieces[name] = pieces
                 self._shapes["graph", name] = tuple(value.shape)
                 value.const_value = None
-        used = {piece.name for pieces in self._pieces.values() for piece in pieces}
+        used = {name for pieces in self._pieces.values() for name, _ in pieces}
         self._unused = {name: array for name, array in tensors.items() if name not in used}
         self._nodes, inputs = list(self._program.graph.all_nodes()), dict(_inputs(self._program))
         self._inputs = inputs.keys()  # (number of the node, index of its input)
         self._weights = {key: value.name for key, value in inputs.items() if value.name in self._pieces}
         self._contents = dict(_contents(self._program, self._weights))
-        # By place and position there; None for what is left out of a made graph, which only shapes of values can be.
-        self._rules: dict[tuple[Place, int], Rule | None] = {}
+        self._rules: dict[tuple[Place, int], Rule] = {}  # by place and position there
         self._resized: set[str] = set()  # parameters whose shapes differed in a graph that was learned from
 
     def learn(self, program: Any, tensors: Mapping[str, np.ndarray]) -> bool:
@@ -105,7 +84,7 @@ class _Template:
             if constant is None or not np.array_equal(constant.numpy(), weights[name]):
                 return False
         shapes = _shapes(tensors, weights)
-        rules: dict[tuple[Place, int], Rule | None] = {}
+        rules: dict[tuple[Place, int], Rule] = {}
         for place, before in self._contents.items():
             after = contents[place]
             if len(before) != len(after):
@@ -117,8 +96,7 @@ class _Template:
                     continue
                 are_numbers = isinstance(old, int) and isinstance(new, int)
                 rule = self._explanation(place, old, new, shapes) if are_numbers else None
-                can_be_left_out = place[0] == "shape" and not are_numbers  # such as the name of an axis
-                if rule is None and not can_be_left_out:
+                if rule is None:
                     return False
                 rules[place, position] = rule
         self._rules |= rules
@@ -139,20 +117,20 @@ class _Template:
         contents: dict[Place, list[Any]] = {}
         for (place, position), rule in self._rules.items():
             numbers = contents.setdefault(place, list(self._contents[place]))
-            numbers[position] = None if rule is None else self._predicted(numbers[position], rule, shapes)
-            if rule is not None and numbers[position] is None:
+            numbers[position] = self._predicted(numbers[position], rule, shapes)
+            if numbers[position] is None:
                 return None
         program = self._program.clone()
         _fill(program, weights, contents)
-        _merge_shapes(program.graph)
+        _merge_shapes(program)
         return program
 
     def _weights_of(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
         """Return the weights of the graph of a cut model, by name; None if its parameters do not fit together."""
         weights = {}
         for name, pieces in self._pieces.items():
-            columns = [array for piece in pieces if (array := piece.columns_of(tensors)) is not None]
-            if len(columns) < len(pieces) or len({len(array) for array in columns}) > 1:
+            columns = [_matrix(tensors[parameter], transposed) for parameter, transposed in pieces]
+            if len({len(array) for array in columns}) > 1:
                 return None
             joined = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
             shape = self._shapes["graph", name]
@@ -184,7 +162,7 @@ class _Template:
             node, follow_outputs = queue.popleft()
             inputs = [value for value in node.inputs if value is not None]
             for weight in (value.name for value in inputs if value.name in self._pieces):
-                for name in (("graph", weight), *(piece.name for piece in self._pieces[weight])):
+                for name in (("graph", weight), *(parameter for parameter, _ in self._pieces[weight])):
                     for axis, (was, now) in enumerate(zip(self._shapes[name], shapes[name], strict=True)):
                         if was != now and old * now == new * was:
                             return name, axis
@@ -207,56 +185,46 @@ def _shapes(tensors: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
     return shapes | {("graph", name): array.shape for name, array in weights.items()}
 
 
-def _matrix(array: np.ndarray) -> np.ndarray:
-    """Return an array of any other number of axes than two as a matrix of one row."""
-    return array if array.ndim == 2 else array.reshape(1, -1)
+def _matrix(array: np.ndarray, transposed: bool = False) -> np.ndarray:
+    """Return an array as a matrix, or its transpose; one of any other number of axes than two is a single row."""
+    matrix = array if array.ndim == 2 else array.reshape(1, -1)
+    return matrix.T if transposed else matrix
 
 
-def _by_rows(tensors: Mapping[str, np.ndarray]) -> dict[int, list[Matrix]]:
+def _by_rows(tensors: Mapping[str, np.ndarray]) -> dict[int, list[tuple[Piece, np.ndarray]]]:
     """Return number of rows -> parameters as matrices, those of two axes also transposed."""
-    matrices: dict[int, list[Matrix]] = {}
+    matrices: dict[int, list[tuple[Piece, np.ndarray]]] = {}
     for name, array in tensors.items():
-        matrix = _matrix(array)
-        matrices.setdefault(len(matrix), []).append((name, False, matrix))
-        if array.ndim == 2:
-            matrices.setdefault(len(matrix.T), []).append((name, True, matrix.T))
+        for transposed in (False, True) if array.ndim == 2 else (False,):
+            matrix = _matrix(array, transposed)
+            matrices.setdefault(len(matrix), []).append(((name, transposed), matrix))
     return matrices
 
 
-def _pieces(value: Any, matrices: Mapping[int, list[Matrix]]) -> list[_Piece]:
-    """Return what a constant is made of, from left to right; nothing if it is not of parameters, or of unclear ones."""
-    pieces: list[_Piece] = []
+def _pieces(value: Any, matrices: Mapping[int, list[tuple[Piece, np.ndarray]]]) -> list[Piece]:
+    """Return the parameters that a constant is made of, from left to right; none if that is unclear."""
+    pieces: list[Piece] = []
     constant = value.const_value
     # A single number is not taken for a parameter, because a zero of a bias may equal it by chance.
     if constant is None or constant.size == 1 or not constant.dtype.is_floating_point():
         return pieces
     left = _matrix(constant.numpy())
     while left.shape[1]:
-        fitting = [_first_piece(left, *matrix) for matrix in matrices.get(len(left), ())]
-        found = [piece for piece in fitting if piece is not None]
-        found = [piece for piece in found if piece.name == value.name] or found
-        if len({piece.name for piece in found}) != 1:
+        found = [(piece, matrix) for piece, matrix in matrices.get(len(left), ()) if _begins_with(left, matrix)]
+        found = [(piece, matrix) for piece, matrix in found if piece[0] == value.name] or found
+        if len({name for (name, _), _ in found}) != 1:
             return []
-        pieces.append(found[0])
-        left = left[:, found[0].stop - found[0].start :]
+        piece, matrix = found[0]
+        pieces.append(piece)
+        left = left[:, matrix.shape[1] :]
     return pieces
 
 
-def _first_piece(array: np.ndarray, name: str, transposed: bool, matrix: np.ndarray) -> _Piece | None:
-    """Return the matrix if an array begins with its columns, or else the first of its columns that equal the array."""
-    columns, width = matrix.shape[1], array.shape[1]
-    if matrix.dtype != array.dtype:
-        return None
-    starts = [0]
-    if columns > width:
-        starts = np.flatnonzero(matrix[0, : columns - width + 1] == array[0, 0]).tolist()
-    beginning = array[:, :columns]
-    for start in starts:
-        part = matrix[:, start : start + width]
-        # The first row alone tells most matrices apart.
-        if np.array_equal(part[:1], beginning[:1]) and np.array_equal(part[1:], beginning[1:]):
-            return _Piece(name, transposed, start, start + part.shape[1], columns)
-    return None
+def _begins_with(array: np.ndarray, matrix: np.ndarray) -> bool:
+    """Return whether the first columns of an array are those of a matrix of as many rows."""
+    first = array[:, : matrix.shape[1]]
+    # The first row alone tells most matrices apart.
+    return matrix.dtype == array.dtype and np.array_equal(first[:1], matrix[:1]) and np.array_equal(first, matrix)
 
 
 def _with_separate_shapes(program: Any) -> Any:
@@ -295,28 +263,14 @@ def _is_shape_with_constants(node: Any) -> bool:
     )
 
 
-def _merge_shapes(graph: Any) -> None:
+def _merge_shapes(program: Any) -> None:
     """Merge equal shapes that `_with_separate_shapes` has copied, in place, and give all others names of their own."""
-    constants: dict[Any, Any] = {}  # shape and bytes -> the first such constant
-    outputs: dict[Any, Any] = {}  # operator, attributes and inputs -> output of the first such node
-    for node in list(graph.all_nodes()):
-        if not _is_shape_with_constants(node):
-            continue
-        for index, value in enumerate(node.inputs):
-            if value is not None and value.const_value is not None and value.producer() is None:
-                array = value.const_value.numpy()
-                node.replace_input_with(index, constants.setdefault((array.shape, array.tobytes()), value))
-        output = node.outputs[0]
-        key = node.domain, node.op_type, str(node.attributes), *(id(value) for value in node.inputs)
-        if outputs.setdefault(key, output) is not output:
-            read_instead(output, outputs[key])
-            node.graph.remove(node, safe=True)
-    taken: set[str] = set()
-    for output in outputs.values():
-        while output.name in taken:
-            output.name = output.producer().name = f"{output.name}_apart"
-        taken.add(output.name)
-    drop_unused(graph)
+    from onnx_ir.passes import common
+
+    common.DeduplicateInitializersPass(NUMBERS)(program)
+    common.CommonSubexpressionEliminationPass()(program)
+    common.RemoveUnusedNodesPass()(program)
+    common.NameFixPass()(program)
 
 
 def _inputs(program: Any) -> Iterator[tuple[tuple[int, int], Any]]:
@@ -391,7 +345,7 @@ def _fill(program: Any, weights: Mapping[str, np.ndarray], contents: Mapping[Pla
     for (kind, number, index), numbers in contents.items():
         if kind in ("input", "shape"):
             value = graph.inputs[number] if kind == "input" else nodes[number].outputs[index]
-            pairs = zip(value.shape, numbers, strict=True)  # a name keeps its axis, None makes it unknown
+            pairs = zip(value.shape, numbers, strict=True)  # a name keeps its axis
             value.shape = onnx_ir.Shape([dim if isinstance(size, str) else size for dim, size in pairs])
         elif kind == "attribute":
             old = nodes[number].attributes[index]
