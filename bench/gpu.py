@@ -52,7 +52,6 @@ from hies_export.forms.formats import Exporter, Given, best_for
 from hies_export.forms.machine import machine_facts
 from hies_export.forms.measured import latency_rows
 from hies_export.forms.runtimes.base import Runtime, check_runtime
-from hies_export.forms.runtimes.pytorch import peak_memory_bytes
 from hies_export.forms.time import TimedRow
 from hies_export.model.tokens import sequence_length, synthetic_batch
 from hies_export.report.tables import Table, latency_table, print_table
@@ -103,9 +102,6 @@ class Training(Runtime):
 
     def fetch(self, result: None) -> dict[str, Any]:
         return {}
-
-    def peak_memory_bytes(self, feed: dict[str, Tensor]) -> int | None:
-        return peak_memory_bytes(self.model, lambda: self.run(feed))
 
 
 @dataclass(frozen=True, kw_only=True)

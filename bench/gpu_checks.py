@@ -268,7 +268,7 @@ def _kernels_ms(runtime: Any, feed: Any) -> float:
 
 
 def compiled(device: str) -> Found:
-    """What `torch-compile` captured, whether it computes the same, its time and its memory."""
+    """What `torch-compile` captured, whether it computes the same, and its time."""
     if device != "cuda":
         return {"skipped": "CUDA graphs are of GPUs"}
     found: Found = {}
@@ -290,7 +290,6 @@ def compiled(device: str) -> Found:
                 float(np.median([r.time_ns(f) for _ in range(20)])) / 1e6
                 for r, f in zip((eager, quick), feeds, strict=True)
             ],
-            "peak MB": [(r.peak_memory_bytes(f) or 0) / 1e6 for r, f in zip((eager, quick), feeds, strict=True)],
         }
     return found
 
@@ -334,7 +333,6 @@ def _onnx(model: PreTrainedModel, batch: Batch, dtype: str, name: str, folder: P
         for length, step in steps.items():  # after both were prepared: neither replays the other's graph
             want = plain.fetch(plain.run(plain.prepare_step(step)))
             found[f"decode, {length}"] = _largest(runtime.fetch(runtime.run(prepared[length])), want)
-    found["peak MB"] = (runtime.peak_memory_bytes(feed) or 0) / 1e6
     return {**found, "largest": max(float(np.abs(array).max(initial=0)) for array in wanted.values())}
 
 

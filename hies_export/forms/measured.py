@@ -96,11 +96,13 @@ def measure_both(
         latency += latency_rows(timed, flops)
         for model in models:
             let_go(model)  # the next runtime may hold weights of its own
+    dense_cache, slim_cache = map(counts.cache_bytes_per_token, models)
+    both_caches = None if dense_cache is None or slim_cache is None else Both(dense_cache, slim_cache)
     return Measurements(
         parameters=counts.count_both_parameters(*models),
         bytes=StoredBytes(stored.dense, stored.slim, export_bytes.get("onnx"), export_bytes.get("gguf")),
         flops=next(iter(flops.values())),  # of the first shape
-        cache_bytes_per_token=counts.both(*map(counts.cache_bytes_per_token, models)),
+        cache_bytes_per_token=both_caches,
         latency=latency,
     )
 

@@ -22,7 +22,7 @@ from ..data.batches import Batch, in_rows, size_of
 from ..errors import RecipeError
 from ..model.memory import LARGE_BYTES
 from ..progress import SILENT, Progress
-from ..units.counts import Both, Ratio, Record, Shape, Size, both
+from ..units.counts import Both, Ratio, Record, Shape
 from .form import Form
 from .runtimes.base import RUNTIMES, Runtime
 
@@ -67,7 +67,6 @@ class TimedRow(Record):
         repeats, loads: Number of timed runs, and of times the model was loaded.
         threads: CPU threads within an operator.
         cuda_graph: Whether replays of a CUDA graph were timed.
-        peak_bytes: Peak device memory during a run; None on the CPU and on rows.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
@@ -98,7 +97,6 @@ class TimedRow(Record):
     loads: int = 1
     threads: int | None = None
     cuda_graph: bool = False
-    peak_bytes: Both[Size] | None = None
 
 
 class _Load(NamedTuple):
@@ -276,13 +274,8 @@ def _run_in_turns(
     finally:
         if collecting:
             gc.enable()
-    facts = []
-    for index, runner in enumerate(runners[:-1]):
-        # The model that is loaded first also accounts for the runtime's kernels, so its memory is that of the control.
-        copy = -1 if index == 0 else index
-        peak = None if phase == "rows" else runners[copy].peak_memory_bytes(feeds[copy])
-        names = ("threads", "provider", "dtype", "cuda_graph")
-        facts.append({"peak_bytes": peak, **{name: getattr(runner, name) for name in names}})
+    names = ("threads", "provider", "dtype", "cuda_graph")
+    facts = [{name: getattr(runner, name) for name in names} for runner in runners[:-1]]
     return _Load(times_ns / 1e6, facts)
 
 
@@ -343,7 +336,6 @@ def _compare(forms: Sequence[Form], shape: Shape, phase: Phase, loads: Sequence[
         ratio, low, high = ratio_with_interval(copies_ms, by_form[index], total=total) if index else control
         times: dict[str, Any] = {**of_all, **facts[index], **_percentiles("slim", by_form[index], total)}
         times["dtype"] = " / ".join(dict.fromkeys((facts[0]["dtype"], facts[index]["dtype"])))
-        times["peak_bytes"] = both(facts[0]["peak_bytes"], facts[index]["peak_bytes"])
         if tokens is not None:
             times["tokens_per_second"] = Both(1000 * tokens / times["dense_ms"], 1000 * tokens / times["slim_ms"])
         rows.append(TimedRow(runtime=form.runtime, ratio=ratio, ratio_low=low, ratio_high=high, **times))

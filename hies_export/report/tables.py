@@ -282,7 +282,6 @@ def latency_table(rows: Sequence[TimedRow], names: tuple[str, str] = ("dense", "
         "realised": _realised,
         "p90, ms": lambda row: _pair(row.dense_p90_ms, row.slim_p90_ms),
         "tokens/s": lambda row: pair_text(row.tokens_per_second),
-        "device GB": lambda row: pair_text(row.peak_bytes, scale=1e-9),
     }
     return filled(columns, rows)
 
@@ -298,9 +297,9 @@ def ratio_text(row: TimedRow) -> str:
     return "noisy" if row.noisy else f"{row.ratio:.3f} [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
 
 
-def pair_text(values: Both[Any] | None, *, scale: float = 1.0) -> str:
-    """Return two numbers, multiplied by `scale`, as "110 → 91.3"; empty without numbers."""
-    return "" if values is None else _pair(values.dense * scale, values.slim * scale)
+def pair_text(values: Both[Any] | None) -> str:
+    """Return two numbers as "110 → 91.3"; empty without numbers."""
+    return "" if values is None else _pair(values.dense, values.slim)
 
 
 def _pair(dense: float | None, slim: float | None) -> str:

@@ -65,11 +65,6 @@ class Both(Record, Generic[T]):
         return self.slim / self.dense
 
 
-def both(dense: T | None, slim: T | None) -> Both[T] | None:
-    """Return both numbers as a pair; None if either is missing."""
-    return None if dense is None or slim is None else Both(dense, slim)
-
-
 @dataclass(frozen=True, eq=False)
 class Counted(Both[int]):
     """A count of each model, and `backbone`, the part of it in their layers; None for models without lists of layers.

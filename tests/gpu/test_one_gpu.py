@@ -240,26 +240,20 @@ def test_a_forward_pass_and_a_decode_step_are_timed(gpus: Gpus) -> None:
     for one in chain(*found):
         assert one.provider == "cuda:pretend"
         assert one.slim_ms > 0
-        assert one.peak_bytes is not None
-        assert one.peak_bytes.slim > sum(parameter.nbytes for parameter in model.parameters())
     assert gpus.synchronised > 0
     with pytest.raises(DataError, match="at least one batch"):
         predict(model, [])
 
 
-def test_a_compiled_model_says_what_was_captured_and_reserved(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives up CUDA graphs with a note in its counters; where it captures one, memory is a pool of its own."""
+def test_a_compiled_model_says_what_was_captured(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives up CUDA graphs with a note in its counters."""
     model, batch = on_gpu(bert(num_hidden_layers=1)), text_batch(labels=False)
-    reserved, skips = iter([1000, 10**9, 10**9, 10**9]), torch._dynamo.utils.counters["inductor"]
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(reserved))
+    skips = torch._dynamo.utils.counters["inductor"]
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     captured = load_runtime("torch-compile", model)
     for _ in range(2):
         captured.run(captured.prepare(batch))
     assert captured.cuda_graph
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10**9)
-    least = parameter_bytes(model) + 10**9 - 1000
-    assert captured.peak_memory_bytes(captured.prepare(batch)) >= least
 
     def skipped(**inputs: Tensor) -> Any:
         skips["cudagraph_skips"] += 1

@@ -287,6 +287,3 @@ def test_on_a_gpu_it_computes_what_the_cpu_does(folders, name):
         got, want = (r.fetch(r.run(f)) for r, f in ((runtime, feed), (plain, getattr(plain, prepare)(batch))))
         for key, array in got.items():
             np.testing.assert_allclose(array, want[key], atol=5e-3)
-        peak = runtime.peak_memory_bytes(feed)
-        assert peak is not None
-        assert peak > 0

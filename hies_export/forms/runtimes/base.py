@@ -131,10 +131,6 @@ class Runtime(ABC):
         outputs = self.compute(batch)
         return torch.as_tensor(stack([outputs[name] for name in names]))
 
-    def peak_memory_bytes(self, feed: Any) -> int | None:
-        """Return the peak device memory, weights included, in bytes, of a feed that was run before; None on the CPU."""
-        return None
-
 
 def split_last_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a batch into a prompt, (batch, sequence - 1), and a decode step, (batch, 1), whose mask is of all tokens.

@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from ...errors import ExportError, MissingRuntimeError, first_line
 from ...model.internals import products_in_tf32
 from .base import GPU_WIDTH_STEP, Provider, register_runtime
@@ -63,10 +61,8 @@ class CudaOnnxRuntime(OnnxRuntime):
             )
 
     def __init__(self, source: str | Path, *, threads: int):
-        self._memory_bytes, self._captured = 0, 0  # device memory held, number of CUDA graphs
-        before = _free_bytes()
+        self._captured = 0  # number of CUDA graphs
         super().__init__(source, threads=threads)
-        self._memory_bytes += before - _free_bytes()
         self._check_placement()
 
     def _check_placement(self) -> None:
@@ -101,7 +97,7 @@ class CudaOnnxRuntime(OnnxRuntime):
     def _session_on_gpu(self, file: Path) -> Any:
         """Return a session on the GPU, with a CUDA graph if `cuda_graph` is on."""
         options = {
-            # Grow the arena by the requested size, not by powers of two, so that measured memory is the memory needed.
+            # Grow the arena by the requested size, not by powers of two.
             "arena_extend_strategy": "kSameAsRequested",
             "enable_cuda_graph": str(int(self.cuda_graph)),
             "use_tf32": str(int(products_in_tf32())),
@@ -111,7 +107,6 @@ class CudaOnnxRuntime(OnnxRuntime):
 
     def prepare(self, batch: Mapping[str, Any]) -> BoundFeed:
         """Bind the inputs, run once to fix the outputs' addresses, and once more to capture the CUDA graph."""
-        before = _free_bytes()
         feed = self._with_bound_outputs(batch)
         if self.cuda_graph:
             try:
@@ -119,7 +114,6 @@ class CudaOnnxRuntime(OnnxRuntime):
             except ExportError as error:
                 self._session = self._open_without_graph(self._file, error)
                 feed = self._with_bound_outputs(batch)
-        self._memory_bytes += before - _free_bytes()
         return feed
 
     def _with_bound_outputs(self, batch: Mapping[str, Any]) -> BoundFeed:
@@ -136,15 +130,8 @@ class CudaOnnxRuntime(OnnxRuntime):
 
     def run_once(self, batch: Mapping[str, Any]) -> Any:
         """Run the graph on a batch that is not run again, without a CUDA graph, and return what `run` returns."""
-        before = _free_bytes()
         # -1, because a run without a number would capture a graph, or replay that of another shape.
-        result = self.run(replace(super().prepare(batch), options=_graph_options(-1)))
-        self._memory_bytes += before - _free_bytes()
-        return result
-
-    def peak_memory_bytes(self, feed: BoundFeed) -> int | None:
-        """Return the device bytes that the session holds: weights, and memory of its largest run so far."""
-        return self._memory_bytes if torch.cuda.is_available() else None
+        return self.run(replace(super().prepare(batch), options=_graph_options(-1)))
 
 
 @functools.cache
@@ -189,8 +176,3 @@ def _graph_options(number: int) -> Any:
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(number))
     return options
-
-
-def _free_bytes() -> int:
-    """Return the free device memory in bytes, counting all processes; 0 without a GPU."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0

@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from time import perf_counter_ns
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ExportError, MissingRuntimeError, RecipeError
 from ...model import internals
-from ...model.copies import parameter_bytes, refuse_devices, share_weights
+from ...model.copies import refuse_devices, share_weights
 from ...model.modes import torch_threads
 from ...model.tokens import forward_inputs, positions_of
 from .base import Runtime, register_runtime, split_last_token
@@ -120,10 +120,6 @@ class TorchRuntime(Runtime):
             tensors |= {f"present.{index}.key": keys, f"present.{index}.value": values}
         return {name: value.detach().float().cpu().numpy() for name, value in tensors.items()}
 
-    def peak_memory_bytes(self, feed: dict[str, Any]) -> int | None:
-        """Return the model's peak memory during one run in bytes; None on the CPU."""
-        return peak_memory_bytes(self._model, lambda: self.run(feed))
-
 
 @register_runtime("torch-compile")
 class CompiledTorchRuntime(TorchRuntime):
@@ -152,7 +148,6 @@ class CompiledTorchRuntime(TorchRuntime):
         self._for_any_shape = torch.compile(self._model, dynamic=True)
         self._shapes: set[Any] = set()
         self._forward = self._run_compiled
-        self._pool_bytes = 0
 
     def _run_compiled(self, **inputs: Any) -> Any:
         """Run the program of the inputs' shape; further shapes than the first `MOST_SHAPES` share one."""
@@ -170,40 +165,13 @@ class CompiledTorchRuntime(TorchRuntime):
             return self._for_any_shape(**inputs)
 
     def run(self, feed: dict[str, Any]) -> Any:
-        """Run one forward pass, and note whether torch captured it as a CUDA graph, and the memory it reserved."""
+        """Run one forward pass, and note whether torch captured it as a CUDA graph."""
         if not self._on_cuda:
             return super().run(feed)
-        skipped, reserved = internals.graphs_skipped(), torch.cuda.memory_reserved(self._model.device)
+        skipped = internals.graphs_skipped()
         output = super().run(feed)
         self.cuda_graph = self.cuda_graph and internals.graphs_skipped() == skipped
-        self._pool_bytes += max(0, torch.cuda.memory_reserved(self._model.device) - reserved)
         return output
-
-    def peak_memory_bytes(self, feed: dict[str, Any]) -> int | None:
-        """Return the model's peak memory during one run in bytes; None on the CPU."""
-        allocated = super().peak_memory_bytes(feed)
-        # A CUDA graph has a pool of its own, which its replays do not allocate from: it counts as a whole.
-        return None if allocated is None else max(allocated, parameter_bytes(self._model) + self._pool_bytes)
-
-
-def peak_memory_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int | None:
-    """Return a model's peak device memory during `run` in bytes, of all its devices together; None on the CPU.
-
-    It is the size of the parameters plus the most that torch's allocator holds beyond what it held before:
-    other models on the devices do not count.
-
-    Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.max_memory_allocated.html
-    """
-    if model.device.type != "cuda":
-        return None
-    devices = {parameter.device for parameter in model.parameters()}
-    before = 0
-    for device in devices:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before += torch.cuda.memory_allocated(device)
-    run()
-    return parameter_bytes(model) + sum(map(torch.cuda.max_memory_allocated, devices)) - before
 
 
 def _with_own_cache(feed: dict[str, Any]) -> dict[str, Any]:
