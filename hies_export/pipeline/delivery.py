@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Delivery:
     compound: Compound | None = None  # how to join both models
     deploy: DeploySection | None = None  # what to search for in place of a budget
     source: Source | None = None  # how the dense model is stored
-    inputs: Mapping[str, str | Path] = field(default_factory=dict)  # the model and the data files by field
+    dense: str = ""  # folder or Hub id of the dense model
     reading: Reading | None = None  # how rows are read
     splits: Splits | None = None  # that rows were read from
     in_order: Callable[[int], list[Batch]] | None = None  # by batch size: evaluated rows as they come, to time on

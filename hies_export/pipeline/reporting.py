@@ -42,7 +42,7 @@ def build_report(
     differences: dict[str, Any] = {"onnx_max_abs": None}
     if exported.format in ("onnx", "gguf"):
         differences[f"{exported.format}_max_abs"] = exported.max_abs
-    model, heads = model_of(delivery.inputs), head_map(plan)
+    model, heads = model_of(delivery.dense), head_map(plan)
     low, high = evaluation.kept_ends or (None, None)
     assert delivery.source is not None
     # Fields of some runs alone, which are left out of the report where they say nothing.
@@ -68,7 +68,7 @@ def build_report(
         **{name: value for name, value in optional.items() if value},
         **measured.compound_details,
         data=_data_facts(pruning, delivery, choice),
-        run=asdict(RunRecord.of(delivery.inputs, command=command, commit=delivery.source.commit)),
+        run=asdict(RunRecord(command, delivery.source.commit)),
     )
     return Report(
         model=model,

@@ -116,7 +116,7 @@ class Details(BaseModel):
         deployment: Which form to deploy; None if that was not asked.
         cascade: The parts of the cascade; None if none was asked for.
         forms: Both models in float32 and in fewer bits; the dense one in float32 comes first.
-        run: The command line, and digests of what was read: a `RunRecord`.
+        run: The command line, and the commit of the dense model: a `RunRecord`.
     """
 
     base_model: str | None = None

@@ -6,6 +6,7 @@ selections are evaluated once. Finished cells are written to a journal, from whi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from hies_export.data.batches import samples_of
 from hies_export.forms.machine import machine_facts
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.progress import SILENT, Progress
-from hies_export.report.provenance import digests_of
 from hies_export.select.plan import library_versions
 from hies_export.tasks import TASKS
 
@@ -101,8 +101,25 @@ def _asked(recipe: PruningRecipe) -> dict[str, Any]:
     fields = recipe.model_dump(mode="json", exclude={"output", "export", "measure"})
     for section, left_out in _GIVEN_BY_THE_GRID.items():
         fields[section] = {k: v for k, v in fields.get(section, {}).items() if k not in left_out}
-    contents = {f"content of {name}": digest for name, digest in digests_of(recipe.inputs).items()}
+    contents = {f"content of {name}": found for name, path in recipe.inputs.items() if (found := _content(name, path))}
     return fields | contents | {"versions": library_versions()}
+
+
+def _content(name: str, path: str | Path) -> dict[str, str]:
+    """Return the SHA-256 of every file of an input by its path, except Markdown; nothing of a Hub id.
+
+    An input is a model's folder, a folder of images with a folder per label, a file, or a pattern of files.
+    """
+    path = Path(path).expanduser()
+    found = path.glob("*" if name == "model" else "*/*") if path.is_dir() else path.parent.glob(path.name)
+    digests = {}
+    for file in sorted(file for file in found if file.is_file() and file.suffix != ".md"):
+        total = hashlib.sha256()
+        with file.open("rb") as content:
+            while block := content.read(1 << 20):
+                total.update(block)
+        digests[str(file)] = total.hexdigest()
+    return digests
 
 
 def _evaluate(shared: Shared, cells: Mapping[str, Cell], journal: Journal, progress: Progress) -> None:
@@ -139,7 +156,7 @@ def _details(shared: Shared, cells: Mapping[str, Cell], journal: Journal) -> dic
         "plans": list(plans.values()),
         "alpha_curves": [journal.alphas[key] for key in sorted(journal.alphas, key=lambda key: place.get(key, -1))],
         "about": {
-            "model": str(shared.delivery.inputs["model"]),
+            "model": shared.delivery.dense,
             "task": base.task.name,
             "calibration_split": splits.calibration.split,
             "evaluation_split": splits.evaluation.split,

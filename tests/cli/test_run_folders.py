@@ -84,7 +84,7 @@ def test_bench_takes_the_commit_of_the_dense_model_that_the_run_read(
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     values = json.loads((run / "report.json").read_text())
     values["model"] = "me/dense"
-    values["details"]["run"]["digests"]["model"] = "c0ffee"
+    values["details"]["run"]["commit"] = "c0ffee"
     (run / "report.json").write_text(json.dumps(values))
     fetched: list[Any] = []
     fetch = "hies_export.report.provenance.fetch"
