@@ -18,8 +18,8 @@ from typing import Any
 
 from hies_export.forms.time import TimedRow, deciding_step, relative_times
 from hies_export.report.comparison import Bench, read_report
-from hies_export.report.figures import draw_frontier
-from hies_export.report.frontier import Measured, frontier_figure
+from hies_export.report.drawing import SECOND
+from hies_export.report.frontier import Measured, draw_frontier, frontier_figure
 from hies_export.report.words import form_name, form_step
 from hies_export.units.counts import si
 
@@ -40,16 +40,14 @@ def peer(values: dict[str, Any], at: TimedRow) -> Measured | None:
     ]
     if values["problem"] or not times or times[0]["ratio"] > FASTER or tool_of(values) in OURS:
         return None
-    name, same, time = (tool_of(values), values["bits"]), values["stability"], times[0]
+    same, time = values["stability"], times[0]
     return Measured(
-        name=name,
+        name=f"{tool_of(values)} {values['bits']}",
         time=time["ratio"],
         same=same,
         time_ends=(time["low"], time["high"]),
         same_ends=(values["low"], values.get("high", same)),
-        kind="peer",
-        shape=0,
-        note=f"{' '.join(name)}: {time['ratio']:.2f} of the time, {same:.1%} same",
+        colour=SECOND,
     )
 
 
@@ -72,7 +70,7 @@ lines = [
     (form_name(form, forms), form.bytes, form.stability, time)
     for form, time in zip(timed, relative_times([form.times for form in timed], step), strict=True)
 ]
-lines += [(" ".join(one.name), size, one.same, one.time) for one, size in others]
+lines += [(one.name, size, one.same, one.time) for one, size in others]
 print(f"| | file | answers kept | time, {form_step(at)} |\n| --- | --- | --- | --- |")
 for name, size, same, time in sorted(lines, key=lambda line: line[-1]):
     print(f"| {name} | {'' if size is None else si(size) + 'B'} | {100 * same:.1f} % | {time:.2f} |")

@@ -54,7 +54,7 @@ from hies_export.forms.measured import latency_rows
 from hies_export.forms.runtimes.base import Runtime, check_runtime
 from hies_export.forms.time import TimedRow
 from hies_export.model.tokens import sequence_length, synthetic_batch
-from hies_export.report.tables import Table, latency_table, print_table
+from hies_export.report.tables import Part, Table, latency_table, print_part
 from hies_export.report.words import environment_text, latency_text
 from hies_export.units.counts import count_both_flops
 
@@ -218,7 +218,7 @@ class Session:
                 names = tuple(part["names"])
                 header, lines = latency_table(rows, names)
                 table = Table(["", *header], [[model, *line] for model, line in zip(models, lines, strict=True)])
-                print_table(self.console, part["title"], table, latency_text(rows, names))
+                print_part(Part(part["title"], table, (latency_text(rows, names),)), self.console)
         for sentence in found["missing"]:
             self.console.print(f"not measured: {sentence}", soft_wrap=True)
         self.console.print(environment_text(found["environment"]), style="dim")

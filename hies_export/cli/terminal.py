@@ -139,12 +139,9 @@ class _Messages(logging.Handler):
 
 def print_plan(plan: PruningPlan, console: Console) -> None:
     """Print which heads, and how many neurons, of every module the plan keeps."""
-    from ..report.tables import map_text, plan_maps
+    from ..report.tables import plan_maps, print_maps
 
-    for index, units in enumerate(plan_maps(plan)):
-        if index:
-            console.print()
-        console.print(map_text(units, console.width))
+    print_maps(plan_maps(plan), console)
 
 
 def plan_text(plan: PruningPlan) -> str:

@@ -41,10 +41,10 @@ class Judged:
     bytes: Size | None
     quality: float
     stability: Share
+    stability_low: Share
+    stability_high: Share
     times: list[TimedRow]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    stability_low: Share | None = None
-    stability_high: Share | None = None
     kept: Ratio | None = None
     at_least: Ratio | None = None
 

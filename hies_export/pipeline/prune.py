@@ -157,7 +157,7 @@ class PruneResult:
 
     def __str__(self) -> str:
         from ..report.report import plan_counts
-        from ..report.tables import change, map_text, plain_table, plan_maps, quality_rows, unit_rows, with_backbone
+        from ..report.tables import change, plain_table, plan_maps, print_maps, quality_rows, unit_rows, with_backbone
         from ..report.words import named_units
 
         batch, sequence = self.flops.shape
@@ -171,11 +171,10 @@ class PruneResult:
             rows += quality_rows(self.held_out.metrics, self.held_out.ranking, labelled=labelled, same=same)
         file = io.StringIO()
         console = Console(file=file, width=100, color_system=None)  # 100 characters
-        for units in plan_maps(self.plan):
-            console.print(map_text(units, console.width))
-            console.print()
+        print_maps(plan_maps(self.plan), console)
+        console.print()
         console.print(plain_table(("", "dense", "slim", "change"), rows))
-        return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
+        return "\n".join(line.rstrip() for line in file.getvalue().strip("\n").split("\n"))
 
 
 def prune(

@@ -13,7 +13,7 @@ from ..files import Rule, check, read_json
 from ..forms.time import TimedRow
 from .html import render
 from .report import REPORT, Report
-from .tables import latency_table, print_table
+from .tables import Part, latency_table, print_part
 from .words import environment_text, latency_text
 
 # What the two models are called in tables.
@@ -56,7 +56,7 @@ def print_bench(bench: Bench, console: Console) -> None:
     """Print the comparison on a terminal."""
     console.print(bench.title, markup=False, style="bold", soft_wrap=True)
     if rows := bench.latency:
-        print_table(console, "Latency", latency_table(rows, NAMES), latency_text(rows, NAMES))
+        print_part(Part("Latency", latency_table(rows, NAMES), (latency_text(rows, NAMES),)), console)
     console.print(environment_text(bench.environment), markup=False, style="dim")
 
 

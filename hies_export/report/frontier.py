@@ -1,27 +1,24 @@
-"""Draw the picture of agreement against time: a point for every measured form, and the frontier."""
+"""The picture of agreement against time: a numbered point for every measured form, and the frontier."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..evaluate.metrics import title_of
-from ..forms.judged import Judged, frontier
+from ..forms.judged import frontier
 from ..forms.time import deciding_step, relative_times
-from .drawing import CARD, INK, LINE, MARKERS, MUTED, Drawing, canvas, colour_of, for_page, place_names
+from .drawing import ACCENT, CARD, INK, LINE, MUTED, canvas, svg_of
 from .report import Report
-from .words import form_kept, form_name, form_runtime, form_step, is_own, keeps_metric
+from .words import agreement, form_kept, form_name, form_step, keeps_metric
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 Ends = tuple[float, float]
 
-# Widths of the picture on a wide and on a narrow screen, in units of the SVG.
-WIDTH, NARROW = 600, 340
 _PROMISE: dict[str, Any] = {"color": MUTED, "lw": 1, "ls": (0, (3, 4))}
 # With a promise, the vertical axis ends where this many times the allowed predictions differ; worse points are below.
 _WORST = 5
@@ -30,24 +27,19 @@ _WORST = 5
 class Measured(NamedTuple):
     """A model on some runtime: its time and agreement, as shares of the dense model's, with their intervals."""
 
-    name: tuple[str, ...]  # lines of text beside its point; without them, the point has no intervals either
+    name: str  # without a name, the point has neither a number nor intervals
     time: float
     same: float
     time_ends: Ends
     same_ends: Ends
-    kind: str  # CSS class
-    shape: int  # number of its mark
-    note: str  # tooltip
+    colour: str
     chosen: bool = False
     series: tuple[str, ...] = ()  # a thin line joins the points of a series; the first name is that of the line
 
-
-class Shape(NamedTuple):
-    """What a mark in the legend means; `kind` and `shape` are as in `Measured`."""
-
-    kind: str
-    shape: int
-    text: str
+    @property
+    def text(self) -> str:
+        """What the legend says of it."""
+        return f"{self.name}: {self.time:.2f} of the time, {100 * self.same:.1f} %"
 
 
 @dataclass(frozen=True)
@@ -57,20 +49,19 @@ class FrontierFigure:
     found: Sequence[Measured]
     across: str  # name of the axis of time
     upwards: str  # name of the axis of agreement
-    shapes: Sequence[Shape] = ()  # what marks mean, for the legend
     interval: str = "95 % interval"  # what bars mean, for the legend
     promise: float | None = None  # the promised agreement
 
     @property
-    def text(self) -> str:
-        """The frontier in words."""
-        notes = "; ".join(self.found[number].note for number in self.best)
-        return f"{self.upwards} against {self.across}. The frontier: {notes}"
+    def best(self) -> list[Measured]:
+        """The points of the frontier, fastest first."""
+        numbers = frontier([point.time for point in self.found], [point.same for point in self.found])
+        return [self.found[number] for number in numbers]
 
     @property
-    def best(self) -> list[int]:
-        """The indices of the points of the frontier in `found`, fastest first."""
-        return frontier([point.time for point in self.found], [point.same for point in self.found])
+    def named(self) -> list[Measured]:
+        """The points with a name, fastest first, in the order of their numbers."""
+        return sorted((point for point in self.found if point.name), key=lambda point: point.time)
 
     @property
     def least(self) -> float:
@@ -92,142 +83,109 @@ def frontier_figure(report: Report, others: Sequence[Measured] = ()) -> Frontier
         return None
     if deployment is not None:
         step = deployment.step
-    word, tolerance = report.details.stability_of, report.details.stability_tolerance
-    dense = f"{forms[0].model} {forms[0].bits}"
+    dense, of_metric = f"{forms[0].model} {forms[0].bits}", keeps_metric(report)
     chosen = None if deployment is None else deployment.form
-    runtimes = list(dict.fromkeys(map(form_runtime, forms)))
-    upwards = f"same {word}s as {dense}" if tolerance is None else f"{word}s within {tolerance:g} of {dense}'s"
-    if of_metric := keeps_metric(report):
-        metric = report.quality.metric
-        # Own rankings are a share already.
-        upwards = title_of(metric) if is_own(metric) else f"{title_of(metric)}, share of {dense}'s"
     timed = [(number, form) for number, form in enumerate(forms) if step < len(form.times)]
     times = relative_times([form.times for _, form in timed], step)
     kept = [min(1.0, max(0.0, form_kept(report, form))) for _, form in timed]
     measured = [
         Measured(
-            name=(f"{form.model} {form.bits}", *([f"{time:.2f} of the time"] if number == chosen else ())),
+            name=form_name(form, forms),
             time=time,
             same=same,
             time_ends=(form.times[step].ratio_low, form.times[step].ratio_high),
-            same_ends=(same, same) if of_metric else _same_ends(form),
-            kind="other" if form.model == "dense" else "slim",
-            shape=runtimes.index(form_runtime(form)),
-            note=f"{form_name(form, forms)}: {time:.2f} of the time, {same:.1%} {'kept' if of_metric else 'same'}",
+            same_ends=(same, same) if of_metric else (form.stability_low, form.stability_high),
+            colour=MUTED if form.model == "dense" else ACCENT,
             chosen=number == chosen,
         )
         for (number, form), time, same in zip(timed, times, kept, strict=True)
     ]
     return FrontierFigure(
-        [*measured, *(other._replace(shape=len(runtimes)) for other in others)],
-        shapes=[
-            *(Shape("other", number, name) for number, name in enumerate(runtimes)),
-            *([Shape("peer", len(runtimes), "another tool")] if others else []),
-        ],
+        [*measured, *others],
         promise=None if deployment is None else deployment.promise,
-        across=f"time, share of {dense}'s at {form_step(forms[0].times[step])}".replace(" x ", " × "),
-        upwards=upwards,
+        across=f"time, share of {dense}'s at {form_step(forms[0].times[step])}",
+        upwards=f"{title_of(report.quality.metric)}, share of {dense}'s" if of_metric else agreement(report),
     )
 
 
-def _same_ends(form: Judged) -> Ends:
-    """Return the interval of a form's agreement; an unknown end is the agreement itself."""
-    low, high = form.stability_low, form.stability_high
-    return form.stability if low is None else low, form.stability if high is None else high
+def draw_frontier(figure: FrontierFigure) -> str:
+    """Return agreement against time as an SVG file; the legend has the name and the numbers of every point."""
+    with canvas(330, 210) as axes:
+        lowest = _draw_axes(axes, figure)
 
+        def place(point: Measured) -> tuple[float, float]:
+            """Return where a point is drawn: one below the axis at its lower end."""
+            return point.time, max(point.same, lowest)
 
-def draw_frontier(figure: FrontierFigure, *, width: int = WIDTH) -> str:
-    """Return agreement against time with its legend, as an SVG element of class "frontier wide", or "narrow"."""
-    narrow = width < WIDTH
-    with canvas(width, 400, size=13, within=(66, 52, 18, 68)) as drawn:
-        axes = drawn.axes
-        lowest = _draw_axes(drawn, figure, ticks=4 if narrow else 8)
-
-        def line(name: str, places: Sequence[Ends], *, series: str = "", **style: Any) -> None:
-            axes.plot(*zip(*places, strict=True), gid=drawn.gid(name, series=series), clip_on=False, **style)
-
-        # A point below the axis is drawn on its lower end; its text says its own agreement.
-        placed = [(point, (point.time, max(point.same, lowest))) for point in figure.found]
         for series in dict.fromkeys(point.series for point in figure.found if point.series):
-            members = sorted((place, point.kind) for point, place in placed if point.series == series)
-            places, kinds = zip(*members, strict=True)
-            line("trail", places, series=series[0], color=colour_of(kinds[0]), lw=1, alpha=0.5)
-        best = [placed[number][1] for number in figure.best]
-        line("best", best, color=INK, lw=2, alpha=0.8)
-        crossed = [best, best]  # twice, so that names avoid the frontier more than other lines
-        for point, (time, same) in placed:
-            if point.name:
-                low, high = (max(end, lowest) for end in point.same_ends)
-                for whisker in [(end, same) for end in point.time_ends], [(time, low), (time, high)]:
-                    line("whisker", whisker, color=MUTED, lw=1, alpha=0.7)
-                    crossed.append(whisker)
-        for point, place in placed:
-            gid = drawn.gid(f"mark {point.kind}", point.note, point.series[0] if point.series else "")
-            style = {"color": colour_of(point.kind), "mec": CARD, "mew": 0.7, "ms": 11 if point.chosen else 8}
-            axes.plot(*place, MARKERS[point.shape % len(MARKERS)], gid=gid, clip_on=False, zorder=4, **style)
-        names = []
-        for point, place in sorted(placed, key=lambda pair: not pair[0].chosen):  # the chosen one is named first
-            if point.name:
-                gid = drawn.gid("name best" if point.chosen else "name")
-                style = {"color": INK, "weight": "bold" if point.chosen else "normal", "zorder": 5}
-                names.append(axes.text(*place, _text(point, below=point.same < lowest), gid=gid, **style))
-        numbered = place_names(axes, [place for _, place in placed], names, crossed)
-        _legend(drawn.figure, figure, numbered, columns=1 if narrow else 3)
-        return drawn.svg(f"frontier {'narrow' if narrow else 'wide'}", figure.text, tight=True)
+            members = sorted((point for point in figure.found if point.series == series), key=place)
+            joined = {"color": members[0].colour, "lw": 1, "alpha": 0.5, "gid": f"trail|{series[0]}"}
+            axes.plot(*zip(*map(place, members), strict=True), **joined)
+        axes.plot(*zip(*map(place, figure.best), strict=True), color=INK, lw=1.5, alpha=0.8, clip_on=False, gid="best")
+        for point in figure.named:
+            time, same = place(point)
+            low, high = (max(end, lowest) for end in point.same_ends)
+            axes.hlines(same, *point.time_ends, color=MUTED, lw=1, alpha=0.7, gid="whisker")
+            axes.vlines(time, low, high, color=MUTED, lw=1, alpha=0.7, gid="whisker")
+        for point in figure.found:
+            style = {"color": point.colour, "mec": CARD, "mew": 0.7, "ms": 9 if point.chosen else 6.5}
+            gid = f"mark|{''.join(point.series[:1])}"
+            axes.plot(*place(point), "o", clip_on=False, zorder=4, gid=gid, **style)
+        _write_numbers(axes, [place(point) for point in figure.named])
+        _draw_legend(axes, figure)
+        notes = "; ".join(point.text for point in figure.best)
+        return svg_of(axes, f"{figure.upwards} against {figure.across}. The frontier: {notes}")
 
 
-def _draw_axes(drawn: Drawing, figure: FrontierFigure, *, ticks: int) -> float:
-    """Draw the axes, that of times with about so many ticks, and the promise; return the least agreement shown."""
+def _draw_axes(axes: Axes, figure: FrontierFigure) -> float:
+    """Draw the axes and the promise; return the least agreement shown."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes, round_numbers = drawn.axes, [1, 2, 5, 10]
-    axes.tick_params(pad=7)
+    round_numbers = [1, 2, 5, 10]
     axes.grid(axis="y", color=LINE, lw=1)
     shares = MaxNLocator(4, steps=round_numbers).tick_values(figure.least, 1.0)
     axes.set_yticks([share for share in shares if -1e-9 <= share <= 1 + 1e-9])
     lowest: float = axes.get_yticks()[0]
     times = [point.time for point in figure.found]
     first = max(0.0, math.floor(10 * (min(0.9, *times) - 0.05)) / 10)
-    last = max(1.0, *times, *(point.time_ends[1] for point in figure.found if point.name))
+    last = max(1.0, *times, *(point.time_ends[1] for point in figure.named))
     axes.set(xlim=(first, last), ylim=(lowest, 1.0))
-    axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=round_numbers))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=round_numbers))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
     axes.set_xlabel(figure.across, loc="right")
-    drawn.figure.text(0, 1, figure.upwards, va="top")
+    axes.set_title(figure.upwards, loc="left", size="medium", color=MUTED, pad=22)
     if figure.promise is not None:
         axes.axhline(figure.promise, **_PROMISE)
     return lowest
 
 
-def page_frontier(figure: FrontierFigure) -> str:
-    """Return the picture for a page, which shows the first of two on a wide screen and the other on a narrow one."""
-    return for_page(draw_frontier(figure) + draw_frontier(figure, width=NARROW))
+def _write_numbers(axes: Axes, places: Sequence[tuple[float, float]]) -> None:
+    """Write numbers from 1 beside points, given from left to right; where two would overlap, one text has both."""
+    written: list[Any] = []
+    for number, place in enumerate(places, 1):
+        text = axes.annotate(f"{number}", place, (6, 4), textcoords="offset points", color=INK, zorder=5, gid="number")
+        box = text.get_window_extent()
+        if near := next((other for other in written if box.overlaps(other.get_window_extent())), None):
+            near.set_text(f"{near.get_text()}, {number}")
+            text.remove()
+        else:
+            written.append(text)
 
 
-def _legend(drawn: Figure, figure: FrontierFigure, numbered: Sequence[tuple[int, str]], *, columns: int) -> None:
-    """Draw the legend below the axes, and below it a list of the numbered points' names."""
+def _draw_legend(axes: Axes, figure: FrontierFigure) -> None:
+    """Draw the legend below the axes: every numbered point, bold the chosen one, and what the lines mean."""
     from matplotlib.lines import Line2D
 
     entries = [
-        (Line2D([], [], color=colour_of(shape.kind), marker=MARKERS[shape.shape % len(MARKERS)], ls=""), shape.text)
-        for shape in (figure.shapes if len(figure.shapes) > 1 else ())
+        (Line2D([], [], color=point.colour, marker="o", ls=""), f"{number}  {point.text}")
+        for number, point in enumerate(figure.named, 1)
     ]
-    entries.append((Line2D([], [], color=INK, lw=2, alpha=0.8), "frontier"))
-    entries.append((Line2D([], [], color=MUTED, marker="+", ms=13, ls=""), figure.interval))
+    entries.append((Line2D([], [], color=INK, lw=1.5, alpha=0.8), "frontier"))
+    entries.append((Line2D([], [], color=MUTED, marker="+", ms=10, ls=""), figure.interval))
     if figure.promise is not None:
         entries.append((Line2D([], [], **_PROMISE), f"{100 * figure.promise:g} % promised, on held-out rows"))
-    place = {"loc": "upper left", "frameon": False, "borderpad": 0, "borderaxespad": 0, "handlelength": 1.6}
     handles, words = zip(*entries, strict=True)
-    first = drawn.legend(handles, words, bbox_to_anchor=(0, -0.02), ncols=columns, columnspacing=1.4, **place)
-    if numbered:
-        below = (first.get_window_extent().y0 - 8) / drawn.bbox.height
-        texts = [textwrap.fill(f"{number}  {', '.join(text.splitlines())}", 46) for number, text in numbered]
-        drawn.legend(
-            [Line2D([], [], ls="")] * len(texts), texts, bbox_to_anchor=(0, below), **{**place, "handlelength": 0}
-        )
-
-
-def _text(point: Measured, *, below: bool) -> str:
-    """Return the text beside a point; if the point is `below` the axis, with its agreement."""
-    first = f"{point.name[0]} ↓ {100 * point.same:.0f} %" if below else point.name[0]
-    return "\n".join([first, *point.name[1:]])
+    below = {"loc": "upper left", "bbox_to_anchor": (0, -0.2), "frameon": False, "borderpad": 0, "handlelength": 1.6}
+    legend = axes.legend(handles, words, **below)
+    for text, point in zip(legend.get_texts(), figure.named, strict=False):
+        text.set(weight="bold" if point.chosen else "normal", color=INK)

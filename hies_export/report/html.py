@@ -1,7 +1,7 @@
 """Fill the templates: report.md, and report.html, one page that needs nothing but a browser, in light or dark.
 
 HTML templates escape everything by themselves. Those of Markdown use the filters `md` and `code`, and in blocks of code
-`line` and `literal`. Style, figures (inline SVG) and the script that shows a head's numbers are in the page itself.
+`line` and `literal`. Style and pictures (inline SVG) are in the page itself.
 """
 
 from __future__ import annotations
@@ -13,16 +13,9 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from . import drawing, frontier, tables, words
-from .drawing import MapFigure, Scale, UnitCell, neuron_bars, number_figure
-from .report import CUT, Report
-
-# Numbers of a head that have a map: title, and how to read it.
-MAPS = {
-    "score": ("Score", "the lowest are cut first"),
-    "his": ("Importance (HIS)", "how strongly the loss changes with the head"),
-    "entropy": ("Attention entropy", "0: attends to one token, 1: to all alike"),
-}
+from . import figures, tables, words
+from .drawing import for_page
+from .report import Report
 
 
 def render_html(report: Report, *, location: str = "slim") -> str:
@@ -33,12 +26,7 @@ def render_html(report: Report, *, location: str = "slim") -> str:
         subtitle=f"{report.task} · {words.criterion_text(report)} · seed {report.seed}",
         location=location,
         on_hub="/" in location,  # an id is OWNER/NAME; the folder is beside the page
-        figures=head_figures(report),
-        numbers=_numbers(report),
-        bars=neuron_bars(report.details.neurons),
-        # Axes of the bars: of sizes and times, as a slim model may be larger than its source; and of the forms' times.
-        place=Scale.of(report.latency, [row.ratio for row in tables.size_rows(report)]),
-        served=Scale.of(time for form in report.details.forms for time in form.times),
+        pictures=figures.draw_report(report),
     )
 
 
@@ -64,21 +52,16 @@ def environment(*packages: str) -> Environment:
     loaders = [PackageLoader(package) for package in (*packages, "hies_export.report")]
     jinja = Environment(
         loader=ChoiceLoader(loaders),
-        autoescape=select_autoescape(("html.j2", "svg.j2")),
+        autoescape=select_autoescape(("html.j2",)),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     jinja.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
-    jinja.filters |= {"unbroken": unbroken, "row_name": tables.row_name}
-    jinja.globals |= {"drawing": drawing, "frontier": frontier, "tables": tables, "words": words}
+    jinja.filters["for_page"] = for_page
+    jinja.globals |= {"figures": figures, "tables": tables, "words": words}
     return jinja
-
-
-def unbroken(text: str) -> str:
-    """Return text with "×" in shapes, and no-break spaces in shapes and percentages."""
-    return text.replace(" x ", "\u00a0×\u00a0").replace(" %", "\u00a0%")
 
 
 def one_line(value: object) -> str:
@@ -108,28 +91,3 @@ def code_span(value: object) -> str:
 def is_page(text: str) -> bool:
     """Return whether a text is a page that this package rendered, as its first 2,000 characters say."""
     return '<meta name="generator" content="hies-export">' in text[:2000]
-
-
-def head_figures(report: Report) -> list[MapFigure]:
-    """Return maps of the plan and of every known number of the heads; nothing if the run left the heads alone."""
-    marks, heads = report.details.head_map, report.details.heads
-    if not marks:
-        return []
-    plan = [[UnitCell(float(mark != CUT), mark == CUT) for mark in line] for line in marks.values()]
-    figures = [MapFigure("plan", "Plan", "filled: kept; crossed: cut", plan)]
-    for kind, (name, note) in MAPS.items():
-        if numbers := {module: heads[module][kind] for module in marks if heads.get(module, {}).get(kind)}:
-            figures.append(number_figure(marks, numbers, kind, title=name, note=note))
-    return figures
-
-
-def _numbers(report: Report) -> str:
-    """Return, as JSON for the page's script, which heads of each module were cut, and the numbers of all."""
-    modules = []
-    for module, marks in report.details.head_map.items():
-        entry: dict[str, Any] = {"name": module, "cut": [int(mark == CUT) for mark in marks]}
-        for kind, numbers in report.details.heads.get(module, {}).items():
-            entry[kind] = [float(f"{number:.4g}") for number in numbers]
-        modules.append(entry)
-    # "</script" would end the element that holds it.
-    return json.dumps(modules, separators=(",", ":")).replace("<", "\\u003c")

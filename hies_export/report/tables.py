@@ -19,7 +19,7 @@ from ..tasks import TASKS
 from ..units.counts import Both, Counted, si
 from . import words
 from .report import CUT, KEPT, FirstMetric, NeuronCount, Report, head_map, neuron_counts
-from .words import FIRST_HIT, agreement, form_kept, form_name, form_step, is_own, keeps_metric, named_units
+from .words import FIRST_HIT, agreement, form_name, form_step, is_own, named_units
 
 BAR_WIDTH = 24
 
@@ -61,17 +61,7 @@ def report_parts(report: Report) -> dict[str, Part]:
     return {name: part for name, part in parts.items() if part.table or any(part.notes)}
 
 
-class SizeRow(NamedTuple):
-    """A size of both models with its unit, the change in percent, and the slim model's share of the dense one's."""
-
-    name: str
-    dense: str
-    slim: str
-    change: str
-    ratio: float
-
-
-def size_rows(report: Report) -> list[SizeRow]:
+def size_rows(report: Report) -> list[Row]:
     """Return the sizes of both models, from parameters to the cache."""
     batch, sequence = report.flops.shape
     task = TASKS.get(report.task)  # one that a user registered may be unknown in another process
@@ -85,7 +75,7 @@ def size_rows(report: Report) -> list[SizeRow]:
         ("cache per token", report.cache_bytes_per_token, "B"),
     ]
     return [
-        SizeRow(name, si(size.dense) + unit, si(size.slim) + unit, change(size.dense, size.slim), size.ratio)
+        (name, si(size.dense) + unit, si(size.slim) + unit, change(size.dense, size.slim))
         for name, size, unit in sizes
         if size is not None
     ]
@@ -101,13 +91,11 @@ def with_backbone(counted: Iterable[tuple[str, Counted]], *, generative: bool) -
     return rows
 
 
-def comparison_table(report: Report, *, sizes: bool = True) -> Table:
-    """Return units, sizes if wanted, metrics and stability of both models and, if compensated, of the cut alone."""
+def comparison_table(report: Report) -> Table:
+    """Return units, sizes, metrics and stability of both models and, if compensated, of the cut alone."""
     details, ranking, same = report.details, report.ranking, (agreement(report), report.stability)
     tokens = [("tokens of the vocabulary", report.vocabulary)] if report.vocabulary else []
-    rows: list[Row] = unit_rows([*named_units(report.units), *tokens])
-    if sizes:
-        rows += [(size.name, size.dense, size.slim, size.change) for size in size_rows(report)]
+    rows: list[Row] = [*unit_rows([*named_units(report.units), *tokens]), *size_rows(report)]
     if report.bytes.gguf:
         rows.append(("GGUF file", "", si(report.bytes.gguf) + "B", ""))
     rows += quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same)
@@ -189,11 +177,6 @@ def quality_row(name: str, values: Both[float] | FirstMetric) -> Row:
 def change(dense: float, slim: float) -> str:
     """Return by how much a size changed, such as "-33.3%"."""
     return "0.0%" if slim == dense else f"{(slim - dense) / dense:+.1%}"
-
-
-def form_note(form: Judged, report: Report) -> str:
-    """Return what a form keeps, beside its time: "97.1 % same" or, of the first metric, "99.4 % kept"."""
-    return f"{100 * form_kept(report, form):.1f} % {'kept' if keeps_metric(report) else 'same'}"
 
 
 def forms_table(report: Report) -> Table | None:
@@ -316,32 +299,23 @@ def _realised(row: TimedRow) -> str:
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")
 
 
-class Line(NamedTuple):
-    """A module in a map: its name, its marks, and how many of its units stay."""
-
-    module: str
-    marks: str
-    kept: int
-    total: int
-
-
-class UnitMap(NamedTuple):
-    """Which units of one kind stay, a line per module."""
-
-    unit: str
-    lines: Sequence[Line]
-
-
-def plan_maps(plan: PruningPlan) -> list[UnitMap]:
-    """Return a map for every kind of unit that a plan covers."""
+def plan_maps(plan: PruningPlan) -> dict[str, str]:
+    """Return a map for every kind of unit that a plan covers, as `unit_maps`."""
     return unit_maps(head_map(plan), neuron_counts(plan))
 
 
-def unit_maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> list[UnitMap]:
-    """Return a map for every kind of unit that could be removed: of heads from their marks, of neurons as bars."""
-    heads = [Line(name, " ".join(line), line.count(KEPT), len(line)) for name, line in marks.items()]
-    blocks = [Line(name, bar(count), count.kept, count.total) for name, count in neurons.items()]
-    return [UnitMap(unit, lines) for unit, lines in (("head", heads), ("neuron", blocks)) if lines]
+def unit_maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> dict[str, str]:
+    """Return which units stay, by "heads" and "neurons", as text with a line per layer; only kinds that could go."""
+    heads = [(" ".join(line), line.count(KEPT), len(line)) for line in marks.values()]
+    blocks = [(bar(count), count.kept, count.total) for count in neurons.values()]
+    return {units: _map_text(lines) for units, lines in (("heads", heads), ("neurons", blocks)) if lines}
+
+
+def _map_text(lines: Sequence[tuple[str, int, int]]) -> str:
+    """Return a map, given for each layer its marks, how many units it keeps, and how many it had."""
+    width = max(len(f"{kept:,}") for _, kept, _ in lines)
+    layers = [f"{layer:3}  {marks}  {kept:{width},}/{total:,}" for layer, (marks, kept, total) in enumerate(lines)]
+    return "\n".join([f"{KEPT} kept  {CUT} cut", *layers])
 
 
 def bar(count: NeuronCount) -> str:
@@ -351,46 +325,26 @@ def bar(count: NeuronCount) -> str:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the first sentence, the maps of what was cut, and the tables."""
+    """Print the first sentence, the maps of what was cut, and all tables."""
     console.print(f"\n{words.lead_text(report)}", markup=False, style="bold", soft_wrap=True)
-    for units in unit_maps(report.details.head_map, report.details.neurons):
-        console.print()
-        console.print(map_text(units, console.width))
-    parts = report_parts(report)
-    for name in ("changed", "chosen", "latency", "served"):
-        if part := parts.get(name):
-            print_table(console, part.heading if name == "chosen" else "", part.table, *part.notes)
+    print_maps(unit_maps(report.details.head_map, report.details.neurons), console)
+    for part in report_parts(report).values():
+        print_part(part, console)
 
 
-def print_table(console: Console, title: str, table: Table | None, *notes: str) -> None:
-    """Print an empty line, the title, the table and the notes; any may be empty."""
-    console.print(f"\n{title}" if title else "", markup=False)
-    if table is not None:
-        console.print(plain_table(*table))
-    for note in filter(None, notes):
+def print_maps(maps: Mapping[str, str], console: Console) -> None:
+    """Print the maps of `unit_maps`, each under its name."""
+    for units, text in maps.items():
+        console.print(f"\n{units}\n{text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_part(part: Part, console: Console) -> None:
+    """Print a heading, its table and its sentences."""
+    console.print(f"\n{part.heading}", markup=False, style="bold")
+    if part.table is not None:
+        console.print(plain_table(*part.table))
+    for note in filter(None, part.notes):
         console.print(note, markup=False, style="dim")
-
-
-def map_text(units: UnitMap, width: int) -> Text:
-    """Return a map for a terminal: a line per layer, with its marks, how many units it keeps, and its name.
-
-    A name that does not fit into the width, in characters, loses its beginning.
-    """
-    text = Text()
-    text.append(f"{units.unit}s  ", style="bold")
-    text.append(f"{KEPT} kept  ", style="green")
-    text.append(f"{CUT} cut", style="red")
-    digits = max(2, *(len(f"{line.kept:,}") for line in units.lines))
-    for index, line in enumerate(units.lines):
-        text.append(f"\n  {index:>3}  ", style="dim")
-        for mark in line.marks:
-            text.append(mark, style={KEPT: "green", CUT: "red"}.get(mark, ""))
-        counts = f"  {line.kept:>{digits},} of {line.total:,}  "
-        # The layer's number takes 7 characters; a name is never cut to fewer than 8.
-        room = max(width - 7 - len(line.marks) - len(counts), 8)
-        name = line.module if len(line.module) <= room else f"…{line.module[1 - room :]}"
-        text.append(f"{counts}{name}", style="dim")
-    return text
 
 
 def plain_table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> RichTable:

@@ -15,7 +15,7 @@ from ..evaluate.metrics import METRICS, counted_by, quality_loss, title_of
 from ..evaluate.promise import asked_words, found_words
 from ..forms.judged import Judged
 from ..forms.measured import budget_rows
-from ..forms.time import TimedRow
+from ..forms.time import TimedRow, deciding_step
 from ..kinds import KINDS
 from ..recipe.budget import Budget, KeepBudget, Outcome
 from ..tasks import TASKS
@@ -188,9 +188,9 @@ def _subject(report: Report) -> _Subject:
         name = f"Deploy the {model} in {form.bits} on {form_runtime(form)}"
         return _form_subject(report, name, deployment.form, deployment.promise)
     if report.compound is not None:
-        # A compound is the last form, and for batches of several rows.
+        # A compound is the last form.
         name, promised = f"{report.compound.name.title()} of both models", 1 - report.compound.disagreement
-        return _form_subject(report, name, len(forms) - 1, promised, least_batch=2)
+        return _form_subject(report, name, len(forms) - 1, promised)
     met = outcome if outcome is not None and outcome.budget.searched and outcome.met else None
     of_entities = keeps_metric(report) and report.ranking is None  # then the interval is not that of the stability
     return _Subject(
@@ -206,12 +206,14 @@ def _subject(report: Report) -> _Subject:
     )
 
 
-def _form_subject(report: Report, name: str, number: int, promised: float, *, least_batch: int = 1) -> _Subject:
-    """Return the form of a number, with a promised share, timed at the first quiet batch of at least `least_batch`."""
+def _form_subject(report: Report, name: str, number: int, promised: float) -> _Subject:
+    """Return the form of a number, with a promised share, and the first of its times that is not noisy."""
     forms, deployment = report.details.forms, report.details.deployment
-    form, times = forms[number], forms[0].times
-    quiet = [step for step, time in enumerate(times) if not time.noisy]
-    steps = [step for step in quiet if times[step].batch >= least_batch] or quiet
+    form, step = forms[number], deciding_step(forms[0].times)
+    time = "time too noisy to tell"
+    if step is not None:
+        ratio = form.times[step].ratio if number else 1.0  # that of the first form is its control's
+        time = f"{ratio:.2f} of the time of dense {forms[0].bits} at {form_step(forms[0].times[step])}"
     metric = report.quality.metric if keeps_metric(report) else None
     index: Any = "dense" if metric and "dense_index" in (report.ranking or {}) else None
     keep = KeepBudget(predictions=promised, metric=metric, index=index)
@@ -222,7 +224,7 @@ def _form_subject(report: Report, name: str, number: int, promised: float, *, le
         quality=form.quality,
         promise=Outcome(Budget(keep=keep), word=report.details.stability_of),
         kept=form_kept(report, form),
-        time=_form_time(forms, number, steps[0]) if steps else "time too noisy to tell",
+        time=time,
         size=_form_size(report, form),
         ranking=(deployment.ranking if deployment is not None else None) or report.ranking,
     )
@@ -238,12 +240,6 @@ def _slim_kept(report: Report, promise: Outcome) -> float | None:
         return None
     slim = slim_index.get(metric.removesuffix("@10")) if keep and keep.index == "slim" else values.slim
     return None if slim is None else slim / values.dense
-
-
-def _form_time(forms: Sequence[Judged], number: int, step: int) -> str:
-    """Return the time of the form of a number, relative to the first form's; `step` is the index of its `times`."""
-    ratio = forms[number].times[step].ratio if number else 1.0  # that of the first form is its control's
-    return f"{ratio:.2f} of the time of dense {forms[0].bits} at {form_step(forms[0].times[step])}"
 
 
 def _form_size(report: Report, form: Judged) -> float:

@@ -13,13 +13,16 @@ import numpy as np
 from hies_export.evaluate.metrics import higher_is_better
 from hies_export.forms.judged import frontier
 from hies_export.kinds import ATTENTION
-from hies_export.report.drawing import CARD, GREY, INK, LINE, MARKERS, SERIES, canvas
+from hies_export.report.drawing import ACCENT, CARD, GREY, INK, LINE, MUTED, SECOND, canvas, svg_of
 from hies_export.report.frontier import FrontierFigure, Measured
 
 from .results import COMPENSATIONS, Row, budget_name, budget_of, budgets_of, deviation, line_name, percent, share_text
 
-# The size of a chart, in units of the SVG.
-WIDTH, HEIGHT = 400, 262
+# The size of a chart's axes, in points.
+WIDTH, HEIGHT = 260, 150
+# Colours of lines, by number, and their marks.
+SERIES = (ACCENT, SECOND, "#009e73", "#b8578f", "#b87a00", "#3f9bd1", INK, "#7a7972")
+MARKERS = ("o", "s", "D", "^")
 # Most lines with their own colour; more cannot be told apart.
 COLOURED = 8
 # Dashes of the SVG.
@@ -39,15 +42,19 @@ class Style(NamedTuple):
         """CSS class of the colour."""
         return "rest" if self.colour is None else f"c{self.colour % COLOURED}"
 
+    @property
+    def hue(self) -> str:
+        """The colour itself."""
+        return GREY if self.colour is None else SERIES[self.colour % COLOURED]
+
 
 class Point(NamedTuple):
-    """A mean over seeds: its place on the axis, one standard deviation up and down, and its tooltip."""
+    """A mean over seeds: its place on the axis, and one standard deviation up and down."""
 
     x: float
     y: float
     high: float
     low: float
-    note: str
 
 
 class Line(NamedTuple):
@@ -191,11 +198,10 @@ def chart(
 
 
 def draw_chart(chart: Chart) -> str:
-    """Return a chart as an SVG element."""
+    """Return a chart as SVG, in which the id of what belongs to a line is a class, "|", and the line's name."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
 
-    with canvas(WIDTH, HEIGHT, size=12.5, within=(40, 56, 12, 12)) as drawn:
-        axes = drawn.axes
+    with canvas(WIDTH, HEIGHT) as axes:
         axes.grid(axis="y", color=LINE, lw=1)
         axes.set_xlabel(chart.axis.title, loc="left")
         low, high = _ends(chart)
@@ -212,26 +218,22 @@ def draw_chart(chart: Chart) -> str:
             axes.axhline(chart.dense, color=INK, lw=2, ls=(0, (0.5, 2)), clip_on=False)
         for line in chart.lines:
             grey = line.style.colour is None
-            colour = GREY if grey else SERIES[(line.style.colour or 0) % COLOURED]
+            colour = line.style.hue
             rest = {"alpha": 0.6 if grey else 1.0, "clip_on": False}
             # What is infinite, or no number, is drawn at an end.
             heights = np.nan_to_num([[p.y, p.high, p.low] for p in line.points], nan=low, posinf=high, neginf=low)
             x, (y, top, bottom) = [point.x for point in line.points], np.clip(heights, low, high).T
-            kind, of = line.style.kind, line.name
             if not grey and any(point.high != point.low for point in line.points):
-                band = drawn.gid(f"band {kind}", series=of)
-                axes.fill_between(x, bottom, top, color=colour, alpha=0.12, lw=0, gid=band, clip_on=False)
+                band = {"alpha": 0.12, "lw": 0, "gid": f"band|{line.name}", "clip_on": False}
+                axes.fill_between(x, bottom, top, color=colour, **band)
             dash = (0, [float(n) / 2 for n in line.style.dash.split()]) if line.style.dash else "-"
-            curve = drawn.gid(f"line {kind}", series=of)
-            axes.plot(x, y, color=colour, lw=1 if grey else 2, ls=dash, gid=curve, **rest)
+            axes.plot(x, y, color=colour, lw=1 if grey else 2, ls=dash, gid=f"line|{line.name}", **rest)
             marker = "o" if grey else MARKERS[(line.style.colour or 0) % len(MARKERS)]
             size = {"ms": 4 if grey else 7, "mec": CARD, "mew": 0.7, "zorder": 3}
-            for at, height, point in zip(x, y, line.points, strict=True):
-                gid = drawn.gid(f"point {kind}", point.note, of)
-                axes.plot(at, height, marker, color=colour, gid=gid, **size, **rest)
+            axes.plot(x, y, marker, color=colour, gid=f"point|{line.name}", **size, **rest)
         axes.set_ylim(low, high)
         axes.margins(x=0.04)
-        return drawn.svg("lines", f"{chart.title} by {chart.axis.title}")
+        return svg_of(axes, f"{chart.title} by {chart.axis.title}")
 
 
 def _ends(chart: Chart) -> tuple[float, float]:
@@ -249,18 +251,10 @@ def _ends(chart: Chart) -> tuple[float, float]:
 def _point(rows: Sequence[Row], quantity: str, scale: float, x: float) -> Point:
     values = [row[quantity] * scale for row in rows]
     mean, spread = statistics.fmean(values), deviation(values) or 0.0
-    seeds = f" ± {spread:.2f} over {len(values)} seeds" if len(values) > 1 else ""
-    note = f"{method_note(rows[0])}: {quantity} {mean:.2f}{seeds}"
     high, low = mean + spread, mean - spread
     if quantity == "stability":
         high, low = min(high, 100.0), max(low, 0.0)
-    return Point(x, mean, high, low, note)
-
-
-def method_note(row: Row) -> str:
-    """Return method and budget of a row in words."""
-    left = " cut" if row.get("flops_target") is None else " of the FLOPs"
-    return f"{line_name(row, [row])}, {share_text(budget_of(row))}{left}"
+    return Point(x, mean, high, low)
 
 
 def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style]) -> FrontierFigure | None:
@@ -280,11 +274,11 @@ def sweep_frontier(rows: Sequence[Row], styles: Mapping[str, Style]) -> Frontier
         _measured(group, styles[line], (line, compensation), several=several)
         for (line, compensation, _), group in alike.items()
     ]
-    dense = Measured(("dense",), 1.0, 1.0, (1.0, 1.0), (1.0, 1.0), "other", 0, "the dense model")
+    dense = Measured("dense", 1.0, 1.0, (1.0, 1.0), (1.0, 1.0), MUTED)
     points = [dense, *found]
     best = frontier([one.time for one in points], [one.same for one in points])
     return FrontierFigure(
-        [dense, *(one if number in best else one._replace(name=()) for number, one in enumerate(found, 1))],
+        [dense, *(one if number in best else one._replace(name="") for number, one in enumerate(found, 1))],
         across="measured time, share of the dense model's",
         upwards="same predictions as the dense model",
         interval="deviation over seeds; of times 95 %" if any(len(group) > 1 for group in alike.values()) else "95 %",
@@ -296,15 +290,12 @@ def _measured(rows: Sequence[Row], style: Style, series: tuple[str, str], *, sev
     same, times = [row["stability"] for row in rows], [row["latency_ratio"] for row in rows]
     mean, time = statistics.fmean(same), statistics.fmean(times)
     spread = deviation(same) or 0.0
-    line, compensation = series[0], COMPENSATIONS[series[1]]
     return Measured(
-        name=(line, share_text(budget_of(rows[0])) + (f", {compensation}" if several else "")),
+        name=f"{series[0]}, {share_text(budget_of(rows[0]))}" + (f", {COMPENSATIONS[series[1]]}" if several else ""),
         time=time,
         same=mean,
         time_ends=(min(row["latency_low"] for row in rows), max(row["latency_high"] for row in rows)),
         same_ends=(max(mean - spread, 0.0), min(mean + spread, 1.0)),
-        kind=style.kind,
-        shape=style.colour or 0,
-        note=f"{method_note(rows[0])}, {compensation}: {mean:.1%} same, {time:.2f} of the time",
+        colour=style.hue,
         series=series,
     )

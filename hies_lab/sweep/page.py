@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,13 +14,15 @@ from markupsafe import Markup
 from hies_export.checkpoint.folders import replace_file
 from hies_export.errors import RequestError
 from hies_export.files import read_json
-from hies_export.report.drawing import for_page
+from hies_export.report.drawing import VARIABLES, for_page
+from hies_export.report.frontier import draw_frontier
 from hies_export.report.html import environment
 from hies_export.report.tables import Table, environment_table, filled
 
 from ..baselines.names import JUDGED_ONLY
 from . import results
 from .charts import (
+    SERIES,
     Axis,
     Chart,
     Style,
@@ -79,7 +82,8 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
         .get_template("sweep.html.j2")
         .render(
             share_text=share_text,
-            draw_chart=lambda chart: Markup(for_page(draw_chart(chart))),
+            draw_chart=lambda chart: _on_page(draw_chart(chart)),
+            draw_frontier=lambda figure: _on_page(draw_frontier(figure)),
             title=f"{Path(about.model).name or name}: {len(quality.means)} ways to prune, compared",
             lead=lead_text(rows),
             subtitle=_subtitle(rows, about),
@@ -99,6 +103,12 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
             environment=environment_table(about.environment),
         )
     )
+
+
+def _on_page(svg: str) -> Markup:
+    """Return a picture for the page: an element of a line has its class, and its name for the script."""
+    named = re.sub(r'<g id="([^"|]+)\|([^"]+)">', r'<g class="\1" data-s="\2">', svg)
+    return for_page(named, VARIABLES | {colour: f"c{number}" for number, colour in enumerate(SERIES[2:], 2)})
 
 
 def lead_text(rows: Sequence[Row]) -> str:

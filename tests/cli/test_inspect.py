@@ -92,11 +92,8 @@ def test_a_plan_and_a_run_show_both_kinds(name: str, tmp_path: Path, inspect: An
     text, result = inspect(tmp_path / name)
     assert text.splitlines() == [
         "1 of 4 heads and 536 of 1,536 neurons removed by hies, alpha 0.5, seed 3",
-        "heads  ■ kept  · cut",
-        "    0  ■ · ■ ■   3 of 4  layer.0.attention",
-        "",
-        "neurons  ■ kept  · cut",
-        "    0  ■■■■■■■■■■■■■■■·········  1,000 of 1,536  layer.0",
+        *("", "heads", "■ kept  · cut", "  0  ■ · ■ ■  3/4"),
+        *("", "neurons", "■ kept  · cut", "  0  ■■■■■■■■■■■■■■■·········  1,000/1,536"),
     ]
     assert result["heads"] == {"total": 4, "removed": 1}
     assert result["neurons"] == {"total": 1536, "removed": 536}

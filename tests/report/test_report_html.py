@@ -1,6 +1,7 @@
 """report.html: what it says, that it loads nothing, and how a real browser shows it."""
 
 import dataclasses
+import html
 import io
 import json
 import re
@@ -24,6 +25,8 @@ from hies_export.report.html import one_line, render_html, render_markdown
 from hies_export.report.report import KEPT
 from hies_export.report.words import budget_text
 
+NOT_OF_ONE_FORM = ("frontier.svg", "neurons.svg")
+
 
 class Page(HTMLParser):
     """Tags, attributes and text of a page, without the line breaks between elements."""
@@ -44,18 +47,16 @@ class Page(HTMLParser):
 
 def test_every_head_is_there_with_its_numbers() -> None:
     report = make_report()
-    page = Page(render_html(report))
-    assert [tag for tag, _ in page.tags].count("rect") == 4 * 12  # plan, score, HIS, entropy
-    crosses = [of for tag, of in page.tags if tag == "path" and (of["d"] or "").endswith("l-8 8")]
-    assert len(crosses) == 4 * report.heads["removed"]
-    data = json.loads(next(text for text in page.words if text.startswith("[{")))
-    assert data[2] == {
-        "name": "encoder.layer.2",
-        "cut": [0, 0, 1, 0],
-        "score": [0.1235, 0.1335, 0.1435, 0.1535],
-        "his": pytest.approx([0.08, 0.09, 0.1, 0.11]),
-        "entropy": [0.5, 0.6, 0.7, 0.8],
-    }
+    for name in ("heads", "score", "his", "entropy"):
+        drawn = ET.fromstring(draw_report(report)[f"{name}.svg"])
+        crosses = [use for group in drawn.iter() if group.get("id") == "cut" for use in group.iter() if use.get("x")]
+        cells = [use for use in drawn.iter() if use.get("x") and "fill: #0072b2" in use.get("style", "")]
+        assert len(cells) == 12
+        assert len(crosses) == report.heads["removed"]
+    shades = [float(found) for found in re.findall(r"fill-opacity: ([\d.]+)", draw_report(report)["his.svg"])]
+    assert shades == pytest.approx([0.06 + 0.94 * number / 11 for number in range(11)], abs=1e-6)  # the last is full
+    page = render_html(report)
+    assert all(caption in html.unescape(page) for name, caption in CAPTIONS.items() if name not in NOT_OF_ONE_FORM)
 
 
 def test_noisy_rows_give_no_ratio() -> None:
@@ -94,7 +95,7 @@ def test_a_decode_step_shows_tokens() -> None:
     markdown, page = render_markdown(report), "".join(Page(render_html(report)).words)
     assert "| torch 8 x 128 decode bfloat16 | 100.00 ms | 78.00 ms | 0.780 [0.770, 0.792] |" in markdown
     assert "| 812 → 1043 |" in markdown
-    assert "812 → 1043 tokens/s" in page
+    assert "812 → 1043" in page
 
 
 def test_a_bench_is_shown_and_other_json_refused(tmp_path: Path) -> None:
@@ -110,8 +111,8 @@ def test_a_bench_is_shown_and_other_json_refused(tmp_path: Path) -> None:
     page = Page(text)
     assert [tag for tag, _ in page.tags].count("section") == 2
     assert "<b>BERT" not in text
-    # What the axis is of, and its first tick; the control.
-    for shown in ("B / A0", "A / A, the control"):
+    # What the axis is of; the control.
+    for shown in ("B / A; orange", "A / A, the control"):
         assert shown in "".join(page.words)
     out = io.StringIO()
     print_bench(bench, Console(file=out, width=140))
@@ -128,34 +129,18 @@ def test_figures_of_a_run_are_drawn_the_same_twice() -> None:
     assert list(found) == list(CAPTIONS)[1:]  # of one form there is no frontier
     assert draw_report(report) == found
     texts = {name: [e.text for e in ET.fromstring(svg).iter() if e.tag.endswith("text")] for name, svg in found.items()}
-    assert [text for text in texts["head-maps.svg"] if "(" in str(text)] == [
-        "Plan (filled: kept; crossed: cut)",
-        "Score (empty: 0.12, full: 0.15)",
-        "Importance (HIS) (empty: 0, full: 0.11)",
-        "Attention entropy (empty: 0.5, full: 0.8)",
-    ]
-    for drawn in found["head-maps.svg"].split('<svg class="map')[1:]:
-        cells = re.findall(r'data-i="(\d),(\d)"/>\s*(<path)?', drawn)
-        assert [(int(head), int(layer)) for layer, head, cross in cells if cross] == [(0, 0), (3, 1), (2, 2)]
+    ends = {name: texts[f"{name}.svg"][0] for name in ("heads", "score", "his", "entropy")}
+    assert ends == {
+        "heads": "0",
+        "score": "empty: 0.12, full: 0.15",
+        "his": "empty: 0, full: 0.11",
+        "entropy": "empty: 0.5, full: 0.8",
+    }
     # The noisy row has a name and a control, and no ratio.
     names = [f"{runtime} 8 x 128" for runtime in ("torch", "onnxruntime-cpu", "onnxruntime-cpu-int8")]
     told = [text for text in texts["latency.svg"] if text in (*names, "0.830", "0.810", "0.700", "noisy")]
     assert sorted(map(str, told)) == sorted([*names, "0.830", "0.810", "noisy"])
-    assert found["latency.svg"].count('class="control"') == 3
     assert "latency.svg" not in draw_report(dataclasses.replace(report, latency=[]))
-
-
-def test_names_of_rows_are_whole_in_the_figure_of_times() -> None:
-    long = latency_row("onnxruntime-cpu-int8", 0.78, phase="prefill", dtype="bfloat16", batch=128, sequence=1024)
-    for rows in ([long], [long, latency_row("torch", 0.9)], make_report().latency):
-        svg = draw_report(dataclasses.replace(make_report(), latency=rows))["latency.svg"]
-        names = re.findall(r'<text x="([\d.]+)"[^>]*>(\S+ \d+ x \d+[^<]*)<', svg)
-        assert len(names) == len(rows)
-        # A character of 14 units is about 7.5 wide.
-        assert all(float(right) > 7.5 * len(name) for right, name in names)
-        bars = re.findall(r'<rect class="slim" x="([\d.]+)"[^>]* width="([\d.]+)"', svg)
-        assert all(float(left) > float(right) for (left, _), (right, _) in zip(bars, names, strict=True))
-        assert all(float(left) + float(width) < 540 for left, width in bars)
 
 
 def test_a_figure_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
@@ -163,11 +148,11 @@ def test_a_figure_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
     write_figures(figures, tmp_path)
     write_figures(figures, tmp_path)
     (tmp_path / "latency.svg").write_text("<svg>mine</svg>")
-    (tmp_path / "head-maps.svg").unlink()
+    (tmp_path / "heads.svg").unlink()
     with pytest.raises(OutputExistsError, match=r"only if it is a figure of hies-export, but .*latency\.svg is some"):
         write_figures(figures, tmp_path)
     assert (tmp_path / "latency.svg").read_text() == "<svg>mine</svg>"
-    assert not (tmp_path / "head-maps.svg").exists()
+    assert not (tmp_path / "heads.svg").exists()
 
 
 EVIL = "</script><img src=x>|`"
@@ -249,7 +234,7 @@ def test_nothing_is_loaded_from_anywhere() -> None:
     for attributes in tags:
         assert not (attributes.keys() & {"src", "srcset", "action"})
         assert (attributes.get("href") or "data:,").startswith(("#", "data:,"))
-    assert not re.search(r"https?:|url\(|@import", text)
+    assert not re.search(r"https?:|url\((?!#)|@import", text)
     (policy,) = (of["content"] for of in tags if of.get("http-equiv") == "Content-Security-Policy")
     assert str(policy).startswith("default-src 'none'")
 
@@ -267,33 +252,16 @@ def test_a_browser_shows_it_whole(browser: Browser, tmp_path: Path, width: int, 
     script = (
         "(() => { const box = e => e.getBoundingClientRect(), all = s => [...document.querySelectorAll(s)];"
         "return {width: [document.documentElement.scrollWidth, innerWidth],"
-        "tall: Math.max(0, ...all('.share .name,.note').map(e => e.offsetHeight)),"
-        "cut: all('.share .name,.share b,.note,figcaption,th,td').filter(e => e.scrollWidth > e.clientWidth + 1),"
+        "cut: all('figcaption,th,td').filter(e => e.scrollWidth > e.clientWidth + 1),"
         "outside: all('svg text').filter(e => {const a = box(e), b = box(e.closest('svg'));"
-        "return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 1}).map(e => e.textContent),"
-        "rows: ['.layers .gone', '.plan rect[data-i$=\",0\"]'].map(s => all(s).map("
-        "e => Math.round(box(e).top + box(e).height / 2)))} })()"
+        "return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 1}).map(e => e.textContent)"
+        "} })()"
     )
     for page in (render_bench(bench), render_html(report)):
         found = browser.look(tmp_path, page, script, width=width, dark=dark)
         assert found["width"] == [width, width]
         assert (found["outside"], found["cut"]) == ([], [])
-        assert found["tall"] < 90  # at most four lines
         assert len(browser("Page.captureScreenshot")["data"]) > 13_000
-    if width == 1280:  # where bars of neurons are beside the heads of their layers
-        bars, firsts = found["rows"]
-        assert len(firsts) == 24
-        assert bars == pytest.approx(firsts, abs=1)
-
-
-@pytest.mark.slow
-def test_a_tap_shows_the_numbers_of_a_head(browser: Browser, tmp_path: Path) -> None:
-    script = (
-        "document.querySelector('.his rect[data-i=\"2,3\"]').dispatchEvent(new MouseEvent('click', {bubbles: true}));"
-        "[document.getElementById('head').textContent, document.querySelectorAll('.on').length]"
-    )
-    found = browser.look(tmp_path, render_html(make_report()), script)
-    assert found == ["layer 2, head 3: kept · score 0.1535 · HIS 0.11 · entropy 0.8", 4]
 
 
 @pytest.mark.slow

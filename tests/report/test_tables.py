@@ -4,21 +4,11 @@ import io
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from rich.console import Console
 from rich.text import Text
 from support.reports import DATA, make_report
 
-from hies_export.report.report import CUT, KEPT
-from hies_export.report.tables import (
-    Line,
-    UnitMap,
-    change,
-    comparison_table,
-    latency_table,
-    map_text,
-    plain_table,
-)
+from hies_export.report.tables import change, comparison_table, latency_table, plain_table
 
 HEADER = ("", "file", "same prediction", "time 1 row (3.82 ms)", "time 8 rows (23.1 ms)")
 ROWS = [
@@ -44,18 +34,6 @@ def test_a_row_is_a_line_where_it_fits_and_its_words_are_whole_where_it_is_folde
     for cell in (*HEADER, *(cell for row in ROWS for cell in row)):
         assert cell in "\n".join(wide)
         assert all(word in "\n".join(narrow) for word in cell.split())
-
-
-@pytest.mark.parametrize("width", [60, 120])
-def test_a_layer_of_a_map_is_one_line_and_its_name_keeps_its_end(width: int) -> None:
-    names = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(12)]
-    units = UnitMap("head", [Line(name, " ".join(KEPT * 15 + CUT), 15, 16) for name in names])
-    _, *lines = shown(map_text(units, width), width).splitlines()
-    assert len(lines) == 12
-    assert max(map(len, lines)) <= width
-    assert all(line.count(KEPT) == 15 and "15 of 16" in line for line in lines)
-    assert all(line.endswith(name[-9:]) for line, name in zip(lines, names, strict=True))
-    assert (width < 90) is ("…" in lines[0])
 
 
 def test_brackets_are_text_and_marks_stay() -> None:

@@ -28,7 +28,7 @@ from hies_export.report.card import render_card
 from hies_export.report.comparison import print_bench, read_report, render_bench
 from hies_export.report.figures import draw_report
 from hies_export.report.html import render_html, render_markdown
-from hies_export.report.tables import map_text, plan_maps, print_report
+from hies_export.report.tables import plan_maps, print_maps, print_report
 from hies_export.select.fingerprint import check_selection, digest_tensors
 from hies_export.tasks import TASKS
 from support.cuts import random_cut
@@ -64,8 +64,7 @@ def _plans(folder: Path) -> list[Read]:
 
     def cut(file: Path) -> None:
         read = PruningPlan.from_file(file)
-        for units in plan_maps(read):
-            console().print(map_text(units, 80))
+        print_maps(plan_maps(read), console())
         assert PruningPlan.from_json(read.to_json()) == read or "nan" in read.to_json().lower()
         check_selection(read.kept, modules)
         prune_units(model, read, modules)

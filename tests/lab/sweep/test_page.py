@@ -61,8 +61,8 @@ def drawn(found: list[dict[str, Any]], quantity: str = "quality") -> Chart:
 
 
 def places(svg: str, kind: str) -> list[tuple[float, float]]:
-    """Where the marks of a class are, and where the numbers on both axes stand."""
-    found = [e for e in ET.fromstring(svg).iter() if (e.get("class") or "").split()[:1] == [kind]]
+    """Where the marks of a kind are."""
+    found = [e for e in ET.fromstring(svg).iter() if (e.get("id") or "").partition("|")[0] == kind]
     return [(float(use.get("x", "")), float(use.get("y", ""))) for e in found for use in e.iter() if use.get("x")]
 
 
@@ -94,8 +94,8 @@ def test_points_are_means_over_seeds_with_their_deviation(quantity: str) -> None
     assert made.dense == (None if quantity == "stability" else pytest.approx(90))
     svg = draw_chart(made)
     assert svg == draw_chart(made)
-    assert svg.count('<g class="line ') == svg.count('<g class="band ') == 3
-    assert '<g class="band ' not in draw_chart(drawn([r for r in found if r["seed"] == 0], quantity))
+    assert svg.count('<g id="line|') == svg.count('<g id="band|') == 3
+    assert '<g id="band|' not in draw_chart(drawn([r for r in found if r["seed"] == 0], quantity))
     x, y = zip(*places(svg, "point"), strict=True)
     points = [point for line in made.lines for point in line.points]
     assert len(x) == len(points) == 12
@@ -218,8 +218,8 @@ def test_agreement_against_time_has_a_point_per_method_and_budget() -> None:
     means = [(1.0, 1.0), *([(0.905, 0.81), (0.705, 0.61)] * 12), (0.95, 0.96)]
     assert [(one.time, one.same) for one in figure.found] == [pytest.approx(mean) for mean in means]
     # Those on the frontier have names and intervals, the others neither.
-    assert {number for number, one in enumerate(figure.found) if one.name} == set(figure.best)
-    assert {round(figure.found[number].same, 6) for number in figure.best} == {1.0, 0.96, 0.81, 0.61}
+    assert figure.named == figure.best
+    assert {round(point.same, 6) for point in figure.best} == {1.0, 0.96, 0.81, 0.61}
     assert {"".join(one.series[:1]) for one in figure.found} == {"", *line_styles(found)} - {
         name for name in line_styles(found) if name.startswith("noisy")
     }
@@ -270,7 +270,7 @@ def test_a_browser_shows_it_whole_and_a_tap_shows_one_method(
     script = (
         "document.querySelector('button[data-s=random]').click();"
         "[document.documentElement.scrollWidth, innerWidth, document.querySelectorAll('g.line.on').length,"
-        "Math.min(...[...document.querySelectorAll('.lines text')].map(e => e.getBoundingClientRect().height))]"
+        "Math.min(...[...document.querySelectorAll('.charts svg text')].map(e => e.getBoundingClientRect().height))]"
     )
     *found, smallest = browser.look(tmp_path, write_page(folder).read_text(), script, width=width)
     assert found == [width, width, 2]
