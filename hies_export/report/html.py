@@ -1,7 +1,7 @@
 """Fill the templates: report.md, and report.html, one page that needs nothing but a browser, in light or dark.
 
-HTML templates escape everything by themselves. Those of Markdown use the filters `md` and `code`, and in blocks of code
-`line` and `literal`. Style and pictures (inline SVG) are in the page itself.
+HTML templates escape everything by themselves. Those of Markdown use the filter `md`, and in blocks of code `line` and
+`literal`. Style and pictures (inline SVG) are in the page itself.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    jinja.filters |= {"md": escape_markdown, "code": code_span, "line": one_line, "literal": json.dumps}
+    jinja.filters |= {"md": escape_markdown, "line": one_line, "literal": json.dumps}
     jinja.filters["for_page"] = for_page
     jinja.globals |= {"figures": figures, "tables": tables, "words": words}
     return jinja
@@ -78,14 +78,6 @@ def escape_markdown(value: object) -> str:
     # Underscores within words, and brackets without an address, mean nothing in Markdown.
     line = re.sub(r"[\\|`*~$]|(?<!\w)_|_(?!\w)|\](?=[(\[:])", r"\\\g<0>", line)
     return re.sub(r"&(?=#?\w+;)", "&amp;", line).replace("<", "&lt;")
-
-
-def code_span(value: object) -> str:
-    """Return text as a code span of Markdown, with a fence longer than any run of backticks in it."""
-    line = one_line(value)
-    longest = max(map(len, re.findall("`+", line)), default=0)
-    fence, space = "`" * (longest + 1), " " if longest else ""  # spaces part the fence from backticks at the ends
-    return f"{fence}{space}{line}{space}{fence}"
 
 
 def is_page(text: str) -> bool:

@@ -46,18 +46,18 @@ class Part(NamedTuple):
 def report_parts(report: Report) -> dict[str, Part]:
     """Return the parts that renderings show, by name; those that the report has nothing for are left out."""
     compound, rows, held_out = report.compound, report.latency, words.held_out_rows(report)
+    latency = Part("Latency", latency_table(rows), (words.latency_text(rows),)) if rows else Part("Latency")
     served = "As served" if compound else "In fewer bits"
     promised = compound.text(report.details) if compound else ""
     vocabulary = words.vocabulary_words(report.vocabulary) if report.vocabulary else ""
     parts = {
         "changed": Part("What changed", comparison_table(report), (words.budget_text(report), vocabulary)),
+        "latency": latency,
         "served": Part(served, forms_table(report), (words.forms_text(report), promised)),
         "chosen": Part(f"How it was chosen, on {held_out}", tried_table(report), (words.tried_text(report),)),
         "checks": Part("Checks", check_table(report)),
         "method": Part("How it was measured", None, (words.method_text(report),)),
     }
-    if rows:
-        parts["latency"] = Part("Latency", latency_table(rows), (words.latency_text(rows),))
     return {name: part for name, part in parts.items() if part.table or any(part.notes)}
 
 
@@ -137,11 +137,8 @@ _RANKING = {
     "spearman": (title_of("spearman"), "spearman"),
     "own_ndcg": (title_of("own_ndcg@10"), "own_ndcg@10"),
     "top1": (f"same {FIRST_HIT}", None),
-    "cosine": ("cosine to the dense embedding", None),
 }
 _INDEX = {"dense_index": ", your index as it is", "slim_index": ", everything re-embedded", "candidates": ""}
-# Index -> the texts whose embeddings `cosine` compares.
-_EMBEDDED = {"dense_index": ", queries", "slim_index": ", documents"}
 
 
 def ranking_rows(ranking: Ranking, metrics: Metrics) -> list[Row]:
@@ -150,7 +147,6 @@ def ranking_rows(ranking: Ranking, metrics: Metrics) -> list[Row]:
     for key, (name, metric) in _RANKING.items():
         for index, where in _INDEX.items():
             value, both = ranking.get(index, {}).get(key), metrics.get(metric or "")
-            where = _EMBEDDED.get(index, where) if key == "cosine" else where
             if value is not None and both is not None:
                 rows.append(quality_row(f"{name}{where}", Both(both.dense, value)))
             elif value is not None:
@@ -246,11 +242,6 @@ def check_table(report: Report) -> Table:
         difference = "llama.cpp is not installed" if report.gguf_max_abs is None else f"{report.gguf_max_abs:.2g}"
         rows.append(("next-token probabilities in llama.cpp against torch", difference))
     return Table(("largest difference of any output", ""), rows)
-
-
-def environment_table(environment: Mapping[str, Any]) -> Table:
-    """Return the known facts about the hardware and the libraries."""
-    return Table(("", ""), [(name, str(value)) for name, value in environment.items() if value is not None])
 
 
 def latency_table(rows: Sequence[TimedRow], names: tuple[str, str] = ("dense", "slim")) -> Table:

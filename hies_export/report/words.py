@@ -155,7 +155,6 @@ class _Subject(NamedTuple):
     kept: float | None  # share of what was promised that the evaluated rows keep; None if the evaluation does not know
     time: str
     size: float  # relative to the dense model's
-    ranking: Mapping[str, Mapping[str, float]] | None
 
 
 def lead_text(report: Report) -> str:
@@ -202,13 +201,12 @@ def _subject(report: Report) -> _Subject:
         kept=None if met is None else _slim_kept(report, met),
         time=_slim_time(report),
         size=report.bytes.ratio,
-        ranking=report.ranking,
     )
 
 
 def _form_subject(report: Report, name: str, number: int, promised: float) -> _Subject:
     """Return the form of a number, with a promised share, and the first of its times that is not noisy."""
-    forms, deployment = report.details.forms, report.details.deployment
+    forms = report.details.forms
     form, step = forms[number], deciding_step(forms[0].times)
     time = "time too noisy to tell"
     if step is not None:
@@ -226,7 +224,6 @@ def _form_subject(report: Report, name: str, number: int, promised: float) -> _S
         kept=form_kept(report, form),
         time=time,
         size=_form_size(report, form),
-        ranking=(deployment.ranking if deployment is not None else None) or report.ranking,
     )
 
 
@@ -304,15 +301,11 @@ def _ranking_text(report: Report, subject: _Subject) -> str:
     metric, dense, quality = report.quality.metric, report.quality.dense, subject.quality
     kind = METRICS[metric].of if metric in METRICS else ""
     index = " with your index as it is" if "dense_index" in (report.ranking or {}) and "ranking" in kind else ""
-    slim_index_value = (subject.ranking or {}).get("slim_index", {}).get(metric.removesuffix("@10"))
-    re_embedded = f", {_number(slim_index_value)} re-embedded" if index and slim_index_value is not None else ""
-    if kind == "own ranking":
-        return f"{title_of(metric)} {_number(quality)}{index}{re_embedded}"
     numbers = f"{_number(dense)} → {_number(quality)}"
     if dense <= 0:
         return f"{title_of(metric)} {numbers}{index}"
     interval = _interval_and_rows(report, subject)
-    return f"{_percent(quality / dense)} of {title_of(metric)} stays{index} ({interval}; {numbers}{re_embedded})"
+    return f"{_percent(quality / dense)} of {title_of(metric)} stays{index} ({interval}; {numbers})"
 
 
 def _promise_text(report: Report, subject: _Subject) -> str:

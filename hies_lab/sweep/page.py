@@ -17,7 +17,8 @@ from hies_export.files import read_json
 from hies_export.report.drawing import VARIABLES, for_page
 from hies_export.report.frontier import draw_frontier
 from hies_export.report.html import environment
-from hies_export.report.tables import Table, environment_table, filled
+from hies_export.report.tables import Table, filled
+from hies_export.report.words import environment_text
 
 from ..baselines.names import JUDGED_ONLY
 from . import results
@@ -100,7 +101,7 @@ def render_sweep(rows: Sequence[Row], about: SweepAbout, *, name: str) -> str:
             every=_every_row(rows),
             method=_method_text(rows, about),
             differences=quality.differences,
-            environment=environment_table(about.environment),
+            environment=environment_text(about.environment),
         )
     )
 
