@@ -244,7 +244,7 @@ def prune(
         compensation_batches: Batches that the cut model is refitted on; by default those that units are scored on.
         processor: The model's tokenizer, image processor, or both in one: reads a data set, saved with the result.
         columns: Columns to read of a data set that has texts or images, by the fields of a recipe's `data`: text,
-            image, label, prompt, answer, max_length, packing, bos. By default the only columns that fit.
+            image, label, prompt, answer, max_length, bos. By default the only columns that fit.
         evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, stability_tolerance
             (of a regression) and threshold (of a multi-label classifier).
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,

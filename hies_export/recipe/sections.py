@@ -49,9 +49,8 @@ class Columns(Section):
             holds choices, this column has the number of the right one, from 0: units are scored on the right choices,
             and quality and stability are judged by the likeliest choice, unless `evaluation.metrics` says otherwise.
         max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
-        packing: Whether texts to generate are joined and cut into blocks of max_length, or each is one sample.
-        bos: Whether each of these blocks begins with the begin-of-text token, which counts as one of its tokens; auto
-            for as the tokenizer begins a text.
+        bos: Whether each packed block of text begins with the begin-of-text token, which counts as one of its tokens;
+            auto for as the tokenizer begins a text.
     """
 
     text: tuple[str, ...] = ()
@@ -64,19 +63,12 @@ class Columns(Section):
     label: str | None = None
     group: str | None = None
     max_length: int | None = Field(None, ge=2)
-    packing: bool = True
     bos: bool | Literal["auto"] = "auto"
 
     @field_validator("text", "messages", mode="before")
     @classmethod
     def _as_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _bos_is_of_blocks(self) -> Columns:
-        if self.bos != "auto" and not self.packing:
-            raise ValueError("bos is for packed blocks, but packing is false; leave bos out")
-        return self
 
     @property
     def together(self) -> str | None:

@@ -70,10 +70,15 @@ class TextGeneration(Task):
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
         """Yield the tokens, (tokens,) int64, of each block, or of each row without a limit on its length."""
-        if samples.column_names == [BLOCK]:
+        if self._packs:
             yield from map(torch.tensor, data.column_values(samples, BLOCK))
         else:
             yield from (torch.tensor(tokens.ids) for tokens in self._tokens(samples, "judge", None)[0])
+
+    @property
+    def _packs(self) -> bool:
+        """Whether rows are plain text, whose samples are packed blocks."""
+        return not (self.columns.prompt or self.columns.messages)
 
     @property
     def template(self) -> dict[str, str]:
@@ -92,7 +97,7 @@ class TextGeneration(Task):
 
     def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return packed blocks of plain text; of other rows, each is a sample."""
-        if self.columns.prompt or self.columns.messages or not self.columns.packing:
+        if not self._packs:
             return rows
         length = self._limit() or BLOCK_LENGTH
         if self.columns.max_length is None:
@@ -100,8 +105,8 @@ class TextGeneration(Task):
         return pack_text(rows, column=self.columns.text[0], tokenizer=self.processor, length=length - len(self._begin))
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
-        """Yield batches of blocks or of plain texts, or of prompts with answers or conversations, cut on the left."""
-        if samples.column_names == [BLOCK]:
+        """Yield batches of blocks, or of prompts with answers or conversations, cut on the left."""
+        if self._packs:
             yield from (self._batch_of_blocks(samples, rows) for rows in batched(range(len(samples)), size))
             return
         tokens_of_rows, choices = self._tokens(samples, use, self._limit())
@@ -112,12 +117,10 @@ class TextGeneration(Task):
             yield batch if choices is None else batch | choices.describe(rows)
 
     def _tokens(self, samples: datasets.Dataset, use: Use, limit: int | None) -> tuple[list[Tokens], Choices | None]:
-        """Return the tokens of samples that are not blank, or of their choices, at most `limit`; and any choices."""
+        """Return the tokens of samples that are no blocks, or of their choices, at most `limit`; and any choices."""
         tokenizer = data.tokenizer_of(self.processor)
         if self.columns.messages:
             return self._conversations(samples, tokenizer, limit), None
-        if not self.columns.prompt:
-            return self._plain_texts(samples, tokenizer, limit), None
         samples, choices = self.with_one_answer(samples, use)
         prompts_read = self.tokenized(samples, enumerate(self.texts(samples)), choices, limit)
         return [cut_on_the_left(tokens, limit, tokenizer) for _, tokens in prompts_read], choices
@@ -160,24 +163,6 @@ class TextGeneration(Task):
         labels = ids.clone()
         labels[:, : len(self._begin)] = data.IGNORED
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-    def _plain_texts(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[Tokens]:
-        """Return the tokens of each text, cut on the right, all of which are labels. Blank rows are left out."""
-        column, tokens_of_texts = self.columns.text[0], []
-        for row, text in enumerate(samples[column][:]):
-            if not text.strip():
-                continue
-            ids = tokenizer(text, truncation=limit is not None, max_length=limit, verbose=False)["input_ids"]
-            if len(ids) < 2:
-                raise DataError(
-                    "a text must have at least two tokens to predict one from the other, but "
-                    f"{data.row_name(samples, row)} has {len(ids)} in {column!r}; remove it, raise max_length or pack "
-                    "the texts into blocks"
-                )
-            tokens_of_texts.append(Tokens(ids, [True] * len(ids)))
-        if blank := len(samples) - len(tokens_of_texts):
-            logger.warning("%d of %d rows are blank in %r and left out", blank, len(samples), column)
-        return tokens_of_texts
 
     def tokenized(
         self,
@@ -486,7 +471,7 @@ def pack_text(rows: datasets.Dataset, *, column: str, tokenizer: Any, length: in
     if separator is None and len(rows) > 1 and not is_running:
         raise DataError(
             "texts are joined by the tokenizer's end-of-text or begin-of-text token, but it has neither; set "
-            "tokenizer.eos_token and save it with the model, or set packing to false"
+            "tokenizer.eos_token and save it with the model"
         )
     texts = data.column_values(rows, column)
     if is_running:

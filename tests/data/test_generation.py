@@ -121,14 +121,11 @@ def test_blocks_are_the_samples_that_are_counted() -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_a_sample_per_row_without_packing(side: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Batches are padded on the right, whatever the tokenizer's side."""
-    rows = rows_of(text=["a b c d e", " ", "f g"])
-    with caplog.at_level(logging.WARNING, logger="hies_export"):
-        (batch,) = batches_of(rows, processor=generative_tokenizer(padding_side=side), packing=False, max_length=5)
-    assert "1 of 3 rows are blank" in caplog.text
-    assert [words(r) for r in batch["input_ids"]] == ["<s> a b c d", "<s> f g <pad> <pad>"]
-    assert labelled(batch) == ["<s> a b c d", "<s> f g"]
+def test_batches_are_padded_on_the_right_whatever_the_side_of_the_tokenizer(side: str) -> None:
+    rows = rows_of(question=["a b c", "d"], answer=["e", "f"])
+    (batch,) = batches_of(rows, ASKED, processor=generative_tokenizer(padding_side=side))
+    assert [words(r) for r in batch["input_ids"]] == ["<s> Q a b c A e </s>", "<s> Q d A f </s> <pad> <pad>"]
+    assert labelled(batch) == ["e </s>", "f </s>"]
 
 
 def gpt2() -> PreTrainedModel:
@@ -159,10 +156,10 @@ def test_padding_changes_no_logits(make: Callable[[], PreTrainedModel]) -> None:
 
 
 def test_rows_sorted_by_length_are_padded_no_more_than_needed() -> None:
-    rows = rows_of(text=["a b c", "a b d", "a", "a b c d e"])  # the first two need no padding
-    found = by_length(batches_of(rows, batch_size=2, packing=False), config=CONFIG)
-    texts = ["<s> a <pad> <pad>", "<s> a b c", "<s> a b d <pad> <pad>", "<s> a b c d e"]
-    assert [words(row) for batch in found for row in batch["input_ids"]] == texts
+    rows = rows_of(question=["a b c", "a b d", "a", "a b c d e"], answer=["f"] * 4)  # the first two need no padding
+    found = by_length(batches_of(rows, ASKED, batch_size=2), config=CONFIG)
+    texts = ["a A f </s> <pad> <pad>", "a b c A f </s>", "a b d A f </s> <pad> <pad>", "a b c d e A f </s>"]
+    assert [words(row) for batch in found for row in batch["input_ids"]] == [f"<s> Q {text}" for text in texts]
 
 
 def test_padding_by_the_end_token_is_no_answer() -> None:

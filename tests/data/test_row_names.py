@@ -8,11 +8,10 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-import tokenizers
 from support.generative import png
 from support.models import generative_tokenizer, llava_processor
 from support.reading import reading
-from transformers import BertConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast, ViTConfig
+from transformers import BertConfig, LlamaConfig, LlavaConfig, ViTConfig
 
 from hies_export.data.rows import number_rows, own_columns, row_name
 from hies_export.errors import DataError
@@ -52,12 +51,6 @@ def test_rows_without_numbers_are_counted_as_they_are() -> None:
 IMAGE, NO_IMAGE = ({"bytes": content, "path": None} for content in (png(), b"no image"))
 
 
-def without_special_tokens() -> PreTrainedTokenizerFast:
-    tokenizer = generative_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="$A")
-    return tokenizer
-
-
 CLASSIFY: dict[str, Any] = {"config": BertConfig(num_labels=2), "processor": generative_tokenizer()}
 GENERATE: dict[str, Any] = {
     "config": LlamaConfig(vocab_size=32, pad_token_id=0, max_position_embeddings=64),
@@ -68,7 +61,7 @@ LLAVA = {
     "processor": llava_processor(),
 }
 VIT = {"config": ViTConfig(), "processor": lambda images, **_: {}}
-TEXT, PLAIN, PICTURE = Columns(text=("text",), label="label"), Columns(text=("text",)), Columns(image="image")
+TEXT, PICTURE = Columns(text=("text",), label="label"), Columns(image="image")
 ASKED = Columns(prompt="Q {question} A", answer="answer")
 CHOSEN = Columns(prompt="Q {question} A", answer="answer", label="label")
 SHOWN = Columns(image="image", prompt="{question} A", answer="answer")
@@ -77,7 +70,6 @@ SHOWN = Columns(image="image", prompt="{question} A", answer="answer")
 GOOD: dict[str, tuple[str, Columns, dict[str, Any], dict[str, Any]]] = {
     "text": ("text-classification", TEXT, CLASSIFY, {"text": "a", "label": 0}),
     "image": ("image-classification", PICTURE, VIT, {"image": IMAGE}),
-    "plain": ("text-generation", PLAIN, GENERATE, {"text": "a b"}),
     "answer": ("text-generation", ASKED, GENERATE, {"question": "a", "answer": "b"}),
     "choice": ("text-generation", CHOSEN, GENERATE, {"question": "a", "answer": ["b", "c"], "label": 1}),
     "shown": ("image-text-to-text", SHOWN, LLAVA, {"image": IMAGE, "question": "a", "answer": "yes"}),
@@ -94,7 +86,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no such choice": ("choice", {"label": 2}, {}, "number of one of the 2 choices, from 0, .* write 0 for the first"),
     "hidden choice": ("choice", {"label": -1}, {}, "has -1; use a split with labels"),
     "long answer": ("answer", {"answer": "a b c d e f g"}, {"max_length": 6}, "answers are never cut"),
-    "short text": ("plain", {"text": "a"}, {"packing": False, "processor": without_special_tokens()}, "two tokens"),
     "image that does not decode": ("shown", {"image": NO_IMAGE}, {}, "at most 1% of the images"),
     "long question": ("shown", {"question": "a b c d e f g"}, {"max_length": 24}, r"fit into max_length \(24 tokens\)"),
 }

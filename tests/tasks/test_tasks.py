@@ -28,7 +28,7 @@ from hies_export.tasks import (
 
 
 def test_every_field_that_names_a_column_is_read_by_a_task() -> None:
-    assert set(COLUMNS) == set(Columns.model_fields) - {"max_length", "packing", "bos"}
+    assert set(COLUMNS) == set(Columns.model_fields) - {"max_length", "bos"}
     assert set(COLUMNS) == {name for task in TASKS.values() for names in task.reads for name in names.split()}
 
 
