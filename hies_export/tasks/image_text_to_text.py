@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,6 @@ from .text_generation import TextGeneration
 if TYPE_CHECKING:
     import PIL.Image
 
-logger = logging.getLogger(__name__)
-
-# Share of a data set's images that may fail to decode.
-TOLERATED_SHARE = 0.01
 # By what processors such as LLaVA's count the tokens of an image; files of older releases do not have them.
 SIZE_OF_IMAGES = ("patch_size", "vision_feature_select_strategy")
 
@@ -29,7 +24,7 @@ class ImageTextToText(TextGeneration):
     """Vision-language models: decoders of images and text.
 
     Labels are on the answer. Nothing is cut, because a prompt without its image's tokens or its first words is another
-    prompt. One image in a hundred may fail to decode; such samples are left out.
+    prompt.
     """
 
     name = "image-text-to-text"
@@ -66,10 +61,11 @@ class ImageTextToText(TextGeneration):
         tokenizer.padding_side = "right"
         samples, choices = self.with_one_answer(samples, use)
         texts, column = self.texts(samples), str(self.columns.image)
-        for images in batched(_decoded_images(data.as_images(samples, column), column), size):
-            rows = [row for row, _ in images]
+        shown = data.as_images(samples, column)
+        for rows in batched(range(len(samples)), size):
+            images = [data.image_of_row(shown, column, row) for row in rows]
             prompts = list(self.tokenized(samples, ((row, texts[row]) for row in rows), choices, limit))
-            batch = self._encode_checked(samples, images, [text for text, _ in prompts])
+            batch = self._encode_checked(samples, rows, images, [text for text, _ in prompts])
             ids, mask = batch["input_ids"], batch["attention_mask"]
             for row, length in zip(rows, mask.sum(-1).tolist(), strict=True):
                 if limit is not None and length > limit:
@@ -104,22 +100,22 @@ class ImageTextToText(TextGeneration):
         return f"{token}\n{prompt}", answer
 
     def _encode_checked(
-        self, samples: datasets.Dataset, images: Sequence[tuple[int, PIL.Image.Image]], texts: Sequence[str]
+        self, samples: datasets.Dataset, rows: Sequence[int], images: Sequence[PIL.Image.Image], texts: Sequence[str]
     ) -> Batch:
-        """Return a batch of `images`, each given with its row, and `texts`; a DataError names a row that is unfit."""
+        """Return the images and texts of some rows as a batch; a DataError names a row that is unfit."""
         from ..model.tokens import placeholders
 
         must = "a row must have one place for its image, in the prompt, but"
         remedy = "write the model's image token into data.prompt, and take it out of columns, or mend the chat template"
         try:
-            encoded = self._encode([image for _, image in images], texts)
+            encoded = self._encode(images, texts)
         except Exception:  # each processor raises its own kinds; row by row, to name the one that fails
-            for (row, image), text in zip(images, texts, strict=True):
+            for row, image, text in zip(rows, images, texts, strict=True):
                 with refusing(f"{must} the processor fails on {data.row_name(samples, row)}", remedy, DataError):
                     self._encode([image], [text])
             raise
         places = placeholders(self.config).to(encoded["input_ids"])  # few processors check that a text has one
-        for (row, _), ids in zip(images, encoded["input_ids"], strict=True):
+        for row, ids in zip(rows, encoded["input_ids"], strict=True):
             if len(places) and not torch.isin(ids, places).any():
                 raise DataError(f"{must} {data.row_name(samples, row)} has none; {remedy}")
         return encoded
@@ -132,23 +128,3 @@ class ImageTextToText(TextGeneration):
         # Many processors pad on the left by default, whatever the tokenizer's side.
         options = {"padding": True, "padding_side": "right", "add_special_tokens": special, "return_tensors": "pt"}
         return dict(self.processor(images=[[image] for image in images], text=list(texts), **options))
-
-
-def _decoded_images(rows: datasets.Dataset, column: str) -> Iterator[tuple[int, PIL.Image.Image]]:
-    """Yield the number and the image of every row whose image decodes; a DataError if more than one in 100 does not."""
-    failures: list[str] = []
-    for row in range(len(rows)):
-        try:
-            image = data.image_of_row(rows, column, row)
-        except DataError as error:
-            failures.append(f"{data.row_name(rows, row)}: {error.__cause__}")
-            if len(failures) > TOLERATED_SHARE * len(rows):
-                raise DataError(
-                    f"at most {TOLERATED_SHARE:.0%} of the images may fail to decode, but of the first {row + 1} of "
-                    f"{len(rows)} samples {len(failures)} in {column!r} do: {'; '.join(failures[:5])}"
-                ) from error
-        else:
-            yield row, image
-    if failures:
-        counted = f"{len(failures)} of {len(rows)} images in {column!r}"
-        logger.warning("%s do not decode and are left out: %s", counted, "; ".join(failures))

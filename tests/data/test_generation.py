@@ -2,8 +2,6 @@
 
 import gzip
 import io
-import itertools
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,21 +268,6 @@ def test_a_processor_that_counts_no_tokens_or_does_not_look_for_their_place_is_r
     processor.validate_inputs = lambda **given: None
     with pytest.raises(DataError, match=r"but row 0 \(from 0\) has none; write the model's image token into data"):
         shown(rows, processor=processor)
-
-
-def test_a_few_images_that_do_not_decode_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    images = [png(0)] * 200
-    images[3] = images[150] = b"no image"
-    columns = {"question": ["a"] * 200, "answer": (list("abcdefghij") * 20)}
-    with caplog.at_level(logging.WARNING, logger="hies_export"):
-        batches = shown(rows_of(image=images, **columns), batch_size=64)
-    assert "2 of 200 images in 'image' do not decode and are left out: row 3 (from 0): " in caplog.text
-    assert [len(b["labels"]) for b in batches] == [64, 64, 64, 6]
-    kept = [a for i, a in enumerate(columns["answer"]) if i not in (3, 150)]
-    assert list(itertools.chain(*map(labelled, batches))) == [f"{a} </s>" for a in kept]
-    images[7] = b"neither"
-    with pytest.raises(DataError, match=r"at most 1% of the images .* first 151 of 200 samples 3 .*: row 3 \(.*row 7"):
-        shown(rows_of(image=images, **columns))
 
 
 def test_processors_are_loaded_from_their_folders(tmp_path: Path) -> None:

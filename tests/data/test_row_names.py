@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no such choice": ("choice", {"label": 2}, {}, "number of one of the 2 choices, from 0, .* write 0 for the first"),
     "hidden choice": ("choice", {"label": -1}, {}, "has -1; use a split with labels"),
     "long answer": ("answer", {"answer": "a b c d e f g"}, {"max_length": 6}, "answers are never cut"),
-    "image that does not decode": ("shown", {"image": NO_IMAGE}, {}, "at most 1% of the images"),
+    "image to ask about": ("shown", {"image": NO_IMAGE}, {}, "every 'image' must be an image"),
     "long question": ("shown", {"question": "a b c d e f g"}, {"max_length": 24}, r"fit into max_length \(24 tokens\)"),
 }
 
