@@ -18,7 +18,7 @@ from hies_export.calibrate.readings import Read, read_forward
 from hies_export.calibrate.statistics import Statistics, collect_statistics
 from hies_export.data.batches import size_of
 from hies_export.errors import DataError, UnsupportedModelError
-from hies_export.evaluate.predict import predict, references
+from hies_export.evaluate.predict import predict
 from hies_export.model.linear import weight_of
 from hies_export.report.tables import plain_table
 from hies_export.score.criteria import score_units
@@ -135,7 +135,7 @@ def theory(
         norms[module.name] = ModuleNorms(whole, blocks, activation, 1 - statistics["entropy"][module.name])
     dense = predict(model, batches)
     task = task_of(model)
-    labels = references(batches, task) if "labels" in batches[0] else task.decide(dense)
+    labels = task.references(batches) if "labels" in batches[0] else task.decide(dense)
     before = _mean_loss(dense, labels, loss)
     increases = []
     for criterion in ("his", "hies"):

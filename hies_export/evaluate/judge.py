@@ -17,7 +17,6 @@ from ..recipe.budget import Budget, Found
 from ..tasks import Predictions, Task
 from .interval import CONFIDENCE, ratio_ends, share_ends, variance_of_mean
 from .metrics import METRICS, check_metrics, find_metric, quality_loss, value_of
-from .predict import references
 from .ranking import Ranked, RankedGroups, RankedTexts, Rankings, RowsKind, kind_of_rows
 
 logger = logging.getLogger(__name__)
@@ -225,7 +224,7 @@ class Judge:
     def _references(self) -> torch.Tensor:
         """The labels of the batches; without labels, the dense model's decisions."""
         labelled = "labels" in self.batches[0]
-        return references(self.batches, self.task) if labelled else self.task.decide(self.dense)
+        return self.task.references(self.batches) if labelled else self.task.decide(self.dense)
 
     @cached_property
     def _ranked(self) -> Ranked | None:
@@ -269,7 +268,7 @@ def warn_if_no_better_than_commonest(task: Task, dense: Predictions, batches: Se
     """Warn if the dense model is right no more often than a constant answer: labels may be numbered differently."""
     if task.predicts not in ("classes", "words") or "labels" not in batches[0]:
         return
-    labels = references(batches, task)
+    labels = task.references(batches)
     right, commonest = (task.decide(dense) == labels).sum().item(), labels.mode().values.item()
     right_by_constant = (labels == commonest).sum().item()
     if right <= right_by_constant < len(labels):

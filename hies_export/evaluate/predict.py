@@ -77,10 +77,3 @@ def _finite(outputs: tuple[torch.Tensor, ...], count: int, index: int) -> tuple[
             f"logits must be finite, but batch {index} (from 0) of {count} has NaN or infinity; try dtype float32"
         )
     return tuple((values.float() if values.is_floating_point() else values).cpu() for values in outputs)
-
-
-def references(batches: Sequence[Batch], task: Task) -> torch.Tensor:
-    """Return the labels of batches in one tensor, as the task compares them; a DataError refuses missing labels."""
-    if not batches or any("labels" not in batch for batch in batches):
-        raise DataError("metrics need labels, but the batches have none; name the column in data.label")
-    return task.references(batches)

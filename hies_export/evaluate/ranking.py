@@ -159,8 +159,9 @@ class RankedTexts:
 
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
         """Rank the documents for each query by embeddings, (rows, dim), and compare with the dense model's rankings."""
-        queries = (predictions if self.only_queries else self._of_all_rows(predictions)[self.queries]).float()
-        documents = (self.dense if old_index else self._of_all_rows(predictions))[self.documents].float()
+        assert old_index or not self.only_queries
+        queries = (predictions if self.only_queries else predictions[self.queries]).float()
+        documents = (self.dense if old_index else predictions)[self.documents].float()
         dense_queries, dense_documents = self.dense[self.queries].float(), self.dense[self.documents].float()
         cosine = cosine_similarity(queries.double(), dense_queries.double())
         if self.similarity == "cosine":
@@ -203,7 +204,6 @@ class RankedTexts:
 
         assert self.pairs is not None
         (first, second), labels = self.pairs
-        predictions = self._of_all_rows(predictions)
         documents = self.dense if old_index else predictions
         similarity = SimilarityFunction.to_similarity_pairwise_fn(self.similarity)
         return similarity(predictions[first].double(), documents[second].double()), labels.double()
@@ -218,14 +218,6 @@ class RankedTexts:
             by_index["slim_index"]["cosine"] = cosine_similarity(documents, dense_documents).mean().item()
         by_index["dense_index"] = self.rankings(predictions).means
         return by_index
-
-    def _of_all_rows(self, predictions: Tensor) -> Tensor:
-        """Return predictions unchanged; a DataError refuses those that are not of all rows."""
-        if self.only_queries or len(predictions) != len(self.dense):
-            raise DataError(
-                f"embeddings of all {len(self.dense)} texts, documents included, are needed, got {len(predictions)}"
-            )
-        return predictions
 
 
 @dataclass(frozen=True)

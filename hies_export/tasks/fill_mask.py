@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import DataError, quoted
-from ..late import PreTrainedModel, Tensor, datasets, np, torch
+from ..late import PreTrainedModel, datasets, np
 from .late import Batch, data
 from .registry import register_task
 from .task import Use, batched
@@ -83,9 +83,3 @@ class FillMask(TextGeneration):
                 "every batch must have a label, the token behind a mask, but one has none; make batches of more rows"
             )
         return {key: value[rows] for key, value in batch.items()}
-
-    def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
-        """Return the likeliest token at every real one, -100 at padding, (batch, tokens)."""
-        # Only labels tell which tokens are masked, so all count.
-        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
-        return output.argmax(-1).where(real.to(output.device), data.IGNORED)

@@ -335,8 +335,7 @@ class Task(ABC):
         return predictions.values.argmax(-1)
 
     def same(self, dense: Predictions, other: Predictions) -> Tensor:
-        """Return which predictions are the same, (predictions,) bool; a DataError if their samples differ."""
-        check_same_samples(dense, other)
+        """Return which predictions of the same samples are the same, (predictions,) bool."""
         one, two, tolerance = self.decide(dense), self.decide(other), self.tolerance_on(dense)
         alike = one == two if tolerance is None else (one - two).abs() <= tolerance
         same = alike.reshape(len(dense.values), -1).all(-1)
@@ -358,19 +357,6 @@ class Task(ABC):
         `rows` is a key of `of_rows`, or None; `answers`: whether rows have prompts and answers; `choices`: several.
         """
         return self.metrics if rows is None else self.of_rows[rows]
-
-
-def check_same_samples(dense: Predictions, other: Predictions) -> None:
-    """Refuse, by a DataError, two predictions whose samples differ."""
-    alike = dense.values.shape == other.values.shape and len(dense.values) > 0
-    if alike and dense.sample is not None and other.sample is not None:
-        alike = torch.equal(dense.sample, other.sample)
-    if not alike:
-        shapes = [tuple(predictions.values.shape) for predictions in (dense, other)]
-        raise DataError(
-            f"stability compares {dense.kind} of the same samples, got shapes {shapes[0]} and {shapes[1]} of "
-            f"{len(dense)} and {len(other)} samples"
-        )
 
 
 def stack(outputs: Sequence[Any]) -> Any:

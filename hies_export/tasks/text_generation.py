@@ -266,10 +266,7 @@ class TextGeneration(Task):
         section 5). That of the labels is not: those that the model does not expect have by far the largest gradients.
         Nor is that of the likeliest tokens, which is small where the model is certain.
         """
-        if self.shift > 0 or "labels" in batch:
-            labels = text_labels(model, batch)
-        else:  # of fill-mask, without labels that say which tokens are masked
-            labels = self.own_labels(model, batch, output)
+        labels = text_labels(model, batch)
         samples, positions = self.predicting(labels.to(output.device)).nonzero().unbind(-1)
         log_probabilities = output[samples, positions].float().log_softmax(-1)  # (label tokens, vocabulary)
         generator = torch.Generator(log_probabilities.device).manual_seed(number)

@@ -15,7 +15,7 @@ from transformers import BertConfig
 
 from hies_export.data.batches import by_length, samples_of
 from hies_export.errors import DataError, RequestError
-from hies_export.evaluate.predict import predict, references
+from hies_export.evaluate.predict import predict
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TASKS, Task, task_of
 from hies_export.tasks.given import batches_of
@@ -137,7 +137,7 @@ def test_characters_are_code_points_of_any_plane() -> None:
     logits[:, :, token] = 1
     found = task.join([task.keep(logits, batch)], [batch])
     assert found.contexts == [context]
-    assert task.table(found, references([batch], task))[0].tolist() == [(1, 1)]
+    assert task.table(found, task.references([batch]))[0].tolist() == [(1, 1)]
 
 
 def test_the_context_is_the_second_segment() -> None:
@@ -157,7 +157,7 @@ def test_batches_sorted_by_length_have_the_same_answers() -> None:
     assert TASK(None).same(one, other).all()
     assert one.contexts == other.contexts == rows["context"][:]
     task = TASK(model.config)
-    assert torch.equal(references(batches, task), references(ordered, task))
+    assert torch.equal(task.references(batches), task.references(ordered))
 
     def labelled(of: list[dict[str, Tensor]]) -> list[list[int]]:
         """Return the question of each window, and the characters of its label."""

@@ -18,7 +18,7 @@ from hies_export import DataError, PruningRecipe, RecipeError
 from hies_export.data.batches import by_length, samples_of
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.metrics import check_metrics
-from hies_export.evaluate.predict import predict, references
+from hies_export.evaluate.predict import predict
 from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TextGeneration
@@ -74,7 +74,7 @@ def test_likelihoods_are_those_of_one_choice_at_a_time(size: int) -> None:
     batches = batches_of(text_reader().in_full(), ROWS, size)
     assert max(len(batch["input_ids"]) for batch in batches) <= size
     assert samples_of(batches) == len(ROWS)
-    assert references(batches, TASK).tolist() == labels
+    assert TASK.references(batches).tolist() == labels
     found, expected = predict(model, batches), naive(model, ROWS)
     for row, of_row in enumerate(expected):
         assert found.values[row, : len(of_row)].tolist() == pytest.approx(of_row, abs=1e-4)

@@ -23,7 +23,7 @@ from transformers import (
 
 from hies_export import DataError, collect_statistics, find_attention, prune, score_compensated
 from hies_export.evaluate.judge import Judge
-from hies_export.evaluate.predict import predict, references
+from hies_export.evaluate.predict import predict
 from hies_export.recipe.sections import Columns
 from hies_export.tasks import TASKS, task_of
 
@@ -97,7 +97,7 @@ def test_predictions_and_perplexity_are_those_of_all_logits(
             nll.append(-log_probabilities[place, labels[place]].item())
     found, task = predict(model, batches), task_of(model)
     assert found.values.tolist() == tokens
-    wanted = references(batches, task)
+    wanted = task.references(batches)
     metrics = Judge(batches, found, ("perplexity", "token_accuracy"), task).of(found).metrics
     assert metrics["perplexity"] == pytest.approx(np.exp(np.mean(nll)), rel=1e-5)
     assert metrics["token_accuracy"] == np.mean([one == two for one, two in zip(tokens, wanted.tolist(), strict=True)])
@@ -118,20 +118,18 @@ def test_importance_is_that_of_each_text_by_itself(
         assert found[name] == pytest.approx(values, rel=1e-3, abs=1e-7)
 
 
-@pytest.mark.parametrize("labelled", [True, False])
 def test_squared_gradients_of_the_effect_are_on_average_the_curvature_of_the_divergence(
-    labelled: bool, model: PreTrainedModel, batches: list[dict[str, torch.Tensor]]
+    model: PreTrainedModel, batches: list[dict[str, torch.Tensor]]
 ) -> None:
     for batch in batches:
-        given = batch if labelled else {key: value for key, value in batch.items() if key != "labels"}
         output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.detach()
         output.requires_grad_()
-        effects = (task_of(model).effect(model, given, output, number).sum() for number in range(400))
+        effects = (task_of(model).effect(model, batch, output, number).sum() for number in range(400))
         found = torch.stack([torch.autograd.grad(effect, output)[0].square() for effect in effects]).mean(0)
         # The second derivative of the divergence from a distribution p, by its own logits, is diag(p) - p p^T.
         p = output.softmax(-1).detach()
-        judged = (batch["labels"] != -100) if labelled else (batch["attention_mask"] != 0)
-        torch.testing.assert_close(found, p * (1 - p) * judged[..., None], rtol=0, atol=0.12)
+        masked = batch["labels"] != -100
+        torch.testing.assert_close(found, p * (1 - p) * masked[..., None], rtol=0, atol=0.12)
     modules = find_attention(model, batches[0])
     assert score_compensated(model, batches, modules).criterion == "compensated"
 

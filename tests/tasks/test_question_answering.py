@@ -24,7 +24,7 @@ from hies_export import DataError, HiesError, PruneResult, load, masked_units, p
 from hies_export.calibrate.statistics import collect_statistics
 from hies_export.data.batches import inputs_of, samples_of
 from hies_export.evaluate.judge import Judge
-from hies_export.evaluate.predict import predict, predict_by, references
+from hies_export.evaluate.predict import predict, predict_by
 from hies_export.pipeline.recipe import PruningRecipe
 from hies_export.recipe.sections import Columns
 from hies_export.report.report import Report
@@ -239,7 +239,7 @@ def test_batches_of_a_training_loop_are_pruned(form: str, labelled: bool) -> Non
     assert found.values.tolist() == [[first, last + 1] for first, last in best]
     assert ("labels" in batch) == labelled
     if labelled:
-        right = references([batch], TASK)
+        right = TASK.references([batch])
         exact = (found.values == right[:, 0]).all(-1).double()
         assert TASK.table(found, right)[0]["exact"].tolist() == exact.tolist()
 
