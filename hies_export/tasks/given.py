@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, default_data_collator
 
-from ..data.batches import CHOICE_KEYS, GROUP_KEY, IGNORED, TEXT_KEYS, Batch, check_numbers, of_similar_length, size_of
+from ..data.batches import IGNORED, Batch, check_numbers, of_similar_length, size_of
 from ..data.columns import holds_images, holds_text
 from ..data.processors import tokenizer_of
 from ..data.rows import fixed_permutation, is_list, own_columns
 from ..errors import DataError, RequestError, did_you_mean, listed, quoted, refusing
 from ..files import Rule, check
 from ..late import datasets, is_data_set
-from ..model.text_encoder import TextEncoder
 from ..model.tokens import is_token
 from ..recipe.sections import Columns
 from .classification import CLASSIFIED
@@ -59,7 +58,7 @@ def batches_of(
     # `_rows_of_texts` refuses a list with other items beside.
     has_texts = isinstance(given, (list, tuple)) and any(isinstance(item, str) or _is_pair(item) for item in given)
     if is_data_set(given) and columns is None and model.main_input_name in given.features:
-        batches = check_batches(model, _collated(model, given, processor, task), task, what=what)
+        batches = check_batches(model, _collated(model, given, processor, task), what=what)
     elif is_data_set(given) or columns is not None or has_texts:
         rows, task = _rows_to_read(given, what, task, processor, columns, max_length)
         batches = task.read(task.draw(rows, in_order=True), size=BATCH_SIZE, use=use)
@@ -68,7 +67,7 @@ def batches_of(
         if use == "score":
             batches = of_similar_length(batches, config=model.config)
     else:
-        batches = check_batches(model, given, task, what=what)
+        batches = check_batches(model, given, what=what)
     if task.predicts in ("words", "tokens"):
         batches = [_without_labels_at_padding(batch, shift=task.shift) for batch in batches]
     return [task.canonical(model, batch) for batch in batches]
@@ -195,14 +194,14 @@ def usual_columns(
     return None
 
 
-def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *, what: str = "batches") -> list[Batch]:
+def check_batches(model: PreTrainedModel, batches: Iterable[Any], *, what: str = "batches") -> list[Batch]:
     """Return batches as plain dicts of tensors on the CPU; a DataError refuses those that the model does not take."""
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
         raise DataError(f"{what} must be a list or a DataLoader of batches, got a {type(batches).__name__}")
     checked: list[Batch] = []
     for number, batch in enumerate(batches):
         name = f"batch {number} (from 0) of {what}"
-        checked.append(_checked(model, batch, name, task))
+        checked.append(_checked(model, batch, name))
         if checked[0].keys() != checked[-1].keys():
             raise DataError(
                 f"all batches must have the keys of the first one ({', '.join(checked[0])}), but {name} has "
@@ -213,19 +212,13 @@ def check_batches(model: PreTrainedModel, batches: Iterable[Any], task: Task, *,
     return checked
 
 
-def _checked(model: PreTrainedModel, batch: Any, name: str, task: Task) -> Batch:
+def _checked(model: PreTrainedModel, batch: Any, name: str) -> Batch:
     """Return one batch as `check_batches` does; `name` is that of the batch in messages."""
     if not isinstance(batch, Mapping) or not batch:
         raise DataError(f"a batch must map names of arguments to tensors, but {name} is a {type(batch).__name__}")
     arguments = [argument for argument in inspect.signature(model.forward).parameters if argument != "kwargs"]
-    # Keys that no model takes, as they say how rows belong together.
-    row_keys: Sequence[str] = CHOICE_KEYS if batch.keys() >= set(CHOICE_KEYS) else ()
-    if isinstance(model, TextEncoder):
-        row_keys = TEXT_KEYS
-    elif task.predicts in CLASSIFIED and model.config.num_labels == 1:
-        row_keys = (GROUP_KEY, "grades")
     for key, value in batch.items():
-        if key not in arguments and key not in row_keys:
+        if key not in arguments:
             raise DataError(
                 f"every key of a batch must be an argument of {type(model).__name__}.forward, but {name} has "
                 f"{quoted(key)}; leave it out{did_you_mean(str(key), arguments)}"

@@ -38,7 +38,7 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
 
 
 def check(model: PreTrainedModel, batches: Any) -> list[Batch]:
-    return check_batches(model, batches, task_of(model))
+    return check_batches(model, batches)
 
 
 def read(model: PreTrainedModel, batches: Any) -> list[Batch]:
@@ -173,15 +173,6 @@ def test_what_is_of_whole_samples_stays_with_them_where_these_are_ordered_by_len
     (found,) = by_length([{"input_ids": IDS, "attention_mask": MASK, **whole}], config=bert().config)
     assert all(torch.equal(found[key], value.flip(0)) for key, value in whole.items())
     assert found["attention_mask"].sum(-1).tolist() == [1, 2, 4]
-
-
-def test_keys_that_say_how_rows_belong_together_are_kept(models: dict[str, PreTrainedModel]) -> None:
-    described = {"input_ids": IDS, "group": torch.tensor([0, 1, 1]), "grades": torch.ones(3)}
-    choices = {key: torch.arange(3) for key in ("question", "choice", "right", "characters")}
-    for name, batch in (("regression", described), ("lm", {"input_ids": IDS, "labels": IDS, **choices})):
-        (found,) = check(models[name], [batch])
-        assert found.keys() == batch.keys()
-        assert all(torch.equal(found[key], value) for key, value in batch.items())
 
 
 def test_batches_like_others_keep_the_order_of_their_samples() -> None:
