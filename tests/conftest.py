@@ -35,8 +35,6 @@ from support.runs import made_once, run_small_project, without_tracing
 from support.traced import counted_once, operators_read_once, traced_once
 from transformers.utils import logging
 
-from hies_export.model import online
-
 EXPORTER = ("export", "export_generative", "own_attention", "traces")
 
 
@@ -144,7 +142,5 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        # Long enough for a busy machine: who waits for less takes the Hub for one that cannot be reached.
-        monkeypatch.setattr(online, "PATIENCE", 300.0)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield running

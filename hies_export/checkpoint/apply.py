@@ -26,7 +26,7 @@ from ..units.units import PrunableModule
 from ..vocabulary.embeddings import row_count
 from ..vocabulary.kept import KeptTokens
 from ..vocabulary.trim import apply_kept
-from .beside import fetch, write_card
+from .beside import fetch_whole, write_card
 from .classes import load_config, refuse_quantised
 from .folders import new_folder, refuse_existing
 from .load import load
@@ -139,7 +139,7 @@ def _load(model: str | Path) -> Unwrapped:
 
     if kind_in(model) is not None:
         return load_sentence(model, load=load_stored)
-    source = fetch(model)
+    source = fetch_whole(model)
     config = load_config(source)
     refuse_quantised(config, source)
     return Unwrapped(load(source, dtype=stored_dtype(weight_files(source), config) or "auto"), folder=source)

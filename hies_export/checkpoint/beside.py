@@ -6,24 +6,20 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCardData, hf_hub_download, metadata_load, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import ModelCardData, metadata_load, snapshot_download, try_to_load_from_cache
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME
 
 from ..errors import RequestError, refusing
-from ..model.internals import commit_of, configs_in, file_of
-from ..model.online import hub_or_cache
+from ..model.internals import commit_of, configs_in
 from ..model.text_encoder import TextEncoder
 from ..slim.config import is_slim
-from .classes import read_config
-from .weights import weight_files
+from .folders import refuse_other
 
 logger = logging.getLogger(__name__)
 
@@ -56,50 +52,43 @@ PROCESSORS = (
     *VOCABULARIES,
 )
 COMPANIONS = (*PROCESSORS, *DOCUMENTS)
+SETTINGS = ("*.json", "*.jinja", *COMPANIONS)  # all files of a repository but weights
+# The weights that transformers and sentence-transformers read; the latter's modules have folders such as 2_Dense.
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "[0-9]*_*/*")
+OLDER_WEIGHTS = ("pytorch_model.bin", "pytorch_model-*.bin")
 
 
-def fetch(model: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint; of a Hub id, fetch the weights, the settings and the companions first."""
-    read_config(model, revision=revision)
-    with _fetching(model):
-        weight_files(model, revision=revision)
-    return fetch_files(model, (CONFIG_NAME, GENERATION_CONFIG_NAME, *COMPANIONS), revision)
+def fetch(model: str | Path, patterns: Sequence[str] = SETTINGS, **hub: Any) -> Path:
+    """Return the folder of a checkpoint; of a Hub id, fetch the files that match a pattern first.
 
-
-def fetch_files(model: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint; of a Hub id, fetch the files that match a pattern first, but no weights."""
+    By default these are all but weights. The Hub's client, which takes options `hub` such as `revision`, uses its cache
+    if the Hub does not answer.
+    """
     if Path(model).is_dir():
         return Path(model)
-    with _fetching(model):
-        return Path(snapshot_download(str(model), allow_patterns=list(patterns), revision=revision))
+    refuse_other(model)
+    must = f"a model must be a folder, on the Hub or in its cache, but {model} is not"
+    with refusing(must, "give a folder, or try again when the Hub answers"):
+        return Path(snapshot_download(str(model), allow_patterns=list(patterns), **hub))
 
 
-@contextmanager
-def _fetching(model: str | Path) -> Iterator[None]:
-    """Raise a `RequestError` if the block fails to fetch files; it uses the cache if the Hub cannot be reached."""
-    must, remedy = "must be on this machine or on the Hub, but", "try again, or give the folder of a download"
-    with refusing(f"the files of {model} {must}", remedy), hub_or_cache(model, "model"):
-        yield
+def fetch_whole(model: str | Path, **hub: Any) -> Path:
+    """Return the folder of a checkpoint; of a Hub id, fetch its settings and its weights first."""
+    folder = fetch(model, (*SETTINGS, *WEIGHTS), **hub)
+    return folder if any(folder.glob("model*.safetensors")) else fetch(model, OLDER_WEIGHTS, **hub)
 
 
 def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
     """Copy the files that match a pattern and are not in the folder yet, except the card and hidden files.
 
-    Links are followed only as the Hub's cache uses them: from a snapshot to the blobs of the same repository. Others
-    are left out, because they may lead to files that must not be passed on.
+    Of a link, the file that it leads to is copied.
     """
-    root = source.resolve()
     for pattern in patterns:
-        for path in sorted(source.glob(pattern)):
-            relative = path.relative_to(source)
-            target = folder / relative
-            if not path.is_file() or target.exists() or path.name.lower().startswith((".", "readme")):
-                continue
-            real = path.resolve()
-            is_blob = root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs")
-            if real == root / relative or is_blob:
+        for path in source.glob(pattern):
+            target = folder / path.relative_to(source)
+            if path.is_file() and not target.exists() and not path.name.lower().startswith((".", "readme")):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(real, target)
+                shutil.copyfile(path, target)
 
 
 def documents_of(model: PreTrainedModel) -> Path | None:
@@ -110,10 +99,10 @@ def documents_of(model: PreTrainedModel) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     try:
-        config = file_of(name, CONFIG_NAME, local_files_only=True)
         # Of the commit in the cache; a name that is not cached may be that of a folder that is gone.
-        return None if config is None else fetch_files(name, DOCUMENTS, commit_of(config))
-    except (OSError, RequestError) as error:
+        cached = try_to_load_from_cache(name, CONFIG_NAME)
+        return fetch(name, DOCUMENTS, revision=commit_of(cached)) if isinstance(cached, str) else None
+    except (ValueError, RequestError) as error:  # the former of a name that is no Hub id
         logger.warning("no licence was copied, as the files of %s cannot be read; add it: %s", name, error)
         return None
 
@@ -132,10 +121,8 @@ _TEXT = "# A slim checkpoint, cut by hies-export\n"
 def read_card(model: str | Path) -> dict[str, Any]:
     """Return `base_model` and the licence of a model's card, from its folder or the Hub; empty without a card."""
     try:
-        with hub_or_cache(model, "model card"):
-            file = Path(model) / CARD if Path(model).is_dir() else hf_hub_download(str(model), CARD)
-        metadata = metadata_load(file)
-    except (RequestError, HfHubHTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
+        metadata = metadata_load(fetch(model, (CARD,)) / CARD)
+    except (RequestError, OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     if not isinstance(metadata, dict):
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,11 +13,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..errors import MERGE, RequestError, did_you_mean, quoted, refusing
 from ..files import Rule, Schema, read_json
-from ..model.internals import configs_in, file_of, layers_unwarned, use_torch_attention
+from ..model.internals import configs_in, layers_unwarned, use_torch_attention
 from ..model.modeling_hies import keep_layers_for_files
-from ..model.online import model_or_cache
 from ..slim.config import slim_class
-from .folders import MUST, Contents, refuse_other
+from .beside import fetch
+from .folders import MUST, refuse_other
 
 AGAIN = "save or fetch the checkpoint again"
 CORRECT = "correct it there, or save the checkpoint again"
@@ -69,14 +68,9 @@ def _nested_fields(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from _nested_fields(value)
 
 
-def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that say where and how to look on the Hub."""
-    return {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
-
-
-def find_model_class(path: str | Path, **hub: Any) -> type[PreTrainedModel]:
+def find_model_class(path: str | Path) -> type[PreTrainedModel]:
     """Return the model class of a checkpoint folder or Hub id; see `class_named` and `read_config`."""
-    return class_named(read_config(path, **hub), path)
+    return class_named(read_config(path), path)
 
 
 def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedModel]:
@@ -99,40 +93,33 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
     return slim_class(stock) if "hies_export" in config else stock
 
 
-def read_config(path: str | Path, **hub: Any) -> dict[str, Any]:
+def read_config(path: str | Path) -> dict[str, Any]:
     """Return the config.json of a folder or Hub id; raise a `RequestError` if there is none or it is damaged."""
-    config: dict[str, Any] = read_json(_config_file(path, **hub), _Config, _CONFIG)
+    config: dict[str, Any] = read_json(_config_file(path), _Config, _CONFIG)
     return config
 
 
-def _config_file(path: str | Path, **hub: Any) -> Path:
+def _config_file(path: str | Path) -> Path:
     """Return the path of the config.json of a folder or Hub id; refuse one without."""
-    file: Path | None = Path(path) / "config.json"
-    # The Hub's client refuses an absolute path as a bad repository name, which misleads.
-    if not (Path(path).is_absolute() or os.path.exists(path)):
-        with refusing(f"{MUST}, but {path} is not", AGAIN), model_or_cache(path, hub):
-            file = file_of(path, "config.json", **hub)
-            if file is None and file_of(path, "adapter_config.json", **hub) is not None:
-                raise RequestError(f"{MUST}, but {path} is {Contents.ADAPTER.value}")
-            file = file or file_of(path, "config.json", required=True, **hub)
-    if file is None or not file.is_file():
-        refuse_other(path)
+    folder = fetch(path)
+    if not (folder / "config.json").is_file():
+        refuse_other(folder)
         raise RequestError(f"{MUST}, but {path} has no config.json")
-    return file
+    return folder / "config.json"
 
 
-def refuse_adapter(path: str | Path, **hub: Any) -> None:
+def refuse_adapter(path: str | Path) -> None:
     """Refuse a checkpoint with an adapter beside its weights, which transformers loads only if peft is installed."""
-    if file_of(path, "adapter_config.json", **hub) is not None:
+    if Path(path, "adapter_config.json").is_file():
         raise RequestError(
             f"a checkpoint must be one model, but {path} has an adapter (adapter_config.json) beside its weights; "
             f"{MERGE}, or remove the adapter's files if they are not meant"
         )
 
 
-def load_config(path: str | Path, **hub: Any) -> Any:
+def load_config(path: str | Path) -> Any:
     """Return the `PreTrainedConfig` of a folder or Hub id, without executing code from it."""
-    file = _config_file(path, **hub)
+    file = _config_file(path)
     fields = read_json(file, _Config, _CONFIG)
     model_type = fields.get("model_type")
     if model_type is None:  # by the config class of the model class, as transformers does
@@ -156,10 +143,10 @@ def load_config(path: str | Path, **hub: Any) -> Any:
     return config
 
 
-def config_of_class(model_class: Any, path: str | Path, **hub: Any) -> Any:
-    """Return the `PreTrainedConfig` of a folder or Hub id as a model class reads it."""
-    with refusing(_VALUES.format(path), CORRECT), model_or_cache(path, hub), layers_unwarned():
-        config = model_class.config_class.from_pretrained(path, **hub)
+def config_of_class(model_class: Any, path: str | Path) -> Any:
+    """Return the `PreTrainedConfig` of a folder as a model class reads it."""
+    with refusing(_VALUES.format(path), CORRECT), layers_unwarned():
+        config = model_class.config_class.from_pretrained(path)
         keep_layers_for_files(config)
         return config
 

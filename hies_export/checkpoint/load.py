@@ -18,8 +18,8 @@ from ..slim.config import is_slim
 from ..slim.cut import prune_units
 from ..tasks import TASKS
 from ..units.heads import find_attention
-from .beside import COMPANIONS, fetch_files
-from .classes import AGAIN, class_named, config_of_class, find_model_class, hub_options, read_config
+from .beside import fetch, fetch_whole
+from .classes import AGAIN, class_named, config_of_class, find_model_class, read_config
 from .weights import load_weights, skeleton_of_files, stored_dtype, stored_shapes, weight_files
 
 
@@ -33,22 +33,21 @@ class Source:
     commit: str | None  # for a Hub id, the commit of its files
 
 
-def source_of(model: PreTrainedModel, path: str | Path, config: Any, *, asked: str | None = None, **hub: Any) -> Source:
-    """Return how a model is stored; its companion files are fetched.
+def source_of(model: PreTrainedModel, folder: Path, config: Any, *, asked: str | None = None) -> Source:
+    """Return how a model is stored in a folder.
 
     The dtype is that of the files, whatever the model computes in, or `asked` if that names one.
     """
-    files = weight_files(path, **hub)
+    files = weight_files(folder)
     dtype = None if asked in (None, "auto") else getattr(torch, str(asked))
     dtype = dtype or stored_dtype(files, config) or model.dtype
-    folder = fetch_files(path, COMPANIONS, hub.get("revision"))
     size = sum(file.stat().st_size for file in files) or parameter_bytes(model)
     return Source(folder, dtype, size, commit_of(folder))
 
 
-def class_for_task(path: str | Path, config: Any, *, task: str, **hub: Any) -> type[PreTrainedModel]:
+def class_for_task(path: str | Path, config: Any, *, task: str) -> type[PreTrainedModel]:
     """Return the model class of a checkpoint; refuse one that the task's Auto class does not load."""
-    model_class = find_model_class(path, **hub)
+    model_class = find_model_class(path)
     refuse_encoder_decoder(config, model_class.__name__)
     auto_class = TASKS[task].auto_class
     if auto_class not in auto_classes(model_class.__name__, config.model_type):
@@ -59,6 +58,8 @@ def class_for_task(path: str | Path, config: Any, *, task: str, **hub: Any) -> t
     return model_class
 
 
+# Options of `load` that say where and how to look on the Hub.
+_HUB = ("revision", "token", "cache_dir", "local_files_only")
 # Share of a GPU's free memory that a model's weights may take; the rest is for activations.
 SHARE_OF_GPU = 0.5
 
@@ -69,7 +70,7 @@ def device_to_prune_on() -> str:
 
 
 @never_asking()
-def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, **hub: Any) -> PreTrainedModel:
+def load_dense(folder: Path, model_class: Any, *, dtype: str | None = None, **kwargs: Any) -> PreTrainedModel:
     """Load the model to prune, on the GPU if its weights leave half of the free memory there to activations.
 
     Else it stays on the CPU, and a `Walk` moves one block at a time to the GPU and back. Every process loads a copy.
@@ -77,7 +78,7 @@ def load_dense(path: str | Path, model_class: Any, *, dtype: str | None = None, 
     """
     device = device_to_prune_on()
     name = dtype or ("float32" if device == "cpu" else "auto")
-    model: Any = load_weights(model_class, path, dtype=name if name == "auto" else getattr(torch, name), **hub)
+    model: Any = load_weights(model_class, folder, dtype=name if name == "auto" else getattr(torch, name), **kwargs)
     if device == "cpu":
         return model.to(device)  # torch's default device may be another
     free, _ = torch.cuda.mem_get_info()  # and the total, in bytes
@@ -107,31 +108,35 @@ def load(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         >>> type(load(folder / "slim")).__name__, count_parameters(load(folder / "slim")) == count_parameters(slim)
         ('BertForSequenceClassification', True)
     """
-    config = read_config(path, **hub_options(kwargs))
-    if any((config.get("pruned_heads") or {}).values()):
-        return load_version4(path, **kwargs)[0]
-    return load_weights(class_named(config, path), path, **kwargs)
+    hub = {key: kwargs.pop(key) for key in _HUB if key in kwargs}
+    config = read_config(fetch(path, **hub))
+    model_class = class_named(config, path)  # may refuse it, before the weights are fetched
+    folder = fetch_whole(path, **hub)
+    was_cut = any((config.get("pruned_heads") or {}).values())
+    model = load_version4(folder, **kwargs)[0] if was_cut else load_weights(model_class, folder, **kwargs)
+    model.name_or_path = model.config.name_or_path = str(path)  # what PEFT writes into an adapter
+    return model
 
 
-def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
+def load_version4(folder: Path, **kwargs: Any) -> tuple[PreTrainedModel, PruningPlan]:
     """Return the slim model of a checkpoint whose heads were pruned by transformers 4, and the plan that cuts to it.
 
     transformers 5 cannot load it. `prune_heads` of transformers 4 cut the weights as `hies_export.slim.cut` does, and
     wrote the removed heads into the config, as `pruned_heads`: layer -> original indices.
     """
-    stock_class = find_model_class(path, **hub_options(kwargs))
-    with refusing(f"the heads that pruned_heads names must be those of the model, but in {path} they are not", AGAIN):
-        config = config_of_class(stock_class, path, **hub_options(kwargs))
+    stock_class = find_model_class(folder)
+    with refusing(f"the heads that pruned_heads names must be those of the model, but in {folder} they are not", AGAIN):
+        config = config_of_class(stock_class, folder)
         use_torch_attention(config)
         pruned_heads = getattr(config, "pruned_heads", None) or {}
         removed = {int(layer): heads for layer, heads in pruned_heads.items() if heads}
         if not removed:
             raise RequestError(
-                f"a checkpoint to upgrade must have pruned_heads in its config, but {path} has none; it loads as it is"
+                f"a checkpoint to upgrade must have pruned_heads in its config, but {folder} has none; load it as is"
             )
         del config.pruned_heads
-        shapes = stored_shapes(path)
-        skeleton = skeleton_of_files(stock_class, config, path, shapes)
+        shapes = stored_shapes(folder)
+        skeleton = skeleton_of_files(stock_class, config, folder, shapes)
         modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
         kept = {
             module.name: module.kept(head for head in range(module.units) if head not in removed.get(layer, ()))
@@ -142,6 +147,6 @@ def load_version4(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, Pru
     slim_class = type(skeleton)
     # These files have older names of tensors, which a slim class does not rename by itself.
     renaming_class: Any = reads_old_names(slim_class) if is_slim(skeleton) else stock_class
-    model = load_weights(renaming_class, path, shapes=shapes, config=skeleton.config, **kwargs)
+    model = load_weights(renaming_class, folder, shapes=shapes, config=skeleton.config, **kwargs)
     model.__class__ = slim_class  # the other one is for loading only
     return model.eval(), plan

@@ -18,14 +18,13 @@ from transformers import PreTrainedModel
 from ..data.processors import token_numbers
 from ..errors import RequestError, listed, quoted, refusing, require_package, shortened
 from ..files import Rule, Schema, read_json
-from ..model.internals import auto_classes, file_of, layers_unwarned, model_class_of, never_asking, sentence_options
-from ..model.online import hub_or_cache
+from ..model.internals import auto_classes, layers_unwarned, model_class_of, never_asking, sentence_options
 from ..model.text_encoder import ENCODERS, TextEncoder, Unwrapped
 from ..model.tokens import longest_sequence, shortest_limit
 from ..slim.config import slim_class
-from .beside import COMPANIONS, MODULES_FILE, fetch_files, write_json
+from .beside import MODULES_FILE, fetch, fetch_whole, write_json
 from .classes import AGAIN, find_model_class, load_config, read_config
-from .weights import load_weights, weight_files
+from .weights import load_weights
 
 OPTIONS_FILE = "config_sentence_transformers.json"
 # Classes of sentence-transformers that give one embedding for a text, or one score for a pair, and others.
@@ -36,8 +35,6 @@ _SLIM_ENCODER = "modeling_hies.Transformer"
 # The widest embeddings have some thousands of features.
 MOST_FEATURES = 1 << 17
 _AFTER_POOLING = ("Dense", "Normalize", "LayerNorm", "Dropout")
-# Files that are read, beside the weights in the root; weights of modules are in folders such as 2_Dense.
-_FILES = ("*.json", "*.jinja", *COMPANIONS, "[0-9]*_*/*")
 _REMEDY = "correct its files, or save it again"
 # How a folder of sentence-transformers is made from the encoder {path}.
 _MAKE = """\
@@ -64,30 +61,19 @@ class _Options(Schema):
     model_type: str | None = None
 
 
-def kind_in(path: str | Path, **hub: Any) -> str | None:
-    """Return the name of the class of sentence-transformers that saved a folder; None without a modules.json."""
-    if _file(path, MODULES_FILE, **hub) is None:
+def kind_in(path: str | Path) -> str | None:
+    """Return the class name by which sentence-transformers saved a folder or Hub id; None without a modules.json."""
+    folder = fetch(path)
+    if not (folder / MODULES_FILE).is_file():
         return None
-    options = _file(path, OPTIONS_FILE, **hub)
-    settings = {} if options is None else read_json(options, _Options, _SENTENCE)
+    options = folder / OPTIONS_FILE
+    settings = read_json(options, _Options, _SENTENCE) if options.is_file() else {}
     return str(settings.get("model_type") or EMBEDDER)
 
 
-def is_sentence_transformer(path: str | Path, **hub: Any) -> bool:
+def is_sentence_transformer(path: str | Path) -> bool:
     """Return whether a folder or Hub id has the modules of a SentenceTransformer; a CrossEncoder has other ones."""
-    return kind_in(path, **hub) not in (None, RERANKER)
-
-
-def _file(path: str | Path, name: str, **hub: Any) -> Path | None:
-    """Return the path of a file in a folder or Hub repository; None if there is none there or in the cache."""
-    if Path(path).is_absolute() or Path(path).exists():
-        file = Path(path) / name
-        return file if file.is_file() else None
-    try:
-        with hub_or_cache(path, "model"):
-            return file_of(path, name, **hub)
-    except (RequestError, OSError):  # reading the config will report that there is no model
-        return None
+    return kind_in(path) not in (None, RERANKER)
 
 
 @layers_unwarned()
@@ -117,16 +103,15 @@ def load_sentence(
     import sentence_transformers
 
     load = load or (lambda model_class, folder, config: load_weights(model_class, folder, config=config, **kwargs))
-    kind = kind_in(path, revision=revision)
+    folder = fetch_whole(path, revision=revision)
+    kind = kind_in(folder)
     if kind is None:
-        read_config(path, revision=revision)
+        read_config(folder)
         raise RequestError(
             f"an embedding model must be a folder of sentence-transformers, but {path} has no {MODULES_FILE}; make one "
             "with the pooling that the encoder was trained with (mean, cls, lasttoken or max), and without Normalize "
             f"if its embeddings do not have length 1:\n{_MAKE.format(path=path)}"
         )
-    folder = fetch_files(path, _FILES, revision)
-    weight_files(path, revision=revision)
     entries = read_json(folder / MODULES_FILE, list[_Module], _SENTENCE)
     modules = [_Module.model_validate(entry) for entry in entries]
     _check_modules(kind, [module.type for module in modules], str(path))

@@ -20,9 +20,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..errors import RequestError, listed, refusing
-from ..model.internals import configs_in, empty_model, file_of, lacks_pooler, layers_unwarned, use_torch_attention
-from ..model.online import model_or_cache
-from .classes import AGAIN, FLOATING, check_text_config, config_of_class, hub_options, is_quantised, refuse_adapter
+from ..model.internals import configs_in, empty_model, lacks_pooler, layers_unwarned, use_torch_attention
+from .classes import AGAIN, FLOATING, check_text_config, config_of_class, is_quantised, refuse_adapter
 
 Shapes = dict[str, list[int]]
 """Name of a tensor in the files -> its shape."""
@@ -41,17 +40,16 @@ _FURTHER = re.compile(r"nextn|mtp")
 logger = logging.getLogger(__name__)
 
 
-def weight_files(path: str | Path, **hub: Any) -> list[Path]:
-    """Return the files that `from_pretrained` reads weights from, fetched if needed, or []; refuse a damaged index."""
-    with model_or_cache(path, hub):
-        for name, index_name in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-            if (file := file_of(path, name, **hub)) is not None:
-                return [file]
-            if (index := file_of(path, index_name, **hub)) is not None:
-                with refusing(f"the index of a sharded checkpoint must name its files, but {index} does not", AGAIN):
-                    names = {Path(shard).name for shard in json.loads(index.read_bytes())["weight_map"].values()}
-                shards = [file_of(path, shard, **hub) for shard in sorted(names)]
-                return [shard for shard in shards if shard is not None]
+def weight_files(folder: str | Path) -> list[Path]:
+    """Return the files of a folder that `from_pretrained` reads weights from, or []; refuse a damaged index."""
+    for name, index_name in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        file, index = Path(folder, name), Path(folder, index_name)
+        if file.is_file():
+            return [file]
+        if index.is_file():
+            with refusing(f"the index of a sharded checkpoint must name its files, but {index} does not", AGAIN):
+                shards = {Path(shard).name for shard in json.loads(index.read_bytes())["weight_map"].values()}
+            return [Path(folder, shard) for shard in sorted(shards) if Path(folder, shard).is_file()]
     return []
 
 
@@ -105,15 +103,13 @@ def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: S
 
 
 def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
-    """Return the model of a checkpoint, in evaluation mode; `kwargs` are passed to `from_pretrained`."""
-    hub = hub_options(kwargs)
-    with model_or_cache(path, hub):
-        refuse_adapter(path, **hub)  # first: transformers would read the config that the adapter names
-    config = kwargs.get("config") or config_of_class(model_class, path, **hub)
+    """Return the model of a folder, in evaluation mode; `kwargs` are passed to `from_pretrained`."""
+    refuse_adapter(path)  # first: transformers would read the config that the adapter names
+    config = kwargs.get("config") or config_of_class(model_class, path)
     kwargs = {**use_torch_attention(config), **kwargs}
     quantised = is_quantised(config)
     remedy = FLOATING if quantised else AGAIN
-    with refusing(f"the model at {path} must load, but does not", remedy), model_or_cache(path, hub), layers_unwarned():
+    with refusing(f"the model at {path} must load, but does not", remedy), layers_unwarned():
         check_text_config(config)
         shapes = stored_shapes(path) if shapes is None else shapes
         as_stored = not quantised and not kwargs.get("ignore_mismatched_sizes")
@@ -138,11 +134,11 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             "one into 'architectures' in its config.json; otherwise save the checkpoint again from that model"
         )
     if not quantised:  # the scales and zero points of quantised layers are read by their quantisers
-        _check_surplus(model, path, info["unexpected_keys"], **hub)
+        _check_surplus(model, path, info["unexpected_keys"])
     return model.eval()
 
 
-def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[str], **hub: Any) -> None:
+def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[str]) -> None:
     """Refuse unread tensors inside of modules that the class builds, and warn of whole modules that it does not build.
 
     A tensor of a built module, such as a layer or an embedding, would change the outputs. A separate module, such as a
@@ -150,7 +146,7 @@ def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[st
     """
     surplus = {name: found for name in sorted(unread) if (found := _surplus(model, name)) is not None}
     needed = {name: tensor.lacking for name, tensor in surplus.items() if tensor.needed}
-    for name in list(_constants(needed, path, **hub)):
+    for name in list(_constants(needed, path)):
         del needed[name]
     if needed:
         raise RequestError(
@@ -206,10 +202,10 @@ def _surplus(model: PreTrainedModel, name: str) -> _Surplus | None:
     return _Surplus(lacking, needed=False) if in_base else None  # of the base model, such as a pooler
 
 
-def _constants(names: Iterable[str], path: str | Path, **hub: Any) -> Iterator[str]:
+def _constants(names: Iterable[str], path: str | Path) -> Iterator[str]:
     """Yield the names of tensors that add nothing to a layer: integers, biases of zeros, and masks named bias."""
     wanted = set(names)
-    for file in weight_files(path, **hub) if wanted else ():
+    for file in weight_files(path) if wanted else ():
         for name, tensor in _tensors_in(file, wanted):
             is_mask = tensor.dim() == 4
             if not tensor.is_floating_point() or (name.endswith("bias") and (is_mask or not tensor.any())):

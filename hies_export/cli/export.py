@@ -151,6 +151,7 @@ def _report(options: Options, exported: Export) -> dict[str, Any]:
 
 def load_processor_if_any(path: str, model: Any) -> Any:
     """Return the checkpoint's tokenizer or processor, or None, with a warning, if it has none."""
+    from ..checkpoint.beside import fetch
     from ..data.processors import load_processor
     from ..tasks import TASKS
     from ..tasks.registry import task_by_class
@@ -159,7 +160,7 @@ def load_processor_if_any(path: str, model: Any) -> Any:
     if task is None:  # an encoder without a head
         task = TASKS["image-classification" if model.main_input_name == "pixel_values" else "text-classification"]
     try:
-        return load_processor(path, task=task)
+        return load_processor(fetch(path), task=task)
     except DataError as error:
         logging.getLogger(__name__).warning("the folder gets no tokenizer or image processor: %s", error)
         return None

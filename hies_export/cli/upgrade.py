@@ -20,14 +20,15 @@ def run(options: Options) -> dict[str, Any]:
     """Write the slim checkpoint, and return its heads and how far it differs when it is loaded again."""
     refuse_other(options.model)
     refuse_existing(options.output, overwrite=options.overwrite, inputs={"model": options.model})
-    from ..checkpoint.load import load_version4  # after the refusals, because it takes seconds
+    from ..checkpoint.beside import fetch_whole  # after the refusals, because it takes seconds
+    from ..checkpoint.load import load_version4
     from ..checkpoint.save import save_slim
     from ..model.tokens import synthetic_batch
     from .export import load_processor_if_any
     from .terminal import plan_totals, print_plan
 
     options.progress.stage("load the model")
-    model, plan = load_version4(options.model)
+    model, plan = load_version4(fetch_whole(options.model))
     options.progress.stage("save")
     reload_max_abs = save_slim(
         model,

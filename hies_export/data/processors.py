@@ -15,7 +15,6 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from ..errors import DataError, refusing
 from ..model.internals import AutoImageProcessor, never_asking
-from ..model.online import hub_or_cache
 from ..model.tokens import finds_end_by_padding, is_token, longest_sequence, shortest_limit
 from .batches import FILL, image_shape, padded
 
@@ -48,9 +47,7 @@ def tokenizer_of(processor: Any) -> Any:
     return getattr(processor, "tokenizer", processor)
 
 
-def load_processor(
-    path: str | Path, *, task: TaskInputs, revision: str | None = None, for_prompts: bool = False
-) -> Any:
+def load_processor(path: str | Path, *, task: TaskInputs, for_prompts: bool = False) -> Any:
     """Load the tokenizer, the image processor, or the processor of both that a task needs.
 
     Images always go through the Pillow backend, so results do not depend on torchvision being installed. Code of the
@@ -63,12 +60,10 @@ def load_processor(
     loader, what = LOADERS[task.text, task.images]
     needs = f"prompts need {what}" if for_prompts else f"{task.name} needs {what}"
     options: dict[str, Any] = {"trust_remote_code": False}
-    if revision is not None:
-        options["revision"] = revision
     if task.images:
         options["backend"] = "pil"
     with refusing(f"{needs}, but none could be loaded from {path}", REMEDY, DataError):
-        with never_asking(), hub_or_cache(path, "model", error=DataError):
+        with never_asking():
             loaded = loader.from_pretrained(path, **options)
         tokenizer = tokenizer_of(loaded)
         words = set()

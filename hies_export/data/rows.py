@@ -21,7 +21,6 @@ import numpy as np
 
 from ..errors import DataError, listed, quoted, refusing, root_cause
 from ..late import datasets, pa, pandas, parquet
-from ..model.online import hub_or_cache
 from ..progress import quiet
 
 # Only empty cells are missing values: "None", "NA" and "null" are words that texts contain. Without index_col, a row
@@ -243,12 +242,8 @@ def hub_splits(name: str) -> Mapping[str, datasets.Dataset]:
         )
     repository, configuration = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
     remedy = "check its name and configuration and the network, or use data.files"
-    load = datasets.load_dataset  # imported while the Hub is not switched off
-    with (
-        refusing(f"the dataset {name!r} could not be loaded from the Hub", remedy, DataError),
-        hub_or_cache(repository, "data set", error=DataError),
-    ):
-        splits: Mapping[str, datasets.Dataset] = load(repository, configuration)
+    with refusing(f"the dataset {name!r} could not be loaded from the Hub", remedy, DataError):
+        splits: Mapping[str, datasets.Dataset] = datasets.load_dataset(repository, configuration)
     return splits
 
 

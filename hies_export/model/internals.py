@@ -11,7 +11,6 @@ import copy
 import inspect
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import constants
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils, dynamic_module_utils
 from transformers.core_model_loading import build_glob_alternation
@@ -27,7 +25,6 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import AutoImageProcessor as AutoImageProcessor
-from transformers.utils import cached_file
 
 from ..errors import ExportError, MissingRuntimeError, RequestError, first_line
 from ..progress import quiet
@@ -135,25 +132,18 @@ def layers_differ(config: PreTrainedConfig) -> bool:
 
 
 @contextmanager
-def _errors_alone(name: str) -> Iterator[None]:
-    """Let a logger report nothing but errors inside the block."""
-    logger = logging.getLogger(name)
+def layers_unwarned() -> Iterator[None]:
+    """Silence transformers' warning, inside the block, of code that reads one number from a config whose layers differ.
+
+    transformers cannot know that a slim class gives each layer its own size afterwards.
+    """
+    logger = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def layers_unwarned() -> Iterator[None]:
-    """Silence transformers' warning, inside the block, of code that reads one number from a config whose layers differ.
-
-    transformers cannot know that a slim class gives each layer its own size afterwards.
-    """
-    with _errors_alone("transformers.integrations.heterogeneity.configuration_utils"):
-        yield
 
 
 @contextmanager
@@ -227,25 +217,6 @@ def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
     return type(model_class.__name__, (model_class,), {"is_custom_code": classmethod(lambda cls: False)})
 
 
-def file_of(path: str | Path, name: str, *, required: bool = False, **hub: Any) -> Path | None:
-    """Return the local path of a file in a folder or Hub repository, fetched with options `hub` if needed.
-
-    Without such a file, return None, or raise an OSError if it is `required`.
-    """
-    local = cached_file(str(path), name, _raise_exceptions_for_missing_entries=required, **hub)
-    return None if local is None else Path(local)
-
-
-def hub_endpoint() -> str:
-    """Return the address of the Hub."""
-    return constants.ENDPOINT
-
-
-def hub_is_switched_off() -> bool:
-    """Return whether HF_HUB_OFFLINE keeps the clients from asking the Hub."""
-    return constants.is_offline_mode()
-
-
 def commit_of(path: str | Path) -> str | None:
     """Return the commit of a file or folder in the Hub's cache; None for one elsewhere.
 
@@ -255,18 +226,6 @@ def commit_of(path: str | Path) -> str | None:
     """
     match = re.search(r"/models--[^/]+/snapshots/([^/]+)", Path(path).as_posix())
     return None if match is None else match[1]
-
-
-@contextmanager
-def hub_switched_off() -> Iterator[None]:
-    """Keep the clients of models and data sets from asking the Hub inside the block, without repeated messages.
-
-    Source: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhuboffline
-    """
-    datasets = sys.modules.get("datasets")  # None if nothing imported it
-    settings: list[Any] = [constants] if datasets is None else [constants, datasets.config]
-    with _errors_alone("huggingface_hub"), attributes_set((module, "HF_HUB_OFFLINE", True) for module in settings):
-        yield
 
 
 def register_attention(name: str, function: Callable[..., Any], *, additive_mask: bool) -> None:

@@ -6,7 +6,7 @@ Cheap checks come first, so that an impossible request fails early. No stage aft
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..calibrate.walk import device_of_blocks
+from ..checkpoint.beside import fetch, fetch_whole
 from ..checkpoint.classes import load_config, refuse_quantised
 from ..checkpoint.load import class_for_task, device_to_prune_on, load_dense, source_of
 from ..checkpoint.sentence import EMBEDDER, RERANKER, kind_in, load_sentence
@@ -31,6 +32,7 @@ from ..forms.measured import MeasureOptions
 from ..forms.runtimes.base import GPU_HALF_STEP, RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.time import ROWS
 from ..kinds import MLP
+from ..model.internals import commit_of
 from ..model.text_encoder import TextEncoder, Unwrapped
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection, VocabularySection
@@ -62,7 +64,7 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     rows = replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
     progress.stage("find the units that may go")
     compound, dtype = _compound(recipe, model, rows), recipe.save_dtype or recipe.dtype
-    source = source_of(model, checkpoint.folder, checkpoint.config, asked=dtype, **checkpoint.hub)
+    source = source_of(model, checkpoint.folder, checkpoint.config, asked=dtype)
     delivery = Delivery(
         exporter=exporter_of(recipe.export, rows, reading.processor),
         given=checkpoint.given or Unwrapped(model),
@@ -269,43 +271,43 @@ class _Checkpoint:
     """The checkpoint of a recipe: where its files are, its config and class, or what sentence-transformers loaded."""
 
     recipe: PruningRecipe
-    folder: str | Path  # or Hub id
+    folder: Path  # of a Hub id, that in the cache
     config: Any
-    hub: Mapping[str, Any]  # the revision, if one is named
     model_class: type[PreTrainedModel] | None = None  # None for a model of sentence-transformers
     given: Unwrapped | None = None  # that model, which is loaded already
 
     @classmethod
     def find(cls, recipe: PruningRecipe) -> _Checkpoint:
         """Find the checkpoint, and check that its class fits the task; one of sentence-transformers is loaded."""
-        hub: dict[str, Any] = {} if recipe.revision is None else {"revision": recipe.revision}
+        folder = fetch(recipe.model, revision=recipe.revision)
         embeds = TASKS[recipe.task].embeds
         # Of sentence-transformers, embedding models and rerankers are known; a reranker is a classifier.
-        kind = kind_in(recipe.model, **hub) if embeds or recipe.task == "text-classification" else None
+        kind = kind_in(folder) if embeds or recipe.task == "text-classification" else None
         if embeds and kind == RERANKER:
             raise RequestError(
                 f"{recipe.task} needs a {EMBEDDER}, but {recipe.model} is a {kind}; its task is text-classification"
             )
         if not embeds:
-            config = load_config(recipe.model, **hub)
+            config = load_config(folder)
             refuse_quantised(config, recipe.model)
-            model_class = class_for_task(recipe.model, config, task=recipe.task, **hub)
+            model_class = class_for_task(folder, config, task=recipe.task)
             if kind != RERANKER:
-                return cls(recipe, recipe.model, config, hub, model_class)
+                return cls(recipe, folder, config, model_class)
 
         def load(model_class: type[PreTrainedModel], folder: Path, config: Any) -> PreTrainedModel:
             refuse_quantised(config, folder)
             return load_dense(folder, model_class, config=config, dtype=recipe.dtype)
 
-        given = load_sentence(recipe.model, device=device_to_prune_on(), load=load, **hub)
+        given = load_sentence(recipe.model, device=device_to_prune_on(), load=load, revision=recipe.revision)
         assert given.folder is not None
-        return cls(recipe, given.folder, given.model.config, {}, given=given)
+        return cls(recipe, given.folder, given.model.config, given=given)
 
     def load(self, reading: Reading, progress: Progress) -> PreTrainedModel:
         """Return the dense model; one of text then knows the padding token of its tokenizer."""
         progress.stage("load the model")
         if self.given is None:
-            model = load_dense(self.folder, self.model_class, dtype=self.recipe.dtype, **self.hub)
+            folder = fetch_whole(self.recipe.model, revision=commit_of(self.folder))
+            model = load_dense(folder, self.model_class, dtype=self.recipe.dtype)
         else:
             model = self.given.model
         if reading.task.text:
@@ -324,7 +326,7 @@ class _Checkpoint:
     def reading(self, metrics: Sequence[str] = ()) -> Reading:
         """Return how rows are read with the whole vocabulary."""
         if self.given is None:
-            processor = load_processor(self.folder, task=TASKS[self.recipe.task], **self.hub)
+            processor = load_processor(self.folder, task=TASKS[self.recipe.task])
         else:
             processor = self.given.processor
         task = self.to_read(self.task(), processor, metrics)

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..checkpoint.beside import fetch
+from ..checkpoint.beside import fetch_whole
 from ..errors import RequestError
 from .report import Report
 
@@ -39,4 +39,4 @@ def dense_model(folder: Path) -> str | None:
         return None
     if os.path.isabs(report.model):
         return report.model if os.path.isdir(report.model) else None
-    return report.model if record.commit is None else str(fetch(report.model, record.commit))
+    return report.model if record.commit is None else str(fetch_whole(report.model, revision=record.commit))

@@ -118,7 +118,7 @@ def test_fused_projections_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pruned", "match"),
     [
-        ({}, r"must have pruned_heads in its config, but .* has none; it loads as it is"),
+        ({}, r"must have pruned_heads in its config, but .* has none; load it as is"),
         ({"0": [1]}, "must have the shapes that the config describes"),
         ({"0": [0, 1, 2, 3, 4, 5]}, "kept heads must be at least one of 6, got none"),
     ],

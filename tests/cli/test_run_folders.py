@@ -87,8 +87,8 @@ def test_bench_takes_the_commit_of_the_dense_model_that_the_run_read(
     values["details"]["run"]["commit"] = "c0ffee"
     (run / "report.json").write_text(json.dumps(values))
     fetched: list[Any] = []
-    fetch = "hies_export.report.provenance.fetch"
-    monkeypatch.setattr(fetch, lambda *asked: fetched.append(asked) or finished.parent / "model")
+    fetch = "hies_export.report.provenance.fetch_whole"
+    monkeypatch.setattr(fetch, lambda model, revision: fetched.append((model, revision)) or finished.parent / "model")
     assert compared(run)[0] == (str(finished.parent / "model"), str(run / "slim"))
     assert fetched == [("me/dense", "c0ffee")]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ...checkpoint.beside import fetch
 from ...checkpoint.classes import AGAIN, load_config
 from ...checkpoint.folders import Contents, refuse_other
 from ...checkpoint.load import load
@@ -152,7 +153,7 @@ def generate_text(
         raise RecipeError([f"max_new_tokens must be at least 1, got {max_new_tokens}"])
     refuse_other(folder, Contents.ONNX)
     task = TASKS["image-text-to-text" if images else "text-generation"]
-    processor = load_processor(folder, task=task, for_prompts=True)
+    processor = load_processor(fetch(folder), task=task, for_prompts=True)
     batch = encode_prompts(processor, prompts, images)
     tokens = _continue(folder, batch, max_new_tokens)
     return processor.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
