@@ -72,9 +72,9 @@ def compare_cuts(tokenizer: Any, smaller: Any, texts: Sequence[str], kept: Any) 
     return CutBeside(len(texts), otherwise, sum(map(len, dense)), sum(map(len, slim)))
 
 
-def trimmed(model: Any, tokenizer: Any, texts: Sequence[str], other: Sequence[str], **how: Any) -> Any:
+def trimmed(model: Any, tokenizer: Any, texts: Sequence[str], other: Sequence[str]) -> Any:
     """Trim a vocabulary, and print what that saves and how other texts are cut; return the result."""
-    found = trim_vocabulary(model, tokenizer, texts, **how)
+    found = trim_vocabulary(model, tokenizer, texts)
     own = compare_cuts(tokenizer, found.processor, texts, found.kept)
     cut = compare_cuts(tokenizer, found.processor, other, found.kept)
     sizes = [parameter_bytes(one) / 1e6 for one in (model, found.model)]
@@ -173,7 +173,7 @@ def decoder(options: argparse.Namespace) -> None:
     judged = lines_of(wiki / "test.txt.gz")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    found = trimmed(model, tokenizer, texts, judged, multiple_of=64)
+    found = trimmed(model, tokenizer, texts, judged)
     batch = {"input_ids": torch.zeros(1, 128, dtype=torch.int64)}
     flops = [count_flops(one, batch) for one in (model, found.model)]
     print(f"FLOPs at 1 x 128: {flops[0]:.4g} -> {flops[1]:.4g}, {flops[1] / flops[0]:.3f}")

@@ -107,7 +107,7 @@ def _load_trimmed(
     texts = _texts(checkpoint.recipe, vocabulary, dense.task)
     untrimmed = checkpoint.load(dense, progress)
     progress.stage("trim the vocabulary")
-    model, processor, trimming = trim(untrimmed, dense.processor, texts, vocabulary)
+    model, processor, trimming = trim(untrimmed, dense.processor, texts)
     dense.task.config = trimming.dense.config
     task = checkpoint.to_read(checkpoint.task(model), processor, metrics)
     return model, Reading(task, processor, dense.task, trimming)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel
 from ..data.batches import Batch, by_length, of_similar_length
 from ..data.rows import column_values, load_rows, own_columns
 from ..errors import DataError
-from ..recipe.sections import VocabularySection
 from ..tasks import Predictions, Task
 from ..tasks.task import Use
 from ..vocabulary.kept import KeptTokens
@@ -52,7 +50,7 @@ class Texts:
     """Texts whose tokens stay."""
 
     used: Sequence[str]
-    read: Mapping[int, int]  # token id -> how often it occurs as a task reads the texts
+    read: set[int]  # the tokens that a task reads of the texts
     source: str  # where they are from, for the report
 
 
@@ -98,33 +96,30 @@ class Reading:
         return Recut.of(self.dense, self.trimming.kept, (self.trimming.processor, self.processor), self.task.config)
 
 
-def trim(
-    model: PreTrainedModel, processor: Any, texts: Texts, asked: VocabularySection
-) -> tuple[PreTrainedModel, Any, Trimming]:
+def trim(model: PreTrainedModel, processor: Any, texts: Texts) -> tuple[PreTrainedModel, Any, Trimming]:
     """Return copies of a model and its processor without the tokens that texts do not use, and what was trimmed."""
-    trimmed = trim_vocabulary(model, processor, texts.used, read=texts.read, **asked.model_dump(exclude={"files"}))
+    trimmed = trim_vocabulary(model, processor, texts.used, read=texts.read)
     facts = VocabularyFacts(
         total=trimmed.kept.total,
         kept=len(trimmed.kept.rows),
         source=texts.source,
         texts=len(texts.used),
-        min_count=asked.min_count,
         judged=CutBeside(0, 0, 0, 0),
         max_abs=trimmed.max_abs,
     )
     return trimmed.model, trimmed.processor, Trimming(model, processor, trimmed.kept, facts)
 
 
-def read_tokens(task: Task, rows: datasets.Dataset) -> Counter[int]:
-    """Return how often each token id occurs in the rows as a task reads them, without cutting long ones."""
+def read_tokens(task: Task, rows: datasets.Dataset) -> set[int]:
+    """Return the tokens of rows as a task reads them, without cutting long ones."""
     reader = task.in_full()
-    return Counter(token for ids in reader.tokens(reader.samples(rows)) for token in ids.tolist())
+    return {token for ids in reader.tokens(reader.samples(rows)) for token in ids.tolist()}
 
 
-def tokens_in_place(task: Task, texts: Sequence[str]) -> Counter[int]:
-    """Return how often each token id occurs as a task reads rows that have the same text in every column of text."""
+def tokens_in_place(task: Task, texts: Sequence[str]) -> set[int]:
+    """Return the tokens that a task reads of rows that have the same text in every column of text."""
     if task.generative and not task.columns.prompt:
-        return Counter()  # `trim_vocabulary` counts plain texts and conversations in the same way anyway
+        return set()  # `trim_vocabulary` reads plain texts and conversations in the same way anyway
     texts = [text for text in texts if text.strip()]
     rows = datasets.Dataset.from_dict(dict.fromkeys(task.columns_of_text, texts))
     text_columns = task.columns.model_copy(update={"label": None, "group": None})
@@ -150,17 +145,17 @@ def _texts(values: Iterable[Any]) -> Iterator[str]:
 
 
 def texts_in(files: Sequence[Path], task: Task) -> Texts:
-    """Return the texts in all columns of files, and how often a task reads each token; refuse a file without text."""
+    """Return the texts in all columns of files, and the tokens that a task reads of them; refuse files without."""
     used: list[str] = []
-    read: Counter[int] = Counter()
+    read: set[int] = set()
     for file in files:
         rows = load_rows(files={"texts": file}, split="texts")
         texts = texts_of(rows, own_columns(rows))
         if not texts:
             raise DataError(f"vocabulary.files must have a column of text, but {file} has none; name files of texts")
         used += texts
-        read += tokens_in_place(task, texts)
+        read |= tokens_in_place(task, texts)
         others = filter(None, (task.columns.image, task.columns.label, task.columns.group))
-        if {*task.columns_of_text, *others} <= set(rows.column_names):  # the rows are also counted as the task's rows
+        if {*task.columns_of_text, *others} <= set(rows.column_names):  # they are rows of the task, too
             read |= read_tokens(task, rows)
     return Texts(used, read, ", ".join(file.name for file in files))

@@ -391,13 +391,9 @@ class VocabularySection(Section):
         files: Files of texts like those that will be read, as for `data.files`: all columns of text count, by
             themselves and in place of the columns that `data` names. By default all rows of the split that units are
             scored on, as they are read.
-        min_count: How often a token must occur in them to stay.
-        multiple_of: Divisor of the number of tokens that stay; on a GPU, the head of a language model is fast with 64.
     """
 
     files: tuple[Path, ...] = ()
-    min_count: int = Field(1, ge=1)
-    multiple_of: int = Field(1, ge=1)
 
 
 class DeploySection(Section):

@@ -64,11 +64,10 @@ def kinds_text(report: Report, *, joined: str = "and") -> str:
 
 def vocabulary_words(facts: VocabularyFacts) -> str:
     """Return a note on the texts that the vocabulary was trimmed to, and on others."""
-    often = "" if facts.min_count == 1 else f" at least {facts.min_count} times"
     judged, extra = facts.judged, facts.judged.tokens_ratio - 1
     return (
         f"The vocabulary has the {facts.kept:,} of {facts.total:,} tokens that {facts.texts:,} texts of {facts.source} "
-        f"need{often}. Of the {judged.texts:,} evaluated rows, {_percent(judged.share_otherwise)} are read otherwise, "
+        f"need. Of the {judged.texts:,} evaluated rows, {_percent(judged.share_otherwise)} are read otherwise, "
         f"which makes {100 * extra:.1f} % more tokens in all. A text in another language, or of another kind, is cut "
         "into many more tokens, which the model was not trained on: do not use it for these."
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,18 +83,15 @@ def tokens_of(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Iterator[l
         yield from (encoding.ids for encoding in backend.encode_batch_fast(chunk))
 
 
-def count_tokens(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> Counter[int]:
-    """Return how often each token occurs in texts, special tokens included."""
-    return Counter(itertools.chain.from_iterable(tokens_of(backend, texts)))
+def used_tokens(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> set[int]:
+    """Return the tokens that occur in texts, special tokens included."""
+    return set(itertools.chain.from_iterable(tokens_of(backend, texts)))
 
 
-def find_kept(
-    backend: tokenizers.Tokenizer, used: set[int], always: set[int], *, total: int, multiple_of: int = 1
-) -> KeptTokens:
+def find_kept(backend: tokenizers.Tokenizer, used: set[int], always: set[int], *, total: int) -> KeptTokens:
     """Return which of `total` tokens stay: the used ones, those to keep always, and what these and any text need.
 
-    To reach a multiple, further tokens stay, those of the lowest numbers first: the training of a tokenizer gives these
-    to frequent tokens. Raises the RequestErrors and DataErrors of `trim_vocabulary`.
+    Raises the RequestErrors and DataErrors of `trim_vocabulary`.
     """
     content, numbers = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=True).values()
     if max(numbers) >= total:
@@ -107,24 +103,11 @@ def find_kept(
     always = always | {*backend.encode("", "").ids, *(added["id"] for added in content["added_tokens"])}
     if not used - always:
         raise DataError(
-            "the texts must use some tokens at least min_count times, but none but special ones occurs as often; give "
-            "more texts, or lower it"
+            "the texts must use some tokens, but none but special ones occurs in them; give texts like those to be read"
         )
-    parts_of = _parts_of(content["model"])
-    kept = with_parts(used | always | needed_by_any_text(content["model"]), parts_of)
-    wanted = -(-len(kept) // multiple_of) * multiple_of
-    for number in sorted(numbers):
-        if len(kept) == wanted:
-            break
-        more = with_parts({number}, parts_of) - kept
-        if len(kept) + len(more) <= wanted:
-            kept |= more
-    if len(kept) % multiple_of or len(kept) >= total:
-        rounded = "" if multiple_of == 1 else f", as a multiple of {multiple_of}"
-        raise RequestError(
-            f"some tokens must go, but the texts need {wanted:,} of {total:,} rows{rounded}; keep the whole "
-            "vocabulary, or raise min_count"
-        )
+    kept = with_parts(used | always | needed_by_any_text(content["model"]), _parts_of(content["model"]))
+    if len(kept) >= total:
+        raise RequestError(f"some tokens must go, but the texts need all {total:,} rows; keep the whole vocabulary")
     return KeptTokens(tuple(sorted(kept)), total)
 
 

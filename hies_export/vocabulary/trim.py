@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..data.processors import tokenizer_of
-from ..errors import RequestError, quoted
 from ..model.text_encoder import TextEncoder
 from ..model.tokens import refuse_encoder_decoder
 from .chat import chat_texts, wrapped_as_in_chat
 from .embeddings import compare_rows, cut_rows, named_tokens, renumber, row_count
-from .kept import KeptTokens, check_request, count_tokens, find_kept
+from .kept import KeptTokens, check_request, find_kept, used_tokens
 from .tokenizer import CutBeside, check_cuts, shrink_tokenizer
 
 
@@ -38,7 +36,6 @@ class VocabularyFacts:
     kept: int  # and after
     source: str  # where the texts whose tokens stay are from
     texts: int  # how many texts these are
-    min_count: int  # how often a token had to occur in them to stay
     judged: CutBeside  # how the texts that are evaluated are tokenized with and without the tokens that went
     max_abs: float  # largest difference of any output between both models, on texts whose tokens stay
 
@@ -49,13 +46,7 @@ class VocabularyFacts:
 
 
 def trim_vocabulary(
-    model: PreTrainedModel,
-    processor: Any,
-    texts: Sequence[str],
-    *,
-    read: Mapping[int, int] | None = None,
-    min_count: int = 1,
-    multiple_of: int = 1,
+    model: PreTrainedModel, processor: Any, texts: Sequence[str], *, read: Collection[int] = ()
 ) -> Trimmed:
     """Return copies of a model and its tokenizer without the tokens that texts do not use; the originals stay.
 
@@ -64,7 +55,7 @@ def trim_vocabulary(
 
     Special and other added tokens stay, and what any text needs: all bytes if the tokenizer falls back to them, else
     all single characters. So do the tokens of what is read around texts: a chat template, with every role and the use
-    of a tool, and the prompts of a SentenceTransformer. Tokens are counted in the bare texts and in the texts with that
+    of a tool, and the prompts of a SentenceTransformer. Tokens are those of the bare texts and of the texts with that
     around them. Rows beyond the tokenizer's tokens go.
 
     Args:
@@ -73,16 +64,14 @@ def trim_vocabulary(
             that has one.
         texts: Texts like those that will be read, in all languages, and with what precedes them, such as a question's
             prompt, as a token may begin with a space or a line's end. Blank ones are left out.
-        read: How often each token occurs in what is read beside the texts, if that is known.
-        min_count: How often a token must occur in the texts to stay.
-        multiple_of: Divisor of the number of tokens that stay; the head of a language model is fast on a GPU with 64.
+        read: Further tokens that stay, of what is read beside the texts.
 
     Returns:
         The smaller model and tokenizer, and the tokens that stay.
 
     Raises:
-        RequestError: The tokenizer is of another kind or another model's, an option is out of range, or nothing goes.
-        DataError: There are no texts, or they use no token often enough.
+        RequestError: The tokenizer is of another kind or another model's, or nothing goes.
+        DataError: There are no texts, or they use no token.
         UnsupportedModelError: The model is an encoder-decoder, or has no vocabulary, or several.
         CutMismatchError: A text whose tokens stay is tokenized otherwise, or outputs differ by more than 1e-4 of the
             largest.
@@ -97,20 +86,14 @@ def trim_vocabulary(
     refuse_encoder_decoder(model.config, type(model).__name__)
     total, tokenizer = row_count(model), tokenizer_of(processor)
     texts = texts if isinstance(texts, str) else list(texts)
-    for name, value in (("min_count", min_count), ("multiple_of", multiple_of)):
-        if not isinstance(value, int) or value < 1:
-            raise RequestError(f"{name} must be a whole number of at least 1, got {quoted(value)}")
     backend = check_request(tokenizer, texts)
     texts = [text for text in texts if text.strip()]
     prompts = model.reader.prompts if isinstance(model, TextEncoder) else []
     with_prompts = [[prompt + text for text in texts] for prompt in prompts]
     variants = [texts, *with_prompts, *wrapped_as_in_chat(processor, texts)]
-    counts = Counter(read or {})
-    for variant in variants:
-        counts |= count_tokens(backend, variant)  # the larger count of each token: these are the same texts
-    used = {token for token, count in counts.items() if count >= min_count}
-    always = {*count_tokens(backend, [*prompts, *chat_texts(processor)]), *named_tokens(model, total)}
-    kept = find_kept(backend, used, always, total=total, multiple_of=multiple_of)
+    used = set(read).union(*(used_tokens(backend, variant) for variant in variants))
+    always = used_tokens(backend, [*prompts, *chat_texts(processor)]) | named_tokens(model, total)
+    kept = find_kept(backend, used, always, total=total)
     slim, slim_processor = apply_kept(model, processor, kept)
     for variant in variants:
         check_cuts(tokenizer, tokenizer_of(slim_processor), variant, kept)

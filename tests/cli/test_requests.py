@@ -69,7 +69,7 @@ def test_a_deployment_needs_no_budget_and_takes_none(project: Path) -> None:
 
 
 def test_a_vocabulary_may_take_the_place_of_a_budget(project: Path) -> None:
-    arguments = ("run", project / "model", *data_of(project), "--set", "vocabulary.min_count=2")
+    arguments = ("run", project / "model", *data_of(project), "--set", "vocabulary={}")
     recipe, _ = asked(*arguments)
     assert [name for name in ("vocabulary", "deploy") if getattr(recipe, name) is not None] == ["vocabulary"]
     assert recipe.prune.budget is None

@@ -48,7 +48,7 @@ def test_a_plan_is_counted_by_kind() -> None:
     assert counts["neurons"] == {"total": 3072, "removed": 536, "kept_per_layer": [1000, 1536]}
     assert removed_text(counts) == "4 of 8 heads and 536 of 3,072 neurons removed"
     judged = CutBeside(1, 0, 1, 1)
-    tokens = VocabularyFacts(total=90, kept=60, source="", texts=1, min_count=1, judged=judged, max_abs=0.0)
+    tokens = VocabularyFacts(total=90, kept=60, source="", texts=1, judged=judged, max_abs=0.0)
     assert removed_text(counts | {"tokens": tokens}) == "4 of 8 heads, 536 of 3,072 neurons and 30 of 90 tokens removed"
     assert removed_text({"heads": counts["heads"]}) == "4 of 8 heads removed"
     assert removed_text({**counts, "heads": UnitCounts(0, 0, [])}) == "536 of 3,072 neurons removed"
