@@ -26,7 +26,7 @@ from hies_export.forms.machine import machine_facts
 from hies_export.model.attention import AttentionCall
 from hies_export.model.copies import convert
 from hies_export.model.internals import graphs_skipped
-from hies_export.model.kernels import VisibleKeys, attend_with_entropy
+from hies_export.model.kernels import attend_with_entropy
 from hies_export.score.criteria import needs_of
 from hies_export.slim.check import compare_cut, masked_units
 from hies_export.units.find import find_modules
@@ -93,7 +93,7 @@ def _attention(given: list[Tensor], mask: Tensor | None, kind: str, device: str,
     query, key, value = (one.to(device, dtype).requires_grad_() for one in given)
     placed = None if mask is None else mask.to(device)
     call = AttentionCall(nn.Identity(), query, key, value, placed, query.shape[-1] ** -0.5, kind == "causal")
-    output, entropy, _ = attend_with_entropy(call, VisibleKeys())
+    output, entropy, _ = attend_with_entropy(call)
     if placed is not None:
         output = output.masked_fill(~placed.any(-1, keepdim=True), 0)
     gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..model.attention import AttentionCall, on_interface, use_attention
 from ..model.internals import attention_maps, attributes_set, forwards_set
-from ..model.kernels import VisibleKeys, attend, attend_with_entropy
+from ..model.kernels import attend, attend_with_entropy
 from ..units.units import PrunableModule
 
 
@@ -29,7 +29,6 @@ class Entropies:
         self._model = model
         self._modules = {model.get_submodule(module.name): module for module in modules}
         self.sums = zeros_by_unit(modules, "entropy", "rows", "maps")
-        self._visible = VisibleKeys()
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}  # module -> entropies and rows of each call
         self._batch: Mapping[str, Tensor] | None = None  # that of `recorded`; None outside of it
 
@@ -63,8 +62,8 @@ class Entropies:
         """Return the outputs of one attention call, (batch, heads, queries, value width), and record its entropies."""
         module = self._modules.get(call.module)
         if module is None or self._batch is None:
-            return attend(call, self._visible)
-        output, entropy, rows = attend_with_entropy(call, self._visible)
+            return attend(call)
+        output, entropy, rows = attend_with_entropy(call)
         self._calls.setdefault(module.name, []).append((entropy, rows))
         return output
 

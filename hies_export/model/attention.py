@@ -45,15 +45,9 @@ class AttentionCall:
     mask: Tensor | None  # None, boolean (True = visible) or additive, broadcastable to (batch, heads, query, keys)
     scaling: float  # factor on the query-key products
     is_causal: bool  # whether row i sees no key after i; True only if `mask` is None
-    dropout: float = 0.0  # attention dropout probability; 0 in evaluation mode
     # Bound c of the scores, which become c * tanh(score / c) before the mask is added (Gemma 2).
     softcap: float | None = None
     sinks: Tensor | None = None  # (heads,) score of one more key per head, which has no value (GPT-OSS)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the scores are query-key products and nothing else, as in torch's fused kernels."""
-        return self.softcap is None and self.sinks is None
 
 
 @contextmanager
@@ -96,7 +90,6 @@ def _attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention by the function of `use_attention`; return (batch, query, heads, width), and None for a map."""
@@ -118,7 +111,6 @@ def _attention_forward(
         mask=attention_mask,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,  # a single query sees all keys
-        dropout=dropout,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )

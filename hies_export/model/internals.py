@@ -304,27 +304,6 @@ def attention_maps(model: PreTrainedModel) -> Iterator[None]:
             yield
 
 
-def fused_attention_cpu(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return torch's attention on the CPU, without dropout, and the logsumexp of each row, (batch, heads, query)."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
-    )
-
-
-def fused_attention_cuda(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return what `fused_attention_cpu` does, on a GPU; the rows of `bias` must be aligned to 16 elements in memory."""
-    with_logsumexp, dropout = True, 0.0
-    output, logsumexp, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, with_logsumexp, dropout, is_causal, scale=scale
-    )
-    # This kernel rounds the rows of its logsumexp up to a multiple of 32.
-    return output, logsumexp[..., : query.shape[2]]
-
-
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Multiply float32 numbers in full float32 inside the block, even if torch was told to round them, as to TF32.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..model.attention import AttentionCall, NotOnInterfaceError, use_attention
-from ..model.kernels import VisibleKeys, attend
+from ..model.kernels import attend
 from ..model.modes import requiring_gradients
 from .own_heads import find_heads, head_counts, without_first_group, without_first_query
 from .probe import Call, Probe, ReachedHeads, head_of_columns, head_of_features
@@ -54,14 +54,13 @@ class AttentionObserver:
 
     def __init__(self, probe: Probe):
         self._names = {id(module): name for name, module in probe.model.named_modules()}
-        self._visible = VisibleKeys()
         self._recent: dict[str, Tensor] = {}  # layers that ran since the last attention function
         self._waiting: list[FoundAttention] = []  # those whose output may still be read by a linear layer
         self.found: dict[nn.Module, FoundAttention] = {}
 
     def attention(self, call: AttentionCall) -> Tensor:
         """Record what feeds a call of the attention function, and return its output as a new leaf of the graph."""
-        output = attend(call, self._visible)
+        output = attend(call)
         output = output.detach().transpose(1, 2).flatten(2).requires_grad_()  # (batch, tokens, heads * value width)
         if call.module not in self.found:
             roles = {"query": call.query, "key": call.key, "value": call.value}
@@ -268,7 +267,6 @@ class _HeadRehearsal(Rehearsal[Mapping[nn.Module, FoundAttention]]):
     """With fewer heads, the attention function gets exactly those that stay, and their outputs are joined as before."""
 
     def compare(self, batch: Mapping[str, Tensor]) -> None:
-        self._visible = VisibleKeys()
         # Consumer -> the modules whose heads it reads next, and its input in the dense run.
         self._read_by: dict[str, list[tuple[PrunableModule, Tensor]]] = {}
         self._called: set[nn.Module] = set()
@@ -277,7 +275,7 @@ class _HeadRehearsal(Rehearsal[Mapping[nn.Module, FoundAttention]]):
 
     def _attention(self, call: AttentionCall) -> Tensor:
         """Compute attention, and compare its inputs with those of the kept heads in the dense run."""
-        output = attend(call, self._visible)
+        output = attend(call)
         found = self.dense.get(call.module)
         if found is None or found.name not in self.pending or call.module in self._called:
             return output  # of a module that calls it once per image, the dense run recorded the first call

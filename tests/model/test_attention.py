@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hies_export.errors import UnsupportedModelError
 from hies_export.model import attention, kernels
 from hies_export.model.attention import AttentionCall, AttentionFunction, use_attention
-from hies_export.model.kernels import VisibleKeys, attend, attend_with_entropy
+from hies_export.model.kernels import attend, attend_with_entropy
 
 BATCH, HEADS, GROUPS, LENGTH, WIDTH = 3, 4, 2, 7, 8
 
@@ -98,54 +98,31 @@ CALLS = {
 def test_output_and_entropy_equal_the_attention_map(name: str) -> None:
     call = CALLS[name]()
     expected_output, expected_entropy = naive(call)
-    output, entropy, _ = attend_with_entropy(call, VisibleKeys())
+    output, entropy, _ = attend_with_entropy(call)
     rows_that_see_a_key = torch.ones(BATCH, 1, LENGTH, dtype=torch.bool)
     if call.mask is not None and call.mask.dtype == torch.bool:
         rows_that_see_a_key = call.mask.any(-1)
     keep = rows_that_see_a_key[..., None]
     torch.testing.assert_close((output * keep).double(), expected_output * keep, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(
-        (attend(call, VisibleKeys()) * keep).double(), expected_output * keep, atol=2e-6, rtol=1e-5
-    )
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["position bias", "causal", "softcap and sinks"])
 def test_slices_of_rows_are_stitched_together(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     call = CALLS[name]()
-    bias, _, _ = VisibleKeys()(call)
-    key, value = kernels._repeat_groups(call)
-    gradients, outputs, entropies = [], [], []
-    for elements in (2**22, call.query.shape[0] * call.query.shape[1] * LENGTH * 2):
-        monkeypatch.setattr(kernels, "_MAP_ELEMENTS", elements)
-        query = call.query.clone().requires_grad_()
-        sliced = dataclasses.replace(call, query=query)
-        outputs.append(kernels._explicit_output(sliced, key, value, bias))
-        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), query)[0])
-        entropies.append(kernels._explicit_entropy(call, key, bias))
-    for whole, parts in (outputs, gradients, entropies):
-        torch.testing.assert_close(whole, parts)
-
-
-def test_what_is_remembered_of_a_mask_goes_with_it() -> None:
-    visible = VisibleKeys()
-    for _ in range(3):
-        call = make_call(padding_mask())
-        first, again = visible(call), visible(call)
-        assert first[0] is again[0]
-        assert len(visible._by_mask) == 1
-        del call, first, again
-        assert len(visible._by_mask) == 0
+    whole = attend_with_entropy(call)[1]
+    monkeypatch.setattr(kernels, "_MAP_ELEMENTS", call.query.shape[0] * call.query.shape[1] * LENGTH * 2)
+    torch.testing.assert_close(attend_with_entropy(call)[1], whole)
 
 
 def test_uniform_attention_has_entropy_one_and_a_single_key_has_no_row() -> None:
     call = make_call()
     flat = AttentionCall(call.module, call.query * 0, call.key, call.value, None, 1.0, False)
-    _, entropy, rows = attend_with_entropy(flat, VisibleKeys())
+    _, entropy, rows = attend_with_entropy(flat)
     torch.testing.assert_close(entropy, torch.ones(BATCH, HEADS))
     assert rows.tolist() == [LENGTH] * BATCH
     only_self = torch.eye(LENGTH, dtype=torch.bool).expand(BATCH, 1, LENGTH, LENGTH)
-    _, entropy, rows = attend_with_entropy(make_call(only_self), VisibleKeys())
+    _, entropy, rows = attend_with_entropy(make_call(only_self))
     assert rows.tolist() == [0] * BATCH
     assert entropy.eq(0).all()
 
@@ -154,8 +131,7 @@ def test_the_model_computes_the_same_inside_and_is_left_as_it_was_also_after_an_
     model, batch = bert(), text_batch()
     before = model.config._attn_implementation
     expected = model(**batch).logits
-    visible = VisibleKeys()
-    with use_attention(model, lambda call: attend(call, visible)):
+    with use_attention(model, attend):
         torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ZeroDivisionError, match="division"), use_attention(model, lambda call: 1 / 0):
         model(**batch)
@@ -169,7 +145,7 @@ def test_two_models_at_once_and_nested() -> None:
     batch, seen = text_batch(labels=False), list[str]()
 
     def record(name: str) -> AttentionFunction:
-        return lambda call: seen.append(name) or attend(call, VisibleKeys())
+        return lambda call: seen.append(name) or attend(call)
 
     with use_attention(one, record("one")), use_attention(other, record("other")):
         one(**batch)
@@ -199,7 +175,7 @@ def test_a_position_bias_is_added_to_the_scores(masked: str) -> None:
         visible = visible.tril()
     additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     mask = {"by a bias": additive, "by booleans": visible}.get(masked)
-    with use_attention(model, lambda call: attend_with_entropy(call, VisibleKeys())[0]):
+    with use_attention(model, lambda call: attend_with_entropy(call)[0]):
         found, _ = attention._attention_forward(
             layer, query, key, value, mask, scaling=1.0, is_causal=masked == "causally", position_bias=bias
         )
