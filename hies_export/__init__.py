@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from .checkpoint.apply import apply_plan
     from .checkpoint.load import load
     from .checkpoint.save import save_slim
-    from .forms.cascade.export import export_cascade
     from .forms.gguf.export import export_gguf
     from .forms.onnx.export import export_onnx
     from .forms.onnx.generator import generate_text
@@ -78,7 +77,6 @@ _MODULES = {
     "checkpoint.apply": ("apply_plan",),
     "checkpoint.load": ("load",),
     "checkpoint.save": ("save_slim",),
-    "forms.cascade.export": ("export_cascade",),
     "forms.gguf.export": ("export_gguf",),
     "forms.onnx.export": ("export_onnx",),
     "forms.onnx.generator": ("generate_text",),

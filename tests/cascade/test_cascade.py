@@ -21,7 +21,6 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hies_export import export_cascade
 from hies_export.errors import ParityError, RequestError
 from hies_export.evaluate.predict import predict
 from hies_export.forms.cascade import export as export_module
@@ -54,9 +53,10 @@ def parts(models: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Export]
     return [export_onnx(model, folder / name, batch=texts()[0]) for name, model in zip("sd", models, strict=True)]
 
 
-def joined(models: Any, parts: list[Export], folder: Path) -> Export:
-    answers = predict(models[1], texts()).values
-    return CascadeForm(disagreement=0.2).join(*parts, folder, batches=texts(), answers=answers)
+def joined(models: Any, parts: list[Export], folder: Path, batches: Batches | None = None, **how: Any) -> Export:
+    batches = batches or texts()
+    answers = predict(models[1], batches).values
+    return CascadeForm(disagreement=0.2, **how).join(*parts, folder, batches=batches, answers=answers)
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +146,9 @@ def inner_nodes(graph: Any) -> list[Any]:
 
 
 def test_one_file_in_8_bits(models: Any, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"batches": texts(), "disagreement": 0.2, "processor": word_tokenizer(["a"])}
-    exported = export_cascade(*models, tmp_path / "onnx", quantize="int8", **how)
+    how: dict[str, Any] = {"batch": texts()[0], "processor": word_tokenizer(["a"])}
+    parts = [export_onnx(model, tmp_path / name, **how) for name, model in zip("sd", models, strict=True)]
+    exported = joined(models, parts, tmp_path / "onnx", bits="int8")
     assert (exported.folder / "tokenizer.json").is_file()
     session = onnxruntime.InferenceSession(str(exported.file))
     assert session.get_modelmeta().custom_metadata_map["hies_export.forms.cascade"].startswith('{"disagreement": 0.2')
@@ -169,7 +170,8 @@ def test_images(tmp_path: Path) -> None:
             parameter.data += 0.6 * parameter.data.std().nan_to_num(0.0) * torch.randn_like(parameter)
     pair = slim, dense
     batches = [{"pixel_values": pixels} for pixels in torch.randn(40, 3, 16, 16).split(8)]
-    exported = export_cascade(*pair, tmp_path / "onnx", batches=batches, disagreement=0.2)
+    parts = [export_onnx(model, tmp_path / name, batch=batches[0]) for name, model in zip("sd", pair, strict=True)]
+    exported = joined(pair, parts, tmp_path / "onnx", batches)
     for name, batch in three_batches(pair, batches, exported.facts["promise"].threshold).items():
         wanted = by_hand(pair, batch, exported.facts["promise"].threshold)
         np.testing.assert_allclose(run(exported.file, batch)["logits"], wanted, atol=1e-4, err_msg=name)
@@ -214,21 +216,14 @@ def test_near_the_threshold_either_answer_is_right(
         joined(models, parts, tmp_path / "worse")
 
 
-def test_what_cannot_be_a_cascade_is_refused(models: Any, tmp_path: Path) -> None:
-    slim, dense = models
+def test_what_cannot_be_a_cascade_is_refused() -> None:
+    cascade = CascadeForm(disagreement=0.01)
     llama = LlamaForCausalLM(
         LlamaConfig(vocab_size=50, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16)
     )
-    for other, said in (
-        (wide_bert(num_labels=1), "BertForSequenceClassification with no classes"),
-        (wide_bert(num_labels=2), "with 3 classes and BertForSequenceClassification with 2 classes"),
-        (llama, "LlamaForCausalLM with no classes"),
-        (
-            wide_bert(num_labels=3, problem_type="multi_label_classification"),
-            "with sets of labels; sets of labels, numbers and",
-        ),
-    ):
-        with pytest.raises(RequestError, match=rf"two classifiers of the same classes.*{said}"):
-            export_cascade(slim, other, tmp_path / "onnx", batches=texts(), disagreement=0.2)
+    several = wide_bert(num_labels=3, problem_type="multi_label_classification")
+    for model in (wide_bert(num_labels=1), several, llama):
+        with pytest.raises(RequestError, match=f"one class for each row, and {type(model).__name__} does not"):
+            cascade.check(model, texts())
     with pytest.raises(RequestError, match=r"from 299 held-out rows or more, and there are 1; give more rows"):
-        export_cascade(slim, dense, tmp_path / "onnx", batches=texts(rows=1, size=1), disagreement=0.01)
+        cascade.check(wide_bert(), texts(rows=1, size=1))

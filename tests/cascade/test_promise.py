@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from hies_export.errors import DataError, RequestError
+from hies_export.errors import RequestError
 from hies_export.forms.cascade.threshold import choose_threshold, margins
 
 
@@ -76,13 +76,3 @@ def test_too_few_rows_are_refused_with_how_many_it_takes(disagreement: float, ne
     said = rf"with 95 % confidence from {needed:,} held-out rows or more, and there are {needed - 1:,}"
     with pytest.raises(RequestError, match=said):
         choose_threshold(dense[1:], dense[1:], disagreement)
-
-
-def test_a_share_out_of_range_numbers_and_tokens_are_refused() -> None:
-    _, dense = two_models(100, generator=torch.Generator().manual_seed(6))
-    for share in (0, 1, -0.1):
-        with pytest.raises(RequestError, match=r"disagreement must be in \(0, 1\)"):
-            choose_threshold(dense, dense, share)
-    for logits in (torch.zeros(4, 1), torch.zeros(4, 7, 5)):
-        with pytest.raises(DataError, match="needs the logits of two classes"):
-            margins(logits)

@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "quantize belongs to format: onnx, got int8 for gguf; set dtype",
     ),
     "no budget": ({"prune": {}}, "prune.budget must be given"),
-    "numbers": ({"model": "numbers"}, "two classifiers of the same classes, got BertForSequenceClassification with no"),
+    "numbers": ({"model": "numbers"}, "one class for each row, and BertForSequenceClassification does not"),
 }
 
 

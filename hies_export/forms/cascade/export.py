@@ -12,27 +12,24 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.folders import new_folder, refuse_existing
+from ...checkpoint.folders import new_folder
 from ...data.batches import Batch, samples_of
 from ...equal import OTHER_PROGRAM
 from ...errors import ParityError, RequestError
 from ...evaluate.interval import CONFIDENCE, upper_rate
-from ...evaluate.predict import logits_by, predict
-from ...model.tokens import first_samples
+from ...evaluate.predict import logits_by
 from ...tasks.classification import Classification
-from ...tasks.given import batches_of
 from ...tasks.registry import task_by_class, task_of
 from ...units.counts import Both, Count, Record, Share, Size, si
 from ..deployment import SizeTried
 from ..form import COMPOUNDS, Compound
 from ..formats import Export, export_options
-from ..onnx.export import copy_beside, export_onnx, save_program
-from ..onnx.quantize import Quantize, check_quantizable
+from ..onnx.export import copy_beside, save_program
 from ..runtimes.base import load_runtime
 from ..runtimes.bits import quantize_graph
 from ..runtimes.ort import ONNX_FILE
 from .join import LOGITS, PASSED_ON, join_graphs
-from .threshold import Promise, check_disagreement, check_rows, choose_threshold, margins
+from .threshold import Promise, check_rows, choose_threshold, margins
 
 # Metadata of a joined graph: its promise, as JSON.
 PROMISE = "hies_export.forms.cascade"
@@ -109,18 +106,17 @@ class CascadeForm(Compound):
 
     def check(self, model: PreTrainedModel, rows: Sequence[Batch]) -> None:
         """Refuse, by a RequestError, a model that is no classifier, and rows that are too few for the promise."""
-        check_classes(model)
+        task = task_by_class(type(model).__name__, model.config)
+        if task is None or not issubclass(task, Classification) or task_of(model).predicts != "classes":
+            raise RequestError(
+                f"a cascade needs a model that predicts one class for each row, and {type(model).__name__} does not; "
+                "sets of labels, numbers and tokens have no margin between two classes that says how sure the model "
+                "is, so leave the cascade out"
+            )
         check_rows(samples_of(rows), self.disagreement, self.confidence)
 
     def join(
-        self,
-        slim: Export,
-        dense: Export,
-        folder: str | Path,
-        *,
-        batches: Sequence[Batch],
-        answers: torch.Tensor,
-        overwrite: bool = False,
+        self, slim: Export, dense: Export, folder: Path, *, batches: Sequence[Batch], answers: torch.Tensor
     ) -> Export:
         """Write `folder/model.onnx`: the slim graph, and the dense one for the rows that the slim one is unsure of.
 
@@ -135,8 +131,6 @@ class CascadeForm(Compound):
         """
         import onnx_ir
 
-        folder = Path(folder)
-        refuse_existing(folder, overwrite=overwrite)
         slim_program, dense_program = (onnx_ir.load(export.file) for export in (slim, dense))
         if self.bits == "int8":
             quantize_graph(slim_program.graph, tables=False)
@@ -144,7 +138,7 @@ class CascadeForm(Compound):
         def logits(file: Path) -> torch.Tensor:
             return logits_by(load_runtime(self.runtime, file).prediction, batches)
 
-        with new_folder(folder, overwrite=overwrite) as staging, TemporaryDirectory() as temporary:
+        with new_folder(folder) as staging, TemporaryDirectory() as temporary:
             slim_file, joined_file = Path(temporary) / ONNX_FILE, staging / ONNX_FILE
             save_program(slim_program, slim_file)
             of_slim, of_dense = logits(slim_file), logits(dense.file)
@@ -211,83 +205,6 @@ class CascadeForm(Compound):
 
 
 COMPOUNDS[CascadeForm.name] = CascadeForm
-
-
-def export_cascade(
-    slim: PreTrainedModel,
-    dense: PreTrainedModel,
-    folder: str | Path,
-    *,
-    batches: Any,
-    disagreement: float,
-    processor: Any = None,
-    quantize: Quantize | None = None,
-    overwrite: bool = False,
-) -> Export:
-    """Write a slim and its dense classifier as one ONNX graph for the CPU, which changes few of the dense answers.
-
-    The slim model answers the rows that it is sure of, and the dense one the others. How sure it must be is chosen on
-    held-out rows, so that with 95 % confidence at most a share of all answers differs from the dense model's; see
-    `choose_threshold`. The output `logits` is as in `export_onnx`; `passed_on`, (rows,), marks the rows that the dense
-    part answered.
-
-    Args:
-        slim: A classifier of the same classes as the dense one.
-        dense: The model whose answers are kept.
-        folder: Where to write; appears only when everything is written and checked.
-        batches: Held-out rows like those to be served, as for `prune`; their labels are not used. Rows that the model
-            was trained on, or that pruning read, make the promise too optimistic.
-        disagreement: Largest share of the answers that may differ, in (0, 1).
-        processor: Tokenizer or image processor, which reads a data set and is saved with the graph.
-        quantize: "int8" writes the linear layers of the slim part in 8 bits.
-        overwrite: Replace an existing folder.
-
-    Returns:
-        The folder's files and their size in bytes; `facts["promise"]` has the threshold and the evidence for it.
-
-    Raises:
-        RequestError: The models are no classifiers of the same classes, or the rows are too few for the promise.
-        OutputExistsError: The folder exists and `overwrite` is off.
-        MissingRuntimeError: onnx or onnxruntime is not installed.
-        ParityError: The file answers differently from the two models; nothing is kept.
-
-    Examples:
-        >>> result = prune(model, batches, criterion="his", budget={"heads": 0.5})
-        >>> exported = export_cascade(result.model, model, folder / "cascade", batches=batches, disagreement=0.4)
-        >>> exported.facts["promise"].bound <= 0.4, exported.outputs
-        (True, ('logits', 'passed_on'))
-    """
-    check_disagreement(disagreement)
-    check_classes(slim, dense)
-    refuse_existing(Path(folder), overwrite=overwrite)
-    if quantize is not None:
-        check_quantizable(slim, quantize)
-    rows = batches_of(dense, batches, what="batches", task=task_of(dense), processor=processor, columns=None)
-    check_rows(samples_of(rows), disagreement)
-    answers, sample = predict(dense, rows).values, first_samples(rows[0])
-    cascade = CascadeForm(disagreement=disagreement, bits=quantize or "float32")
-    with TemporaryDirectory(prefix="hies-cascade-") as temporary:
-        slim_export = export_onnx(slim, Path(temporary) / "slim", batch=sample, processor=processor)
-        dense_export = export_onnx(dense, Path(temporary) / "dense", batch=sample, processor=processor)
-        return cascade.join(slim_export, dense_export, folder, batches=rows, answers=answers, overwrite=overwrite)
-
-
-def check_classes(*models: PreTrainedModel) -> None:
-    """Refuse, by a RequestError, models that are not classifiers of the same classes."""
-    counts, descriptions = set[int](), list[str]()
-    for model in models:
-        task = task_by_class(type(model).__name__, model.config)
-        predicts = task_of(model).predicts if task is not None and issubclass(task, Classification) else None
-        classes: int = (model.config.num_labels or 0) if predicts == "classes" else 0
-        has = "sets of labels" if predicts == "labels" else f"{classes or 'no'} classes"
-        counts.add(classes)
-        descriptions.append(f"{type(model).__name__} with {has}")
-    if 0 in counts or len(counts) > 1:
-        raise RequestError(
-            f"a cascade needs two classifiers of the same classes, got {' and '.join(descriptions)}; "
-            "sets of labels, numbers and tokens have no margin between two classes that says how sure the model is, so "
-            "leave the cascade out"
-        )
 
 
 def _check_promise(promise: Promise, joined: torch.Tensor, answers: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...errors import DataError, RequestError
+from ...errors import RequestError
 from ...evaluate.interval import CONFIDENCE, rate_rows_needed, upper_rate
 
 
@@ -26,11 +26,6 @@ class Promise:
 
 def margins(logits: Tensor) -> Tensor:
     """Return by how much the largest logit of each row exceeds the next one, (rows,), of logits (rows, classes)."""
-    if logits.dim() != 2 or logits.shape[1] < 2:
-        raise DataError(
-            f"a margin needs the logits of two classes or more for each row, got shape {tuple(logits.shape)}; a number "
-            "or a token has none, see the guide on cascades"
-        )
     first, second = logits.topk(2, dim=-1).values.unbind(-1)
     return first - second
 
@@ -45,11 +40,10 @@ def choose_threshold(
 
     Both logits are (rows, classes), of the same held-out rows: `slim` as served, and `dense`, whose largest are the
     right answers. `resolution` is how far a margin may move when rows are served; the threshold is higher by it. Raises
-    RequestError if `disagreement` is out of range or the rows are too few to promise it.
+    RequestError if the rows are too few to promise it.
 
     Source: Bates et al., "Distribution-free, risk-controlling prediction sets", J. ACM 68 (2021), theorem 1.
     """
-    check_disagreement(disagreement)
     count = len(slim)
     check_rows(count, disagreement, confidence)
     margin, wrong = margins(slim), slim.argmax(-1) != dense.argmax(-1)
@@ -76,12 +70,6 @@ def _above(all_margins: Tensor, margin: Tensor) -> float:
     # In the middle, so that no row lies at the threshold.
     larger = all_margins[all_margins > margin]
     return (margin.item() + larger.min().item()) / 2 if len(larger) else margin.item()
-
-
-def check_disagreement(disagreement: float) -> None:
-    """Refuse, by a RequestError, a share of answers outside (0, 1)."""
-    if not 0 < disagreement < 1:
-        raise RequestError(f"disagreement must be in (0, 1), a share of the answers, got {disagreement:g}")
 
 
 def check_rows(count: int, disagreement: float, confidence: float = CONFIDENCE) -> None:
