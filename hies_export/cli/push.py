@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from dataclasses import asdict
 from typing import Any
 
 from .arguments import Options, a_path, refuse_other_than_run
@@ -21,11 +20,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Upload the run, and return the repository, its URL, the files and their size."""
+    """Upload the run, and return the repository, and the address and the hash of the commit."""
     refuse_other_than_run(options.folder, needs="a push needs the folder of a run")
     from ..pipeline.push import push_to_hub  # after the refusal, because it takes seconds
 
-    pushed = push_to_hub(
+    commit = push_to_hub(
         options.folder,
         options.repository,
         private=options.private,
@@ -35,8 +34,6 @@ def run(options: Options) -> dict[str, Any]:
         progress=options.progress,
     )
     options.console.print(
-        f"{len(pushed.files)} files, {pushed.bytes / 1e6:.1f} MB, are now in {pushed.repository}: {pushed.url}\n"
-        f'load it with: hies_export.load("{pushed.repository}")',
-        soft_wrap=True,
+        f'pushed as {commit.commit_url}\nload it with: hies_export.load("{options.repository}")', soft_wrap=True
     )
-    return asdict(pushed)
+    return {"repository": options.repository, "url": commit.commit_url, "commit": commit.oid}
