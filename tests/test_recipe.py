@@ -87,10 +87,6 @@ def test_what_is_wrong_is_said(field: str, value: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (
-            {"prune": {"budget": {"latency": {"ratio": 0.8}}}, "measure": {"dtypes": ["float32", "float16"]}},
-            "measure.dtypes must not be given, got float32, float16; time other dtypes",
-        ),
         ({"export": OPENVINO} | DECODER, "export.format openvino is for encoders, got task: text-generation"),
         ({"cascade": {"disagreement": 0.1}, "prune": {}} | TRIMMED, "a cascade promises the answers of a dense model"),
         (

@@ -248,19 +248,17 @@ def runtimes_of(recipe: PruningRecipe) -> tuple[str, ...]:
 
 def _runtimes_and_dtypes(recipe: PruningRecipe) -> tuple[tuple[str, str | None], ...]:
     """Return (runtime, dtype) pairs to measure, after checks that they can be run; a dtype of None is the model's."""
-    names, dtypes, task, timed = runtimes_of(recipe), recipe.measure.dtypes, TASKS[recipe.task], recipe.goal.timed
+    names, task, timed = runtimes_of(recipe), TASKS[recipe.task], recipe.goal.timed
     for name in names:
         check_runtime(name, task=task)
-    check_dtypes(dtypes, names)
     if timed is not None and timed.dtype is not None:
         check_dtypes([timed.dtype], [timed.runtime])
     if "runtimes" in recipe.measure.model_fields_set or timed is not None:
         check_one_graph(names, task)
     # Runtimes of ONNX cannot time a vision-language model, which is exported as several graphs.
-    measured = [name for name in names if RUNTIMES[name].reads_models or not task.in_parts]
-    pairs: list[tuple[str, str | None]] = []
-    for dtype in dtypes or (None,):
-        pairs += [(name, dtype) for name in measured if dtype is None or dtype in RUNTIMES[name].dtypes]
+    pairs: list[tuple[str, str | None]] = [
+        (name, None) for name in names if RUNTIMES[name].reads_models or not task.in_parts
+    ]
     if timed is not None:
         pairs.append((timed.runtime, timed.dtype))
     return tuple(dict.fromkeys(pairs))
@@ -315,13 +313,12 @@ class _Checkpoint:
         return model
 
     def task(self, model: PreTrainedModel | None = None) -> Task:
-        """Return the task of the dense model, or of a trimmed `model`, with the recipe's tolerance and threshold."""
+        """Return the task of the dense model, or of a trimmed `model`, with the recipe's tolerance."""
         if model is None and self.given is not None:
             model = self.given.model
         if isinstance(model, TextEncoder):
             return FeatureExtraction(self.config, reader=model.reader)
-        asked = self.recipe.evaluation
-        return TASKS[self.recipe.task](self.config, tolerance=asked.stability_tolerance, threshold=asked.threshold)
+        return TASKS[self.recipe.task](self.config, tolerance=self.recipe.evaluation.stability_tolerance)
 
     def reading(self, metrics: Sequence[str] = ()) -> Reading:
         """Return how rows are read with the whole vocabulary."""

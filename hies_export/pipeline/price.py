@@ -22,8 +22,8 @@ from .pruning import Pruning
 
 T = TypeVar("T")
 
-# Passes that a token takes: to be scored on (forward, and twice as much backward), to find effects and orders of removal
-# on, to collect moments and refit layer by layer on, and to judge both models on.
+# Passes that a token takes: to be scored on (forward, and twice as much backward), to find effects and orders of
+# removal on, to collect moments and refit layer by layer on, and to judge both models on.
 SCORE, ORDER, MOMENTS, REFIT, JUDGE = 3.0, 11.0, 1.5, 2.5, 2.0
 # Bytes that Python, torch and this package take.
 BASE = 0.75e9
@@ -77,7 +77,7 @@ class Size:
 
 
 def size_of_pruning(pruning: Pruning) -> Size | None:
-    """Return the size of a language model's pruning that ranks by `compensated` and refits layer by layer; else None."""
+    """Return the size of the pruning of a language model by `compensated`, refitted layer by layer; else None."""
     options, budget, rows, model = pruning.options, pruning.budget, pruning.rows, pruning.model
     layer_by_layer = options.compensation is not None and options.compensation.sequential
     if not (pruning.cuts_once and options.criterion == COMPENSATED and layer_by_layer and pruning.task.generative):

@@ -245,8 +245,8 @@ def prune(
         processor: The model's tokenizer, image processor, or both in one: reads a data set, saved with the result.
         columns: Columns to read of a data set that has texts or images, by the fields of a recipe's `data`: text,
             image, label, prompt, answer, max_length, bos. By default the only columns that fit.
-        evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, stability_tolerance
-            (of a regression) and threshold (of a multi-label classifier).
+        evaluation: How predictions are judged, by the fields of a recipe's `evaluation`: metrics, and
+            stability_tolerance of a regression.
         shape: (batch, sequence) for which FLOPs are counted, or (batch,) for images; by default one row of 128 tokens,
             or fewer if the model takes no more, and under a budget of time without a sequence, one row as long as the
             batches' rows are at the median. Models of images and text are counted on copies of the longest row of
@@ -284,7 +284,7 @@ def prune(
     priced = Priced(progress)
     with evaluating(given.model), uncompiled(given.model), buffers_as_loaded(given.model):
         given = accept_model(given, processor)
-        task = task_of(given.model, tolerance=comparison.stability_tolerance, threshold=comparison.threshold)
+        task = task_of(given.model, tolerance=comparison.stability_tolerance)
         more = {"held_out": held_out, "compensation_batches": compensation_batches}
         rows = read_rows(given, section, batches, **more, task=task, columns=columns)
         pruning = make_pruning_in_memory(

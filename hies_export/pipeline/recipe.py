@@ -142,11 +142,6 @@ class PruningRecipe(Section):
             )
         if deploy and shown != ExportSection().shown:
             raise ValueError(f"deploy exports what each runtime reads, got export: {shown}; leave it out")
-        if self.goal.timed and self.measure.dtypes:
-            raise ValueError(
-                "a budget of time is met in the dtype of the model or of the export, so measure.dtypes must not "
-                f"be given, got {', '.join(self.measure.dtypes)}; time other dtypes with hies-export bench"
-            )
         if export.format == "gguf" and not task.decodes_text:
             raise ValueError(f"export.format gguf is for text-generation, got task: {name}; set it to onnx")
         if export.format == "openvino" and (task.generative or task.in_parts):
@@ -236,7 +231,7 @@ class PruningRecipe(Section):
         return report
 
 
-_FIELDS_WITH_PATHS = ("output", "data.files", "vocabulary.files", "model", "evaluation.metrics")
+_FIELDS_WITH_PATHS = ("output", "data.files", "vocabulary.files", "model")
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
@@ -261,7 +256,7 @@ def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     """Put the recipe's folder before the relative paths of `_FIELDS_WITH_PATHS`, in place.
 
-    A model that is no folder there is a Hub id, and a metric without a slash, or that is no file there, a name.
+    A model that is no folder there is a Hub id.
     """
 
     def resolved(value: Any, field: str) -> Any:
@@ -269,11 +264,11 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
             return {key: resolved(inner, field) for key, inner in value.items()}
         if isinstance(value, list):
             return [resolved(inner, field) for inner in value]
-        if not isinstance(value, str) or (field == "metrics" and "/" not in value):
+        if not isinstance(value, str):
             return value
         path = os.path.normpath(folder / os.path.expanduser(value))
         # os.path.exists, unlike Path.exists, is false for names that no file system takes.
-        return value if field in ("model", "metrics") and not os.path.exists(path) else path
+        return value if field == "model" and not os.path.exists(path) else path
 
     for dotted in _FIELDS_WITH_PATHS:
         section, _, field = dotted.rpartition(".")

@@ -64,7 +64,8 @@ def run(
         processes.refuse_several("deploy")
     with processes.together():
         refuse_existing(recipe.output, overwrite=overwrite, inputs=recipe.inputs)
-        formats = _formats(recipe)
+        timed = recipe.goal.timed
+        formats = export_formats(recipe.export, runtimes_of(recipe), () if timed is None else (timed.dtype,))
         require_exporters(formats)
         priced = Priced(progress)
         pruning, delivery = load_recipe(recipe, progress=priced)
@@ -142,13 +143,6 @@ def deploy(
     """
     recipe = recipe.to_deploy(keep=keep, runtimes=runtimes)
     return run(recipe, overwrite=overwrite, command=command, progress=progress)
-
-
-def _formats(recipe: PruningRecipe) -> list[str]:
-    """Return the formats that a recipe exports to, and those that its runtimes read."""
-    timed = recipe.goal.timed
-    dtypes = (*recipe.measure.dtypes, None if timed is None else timed.dtype)
-    return export_formats(recipe.export, runtimes_of(recipe), dtypes)
 
 
 def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str]) -> None:

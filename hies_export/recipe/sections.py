@@ -145,16 +145,14 @@ class ComparisonSection(Section):
     """How predictions are judged.
 
     Attributes:
-        metrics: Names of metrics, as `evaluate/metrics.py` lists them, or for `evaluate.load`: `owner/name` on the Hub,
-            or a local script. The first one leads the report. By default the usual ones for the task.
+        metrics: Names of metrics, as `evaluate/metrics.py` lists them. The first one leads the report. By default the
+            usual ones for the task.
         stability_tolerance: How far a regression output may move and still count as the same prediction; by default a
             sixth of the standard deviation of the dense model's outputs.
-        threshold: Probability above which a label of a multi-label classifier applies.
     """
 
     metrics: tuple[str, ...] = ()
     stability_tolerance: float | None = Field(None, gt=0)
-    threshold: float = Field(0.5, gt=0, lt=1)
 
 
 class EvaluationSection(ComparisonSection):
@@ -360,13 +358,11 @@ class CascadeSection(Section):
 
 
 class MeasureSection(Section):
-    """How both models are timed: on which runtimes, in which dtypes, at which shapes, and how often.
+    """How both models are timed: on which runtimes, at which shapes, and how often.
 
     Attributes:
         runtimes: Runtimes to time on, such as "torch" or "onnxruntime-cpu". An empty list times nothing; the ONNX model
             is still written and compared with torch.
-        dtypes: Dtypes to time the models in, each on the runtimes that support it; by default torch runs the model as
-            it is, and ONNX Runtime the graph as it is exported. The quality of both models is measured in each, too.
         shapes: (batch, sequence) pairs; an image model's sequence follows from its image size, so (batch,) is enough.
             By default a batch of 1 and of 8, of 128 tokens; for `deploy`, and under a budget of time without a
             sequence, as long as the rows, see `TimedSection`.
@@ -374,7 +370,6 @@ class MeasureSection(Section):
     """
 
     runtimes: tuple[str, ...] = ("torch", "onnxruntime-cpu")
-    dtypes: tuple[Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_0"], ...] = ()
     shapes: tuple[Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=2)], ...] = ()
     repeats: int = Field(30, ge=2)
 

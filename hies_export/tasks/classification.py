@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, get_args
@@ -120,7 +119,7 @@ class Classification(Task):
     def own_labels(self, model: PreTrainedModel, batch: Batch, output: Tensor) -> Tensor:
         """Return the likeliest class of each sample, (batch,), or 1 or 0 for each label, (batch, labels)."""
         if self.predicts == "labels":
-            return self._applies(output).to(output.dtype)
+            return (output > 0).to(output.dtype)  # a label is likelier than not
         return super().own_labels(model, batch, output)
 
     def effect(self, model: PreTrainedModel, batch: Batch, output: Tensor, number: int) -> Tensor:
@@ -132,12 +131,8 @@ class Classification(Task):
     def decide(self, predictions: Predictions) -> Tensor:
         """Return classes, (samples,) int64, which labels apply, (samples, labels) bool, or numbers, (samples,)."""
         if self.predicts == "labels":
-            return self._applies(predictions.values)
+            return predictions.values > 0
         return predictions.values.flatten() if self.predicts == "numbers" else super().decide(predictions)
-
-    def _applies(self, logits: Tensor) -> Tensor:
-        """Return which labels are likelier than the threshold, shaped as the logits, bool."""
-        return logits > math.log(self.threshold / (1 - self.threshold))
 
     def tolerance_on(self, dense: Predictions) -> float | None:
         """Return by how much numbers may differ from the dense model's and be the same; None for other predictions."""

@@ -83,7 +83,6 @@ class Task(ABC):
     Args:
         config: The configuration of a model. Its labels, problem type, positions and vocabulary are read.
         tolerance: The largest difference of two numbers of a regression that are the same; None for a default.
-        threshold: The probability, in (0, 1), above which a label of a set applies.
     """
 
     name: ClassVar[str]  # in recipes and reports, the Hub's if it has one
@@ -118,10 +117,10 @@ class Task(ABC):
     repeats: ClassVar[int] = 1  # how often every sample is scored, each time by another loss
     similarity: Similarity = "cosine"  # by what embeddings are compared
 
-    def __init__(self, config: Any, *, tolerance: float | None = None, threshold: float = 0.5) -> None:
+    def __init__(self, config: Any, *, tolerance: float | None = None) -> None:
         from ..recipe.sections import Columns
 
-        self.config, self.tolerance, self.threshold = config, tolerance, threshold
+        self.config, self.tolerance = config, tolerance
         self.columns = Columns()
         self.processor: Any = None
 

@@ -381,7 +381,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": configured(vit, problem_type="regression")}, "a regression must have one label, but the model has 3"),
     ({"model": configured(bert, problem_type="multilabel")}, "problem_type must be regression, .*, got 'multilabel'"),
     ({"evaluation": {"stability_tolerance": 0}}, "evaluation.stability_tolerance must be .* above 0|greater than 0"),
-    ({"evaluation": {"threshold": 1.0}}, "evaluation.threshold must be .*1"),
     ({"evaluation": {"split": "test"}}, "evaluation.split is not a field"),
     ({"model": causal_lm, "batches": stories}, "needs processor="),
     ({"shape": (-1, 8)}, r"a shape must have at least 1 row and 1 token, got \[-1, 8\]"),

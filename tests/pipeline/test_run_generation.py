@@ -70,18 +70,13 @@ def test_language_model(stories: Path, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.usefixtures("untraced")
 def test_query_heads_in_half_precision(stories: Path, tmp_path: Path) -> None:
     options = ["prune.unit=query", "prune.allocation=global", "dtype=bfloat16", "measure.runtimes=[torch]"]
-    settings = [part for option in [*options, "measure.dtypes=[float16, bfloat16]"] for part in ("--set", option)]
+    settings = [part for option in options for part in ("--set", option)]
     assert hies("run", stories, *settings) == 0
     report = Report.from_file(tmp_path / "out")
     assert report.heads["removed"] == 4
     assert all(count == 2 for count in report.heads["kept_per_layer"])
     assert report.cache_bytes_per_token == {"dense": 128, "slim": 128}
-    # A dtype that is timed is judged.
-    assert [(form.model, form.runtime, form.bits, form.bytes) for form in report.details.forms] == [
-        (model, "torch", bits, None) for bits in ("float16", "bfloat16") for model in ("dense", "slim")
-    ]
-    assert all(form.times for form in report.details.forms)
-    assert list(dict.fromkeys(row["dtype"] for row in report.latency)) == ["float16", "bfloat16"]
+    assert {row["dtype"] for row in report.latency} == {"bfloat16"}
 
 
 @pytest.mark.usefixtures("untraced")
