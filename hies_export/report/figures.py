@@ -61,7 +61,8 @@ def _draw_heads(
         for head, (mark, number) in enumerate(zip(line, of_heads, strict=False)):
             places.append((head, layer))
             shades.append(0.06 + 0.94 * (number - low) / (high - low or 1))
-            cut += [(head, layer)] * (mark == CUT)
+            if mark == CUT:
+                cut.append((head, layer))
     widest = max(map(len, marks.values()))
     with canvas(_CELL * widest, _CELL * len(marks)) as axes:
         axes.set(xlim=(-0.5, widest - 0.5), ylim=(len(marks) - 0.5, -0.5), xticks=[], yticks=range(len(marks)))
@@ -88,10 +89,12 @@ def _draw_neurons(counts: Mapping[str, NeuronCount]) -> str:
 def draw_latency(rows: Sequence[TimedRow], names: tuple[str, str] = ("dense", "slim")) -> str:
     """Return a bar per row: the ratio of two models with its interval, and the control's interval around 1."""
     first, second = names
+    # One noisy row must not squeeze all the others.
+    longest = max(1.05, *(min(row.ratio_high, 1.5) if row.noisy else row.ratio_high for row in rows))
     with canvas(330, 22 * len(rows)) as axes:
         axes.set_yticks(range(len(rows)), map(row_name, rows))
         axes.set(xlabel=f"{second} / {first}; orange: its 95 % interval; grey: {first} / {first}, the control")
-        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set(xlim=(0, longest), ylim=(len(rows) - 0.5, -0.5))
         axes.grid(axis="x", color=LINE)
         axes.axvline(1, color=INK, lw=1.5)
         for number, row in enumerate(rows):

@@ -166,7 +166,7 @@ def test_another_push_replaces_the_earlier_one_only(hub: Hub, run_folder: Path) 
     assert not {"model.safetensors", "onnx/model.onnx", "openvino/openvino_model.xml"} & files
     assert b"a password" not in hub.files("user/slim").values()
     card = ModelCard(hub.files("user/slim")["README.md"].decode())
-    pictures = [line.split("(")[1][:-1] for line in card.text.splitlines() if line.startswith("![")]
+    pictures = [line.rpartition("(")[2][:-1] for line in card.text.splitlines() if line.startswith("![")]
     assert {"images/heads.svg", "images/latency.svg"} <= {*pictures} <= files
     assert all(hub.files("user/slim")[name].startswith(b"<svg ") for name in pictures)
 
