@@ -204,7 +204,7 @@ class Bench:
             if label is None:  # a single choice, because the reader ends other answers with the end of the text
                 rows = rows.map(lambda row, answer=answer: {answer: [row[answer]], "label": 0})
             columns = Columns(prompt=prompt, answer=answer, label=label or "label")
-            reading = TextGeneration(base.model.config).in_full().to_read(columns, base.processor)
+            reading = TextGeneration(base.model.config).to_read(columns, base.processor)
             reading.check_rows(rows)
             found = reading.read(rows, size=CHOICES_AT_ONCE, use="judge")
             batches = by_length(found, config=base.model.config)

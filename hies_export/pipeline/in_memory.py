@@ -68,10 +68,11 @@ def make_pruning_in_memory(
         check_runtime(timed.runtime, task=type(task))
         check_one_graph([timed.runtime], type(task))
         check_dtypes([] if timed.dtype is None else [timed.dtype], [timed.runtime])
-    kind, labels = kind_of_rows(rows.held_out, embeds=task.embeds), getattr(model.config, "num_labels", None)
-    metrics = evaluation.metrics or task.usual_metrics(rows=kind)
+    kind, choices = kind_of_rows(rows.held_out, embeds=task.embeds), any("choice" in batch for batch in rows.held_out)
+    metrics = evaluation.metrics or task.usual_metrics(rows=kind, choices=choices)
     budgeted = () if options.budget is None or options.budget.metric is None else (options.budget.metric,)
-    check_metrics((*metrics, *budgeted), predicts=task.predicts, rows=kind, labels=labels)
+    predicts, labels = "choices" if choices else task.predicts, getattr(model.config, "num_labels", None)
+    check_metrics((*metrics, *budgeted), predicts=predicts, rows=kind, labels=labels)
     # Made when first asked for, as it imports exporters, and only once, as its exporter keeps graphs of other cuts.
     delivery = cache(partial(delivery_of, rows, given))
     pruning = make_pruning(

@@ -25,7 +25,7 @@ from ..data.batches import Batch, check_one_size, is_of_documents
 from ..data.processors import load_processor, settle_padding, tokenizer_of
 from ..data.rows import load_rows, taken_from
 from ..errors import RequestError
-from ..evaluate.metrics import METRICS, check_metrics
+from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import RowsKind
 from ..forms.form import COMPOUNDS, Compound
 from ..forms.measured import MeasureOptions
@@ -52,9 +52,9 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     progress.stage("read the data")
     checkpoint = _Checkpoint.find(recipe)
     metrics, timed_in = _metrics(recipe, checkpoint.task()), _runtimes_and_dtypes(recipe)
-    model, reading = None, checkpoint.reading(metrics)
+    model, reading = None, checkpoint.reading()
     if recipe.vocabulary:
-        model, reading = _load_trimmed(checkpoint, reading, recipe.vocabulary, metrics, progress)
+        model, reading = _load_trimmed(checkpoint, reading, recipe.vocabulary, progress)
     splits, drawn, evaluated = _draw(recipe, reading, metrics)
     if model is None:  # after the draw, which may be refused
         model = checkpoint.load(reading, progress)
@@ -101,7 +101,7 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
 
 
 def _load_trimmed(
-    checkpoint: _Checkpoint, dense: Reading, vocabulary: VocabularySection, metrics: Sequence[str], progress: Progress
+    checkpoint: _Checkpoint, dense: Reading, vocabulary: VocabularySection, progress: Progress
 ) -> tuple[PreTrainedModel, Reading]:
     """Load the model, trim its vocabulary, and return it with how rows are read by it and by the untrimmed model."""
     texts = _texts(checkpoint.recipe, vocabulary, dense.task)
@@ -109,7 +109,7 @@ def _load_trimmed(
     progress.stage("trim the vocabulary")
     model, processor, trimming = trim(untrimmed, dense.processor, texts)
     dense.task.config = trimming.dense.config
-    task = checkpoint.to_read(checkpoint.task(model), processor, metrics)
+    task = checkpoint.to_read(checkpoint.task(model), processor)
     return model, Reading(task, processor, dense.task, trimming)
 
 
@@ -213,9 +213,7 @@ def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:
     """Return the names of the metrics to report, after checking that they and that of the budget fit the task."""
     given, rows, trimmed = recipe.evaluation.metrics, _kind_of_rows(recipe), recipe.vocabulary is not None
     budgeted = () if recipe.goal.metric is None else (recipe.goal.metric,)
-    # For questions with choices, token metrics judge only the right choices.
-    of_tokens = any(name in METRICS and METRICS[name].of == "tokens" for name in (*given, *budgeted))
-    judges_choices = task.generative and recipe.data.label is not None and not of_tokens
+    judges_choices = task.generative and recipe.data.label is not None
     usual = task.usual_metrics(rows=rows, answers=recipe.data.answer is not None, choices=judges_choices)
     if trimmed:  # perplexity is of tokens, and so depends on the vocabulary
         usual = tuple("nats_per_character" if name == "perplexity" else name for name in usual)
@@ -320,20 +318,18 @@ class _Checkpoint:
             return FeatureExtraction(self.config, reader=model.reader)
         return TASKS[self.recipe.task](self.config, tolerance=self.recipe.evaluation.stability_tolerance)
 
-    def reading(self, metrics: Sequence[str] = ()) -> Reading:
+    def reading(self) -> Reading:
         """Return how rows are read with the whole vocabulary."""
         if self.given is None:
             processor = load_processor(self.folder, task=TASKS[self.recipe.task])
         else:
             processor = self.given.processor
-        task = self.to_read(self.task(), processor, metrics)
+        task = self.to_read(self.task(), processor)
         return Reading(task, processor, task, None)
 
-    def to_read(self, task: Task, processor: Any, metrics: Sequence[str]) -> Task:
-        """Return a task that reads the columns of the recipe: with every choice if the first metric judges choices."""
+    def to_read(self, task: Task, processor: Any) -> Task:
+        """Return a task that reads the columns of the recipe."""
         columns = self.recipe.data
         if columns.max_length is None and self.given is not None:
             columns = columns.model_copy(update={"max_length": self.given.max_length})
-        if metrics and METRICS[metrics[0]].of == "choices":
-            task = task.in_full()
         return task.to_read(columns, processor)

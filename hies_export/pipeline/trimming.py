@@ -112,8 +112,7 @@ def trim(model: PreTrainedModel, processor: Any, texts: Texts) -> tuple[PreTrain
 
 def read_tokens(task: Task, rows: datasets.Dataset) -> set[int]:
     """Return the tokens of rows as a task reads them, without cutting long ones."""
-    reader = task.in_full()
-    return {token for ids in reader.tokens(reader.samples(rows)) for token in ids.tolist()}
+    return {token for ids in task.tokens(task.samples(rows)) for token in ids.tolist()}
 
 
 def tokens_in_place(task: Task, texts: Sequence[str]) -> set[int]:

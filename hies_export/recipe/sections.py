@@ -47,7 +47,7 @@ class Columns(Section):
             has lists of the labels that apply, by number or name, or of 0 or 1 for each label. For two columns of
             `text` to embed, it is their similarity; for documents and candidates, how much each is wanted. If `answer`
             holds choices, this column has the number of the right one, from 0: units are scored on the right choices,
-            and quality and stability are judged by the likeliest choice, unless `evaluation.metrics` says otherwise.
+            and quality and stability are judged by the likeliest choice.
         max_length: Longest sequence in tokens; the model's own limit by default, and at most 512 for packed text.
         bos: Whether each packed block of text begins with the begin-of-text token, which counts as one of its tokens;
             auto for as the tokenizer begins a text.

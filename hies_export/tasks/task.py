@@ -145,13 +145,9 @@ class Task(ABC):
 
         Calls change how a tokenizer cuts and pads, and it is saved so. Without one, rows can only be checked.
         """
-        return self._changed(columns=columns, processor=copy.deepcopy(processor))
-
-    def _changed(self: AnyTask, **attributes: Any) -> AnyTask:
-        """Return a shallow copy of the task with other values of some attributes."""
-        changed = copy.copy(self)
-        vars(changed).update(attributes)
-        return changed
+        reader = copy.copy(self)
+        reader.columns, reader.processor = columns, copy.deepcopy(processor)
+        return reader
 
     def load(self, split: str, **options: Any) -> datasets.Dataset:
         """Load a row per sample of a split, after `check_rows`; `options` are those of `data.mapped_rows` or `take`."""
@@ -227,10 +223,6 @@ class Task(ABC):
     def read(self, samples: datasets.Dataset, *, size: int, use: Use = "score") -> list[Batch]:
         """Return samples as batches for `model(**batch)`, in their order."""
         return list(self.batches(samples, size, use)) if len(samples) else []
-
-    def in_full(self: AnyTask) -> AnyTask:
-        """Return a task that reads every choice of a row rather than the right one alone; by default, this one."""
-        return self
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
         """Yield the tokens, (tokens,) int64, that a model reads of samples or has to predict, without padding."""

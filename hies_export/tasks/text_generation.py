@@ -16,7 +16,7 @@ from .conversations import check_conversations, columns_of_chats, tokenize_conve
 from .late import Batch, data
 from .prompts import Choices, Tokens, template_fields
 from .registry import register_task
-from .task import AnyTask, Predictions, Task, Use, batched
+from .task import Predictions, Task, Use, batched
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,9 @@ class TextGeneration(Task):
     """Language models: decoders of text alone.
 
     Every next token is predicted, from logits, (batch, tokens, vocabulary). Rows are plain text, conversations, or
-    prompts with answers. With several choices, the right one becomes the answer (`right_choice`), or every choice is
-    read (`in_full`).
+    prompts with answers. With several choices, the right one becomes the answer to score by (`right_choice`), and every
+    one is read to judge, without the end-of-text token. Such batches describe their rows (`CHOICE_KEYS`), and
+    predictions are those of choices.
 
     Batches have `labels` (batch, longest), the tokens themselves, not shifted: all of a plain text, only the answer's
     after a prompt or the assistant's of a conversation, -100 elsewhere.
@@ -55,18 +56,11 @@ class TextGeneration(Task):
     metrics: tuple[str, ...] = ("perplexity",)
     word = "next token"
     shift = 1
-    # Whether every choice becomes a row of a batch to judge, without the end-of-text token. Such batches describe their
-    # rows (`CHOICE_KEYS`), and predictions are those of choices.
-    every_choice = False
 
     @classmethod
     def usual_columns(cls, features: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the columns on which chat models are tuned, see `columns_of_chats`; None if there are none."""
         return columns_of_chats(features) if "messages" in cls.reads else None
-
-    def in_full(self: AnyTask) -> AnyTask:
-        """Return a copy of the task that reads every choice, and is judged by their likelihoods."""
-        return self._changed(every_choice=True)
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
         """Yield the tokens, (tokens,) int64, of each block, or of each row without a limit on its length."""
@@ -130,7 +124,7 @@ class TextGeneration(Task):
         if not self.columns.label:
             return samples, None
         columns = {"answer": self.template["answer"], "label": self.columns.label}
-        if self.every_choice and use in ("judge", "time"):
+        if use in ("judge", "time"):
             return prompts.one_row_per_choice(samples, **columns)
         return prompts.right_choice(samples, **columns), None
 

@@ -14,10 +14,9 @@ from support.models import causal_lm, generative_tokenizer, llava, llava_process
 from support.reading import reading
 from support.references import choice_likelihoods
 
-from hies_export import DataError, PruningRecipe, RecipeError
+from hies_export import DataError, PruningRecipe, RecipeError, prune
 from hies_export.data.batches import by_length, samples_of
 from hies_export.evaluate.judge import Judge
-from hies_export.evaluate.metrics import check_metrics
 from hies_export.evaluate.predict import predict
 from hies_export.pipeline.load_recipe import load_recipe
 from hies_export.recipe.sections import Columns
@@ -71,7 +70,7 @@ def naive(model: Any, rows: list[dict[str, Any]]) -> list[list[float]]:
 @pytest.mark.parametrize("size", [1, 5, 64])
 def test_likelihoods_are_those_of_one_choice_at_a_time(size: int) -> None:
     model, labels = decoder(), [row["label"] for row in ROWS]
-    batches = batches_of(text_reader().in_full(), ROWS, size)
+    batches = batches_of(text_reader(), ROWS, size)
     assert max(len(batch["input_ids"]) for batch in batches) <= size
     assert samples_of(batches) == len(ROWS)
     assert TASK.references(batches).tolist() == labels
@@ -90,7 +89,7 @@ def test_likelihoods_are_those_of_one_choice_at_a_time(size: int) -> None:
 
 def test_another_model_agrees_where_it_makes_the_same_choice() -> None:
     models = decoder(), decoder(5)
-    batches = batches_of(text_reader().in_full(), ROWS, 4)
+    batches = batches_of(text_reader(), ROWS, 4)
     one, two = (np.array([np.argmax(of_row) for of_row in naive(model, ROWS)]) for model in models)
     assert TASK.same(*(predict(model, batches) for model in models)).tolist() == (one == two).tolist()
     assert 0 < (one == two).mean() < 1
@@ -98,7 +97,7 @@ def test_another_model_agrees_where_it_makes_the_same_choice() -> None:
 
 def test_of_equal_choices_the_first_is_chosen() -> None:
     rows = [{"question": "a", "choices": ["b", "b", "b"], "label": 1}, {"question": "c", "choices": ["d"], "label": 0}]
-    found = predict(causal_lm(), batches_of(text_reader().in_full(), rows, 8))
+    found = predict(causal_lm(), batches_of(text_reader(), rows, 8))
     table, _ = TASK.table(found, torch.tensor([1, 0]))
     assert TASK.decide(found).tolist() == table["per_character"].tolist() == [0, 0]
 
@@ -106,7 +105,7 @@ def test_of_equal_choices_the_first_is_chosen() -> None:
 def test_scoring_still_reads_the_right_choice_to_the_end_of_the_text() -> None:
     rows = [{"question": "a b", "choices": ["c", "d e"], "label": 1}]
     reader = text_reader()
-    (right,), (every,) = (batches_of(r, rows, 8) for r in (reader, reader.in_full()))
+    (every,), (right,) = batches_of(reader, rows, 8), reader.read(reader.draw(columns_of(rows)), size=8)
     word = generative_tokenizer().convert_ids_to_tokens
     assert [word(i) for i in right["labels"][0].tolist() if i >= 0] == ["d", "e", "</s>"]
     assert [[word(i) for i in row.tolist() if i >= 0] for row in every["labels"]] == [["c"], ["d", "e"]]
@@ -127,7 +126,7 @@ def test_choices_about_images_are_those_of_one_at_a_time() -> None:
     rows = [{**row, "image": png(seed)} for seed, row in enumerate(ROWS[:5])]
     columns = Columns(image="image", prompt="Q {question} A", answer="choices", label="label")
     fields: dict[str, Any] = {"columns": columns, "config": model.config, "processor": processor}
-    batches = batches_of(reading("image-text-to-text", **fields).in_full(), rows, 4)
+    batches = batches_of(reading("image-text-to-text", **fields), rows, 4)
     found = predict(model, batches)
     for number, row in enumerate(rows):
         image = PIL.Image.open(io.BytesIO(row["image"]))
@@ -140,7 +139,7 @@ def test_choices_about_images_are_those_of_one_at_a_time() -> None:
             assert found.values[number, choice].item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_one(tmp_path: Path) -> None:
+def test_choices_are_judged_by_their_own_metrics(tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path / "model")
     generative_tokenizer().save_pretrained(tmp_path / "model")
     columns_of(ROWS).to_json(tmp_path / "rows.jsonl")
@@ -164,10 +163,17 @@ def test_metrics_of_choices_are_the_default_and_those_of_tokens_judge_the_right_
     assert (samples_of(rows.evaluation), delivery.evaluation_of, samples_of(rows.held_out)) == (10, 17, 13)
     assert all("choice" in batch for batch in (*rows.held_out, *rows.evaluation))
     assert not any("choice" in batch for batch in rows.score)
-    rows = prepared(metrics=["exact_match", "perplexity"])[0].rows
-    assert not any("choice" in batch for batch in rows.evaluation)
-    assert samples_of(rows.evaluation) == 17
-    with pytest.raises(RecipeError, match="metrics of a language model must be among .*got 'choice_accuracy', which"):
+    with pytest.raises(RecipeError, match=r"choices among answers \(data.label\) must be among choice_.*'perplexity'"):
         prepared(metrics=["perplexity", "choice_accuracy"])
-    with pytest.raises(RecipeError, match=r"choices among answers \(data.label\) must be among choice_accuracy"):
-        check_metrics(["accuracy"], predicts="choices")
+
+
+def test_choices_are_judged_in_memory_too() -> None:
+    columns = {"prompt": "Q {question} A", "answer": "choices", "label": "label"}
+    how: dict[str, Any] = {"columns": columns, "processor": generative_tokenizer(), "budget": {"heads": 0.5}}
+    result = prune(decoder(), columns_of(ROWS), held_out=columns_of(ROWS), **how)
+    assert result.held_out is not None
+    assert list(result.held_out.metrics) == [*BOTH]
+    chosen = [np.array([np.argmax(of_row) for of_row in naive(model, ROWS)]) for model in (decoder(), result.model)]
+    assert result.held_out.stability == pytest.approx((chosen[0] == chosen[1]).mean())
+    dense_is_right = (chosen[0] == [row["label"] for row in ROWS]).mean()
+    assert result.held_out.metrics["choice_accuracy"].dense == pytest.approx(dense_is_right)
