@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import cosine_similarity
 
 from ..data.batches import GROUP_KEY, Batch, size_of
 from ..errors import DataError
@@ -28,8 +28,8 @@ RowsKind = Literal["queries", "pairs", "texts", "graded", "groups"]
 TOP = 10
 # The dense model's similarities are gains for as many of its first documents, and for none beyond.
 DEPTH = 100
-# How many similarities are held at once: 64 MB in float32, of which there are a few.
-_AT_ONCE = 2**24
+# How many similarities are held at once: 64 MB in float64, of which there are a few.
+_AT_ONCE = 2**23
 
 
 def kind_of_rows(batches: Sequence[Batch], *, embeds: bool = False) -> RowsKind | None:
@@ -159,34 +159,27 @@ class RankedTexts:
 
     def rankings(self, predictions: Tensor, *, old_index: bool = True) -> Rankings:
         """Rank the documents for each query by embeddings, (rows, dim), and compare with the dense model's rankings."""
+        from sentence_transformers import SimilarityFunction
+
         assert old_index or not self.only_queries
-        queries = (predictions if self.only_queries else predictions[self.queries]).float()
-        documents = (self.dense if old_index else predictions)[self.documents].float()
-        dense_queries, dense_documents = self.dense[self.queries].float(), self.dense[self.documents].float()
-        cosine = cosine_similarity(queries.double(), dense_queries.double())
-        if self.similarity == "cosine":
-            queries, documents = normalize(queries, dim=-1), normalize(documents, dim=-1)
-            dense_queries, dense_documents = normalize(dense_queries, dim=-1), normalize(dense_documents, dim=-1)
+        similar = SimilarityFunction.to_similarity_fn(self.similarity)
+        # In float64, as distances of near texts are rounding errors of matrix products otherwise.
+        queries = (predictions if self.only_queries else predictions[self.queries]).double()
+        documents = (self.dense if old_index else predictions)[self.documents].double()
+        dense_queries, dense_documents = self.dense[self.queries].double(), self.dense[self.documents].double()
+        cosine = cosine_similarity(queries, dense_queries)
         chunk_size = max(1, _AT_ONCE // len(self.documents))
         chunks = []
         for start in range(0, len(self.queries), chunk_size):
             rows = slice(start, start + chunk_size)
-            scores = self._similar(queries[rows], documents)  # (chunk, documents)
-            dense_scores = self._similar(dense_queries[rows], dense_documents)
+            scores = similar(queries[rows], documents)  # (chunk, documents)
+            dense_scores = similar(dense_queries[rows], dense_documents)
             if self.self_search:
                 query = torch.arange(len(scores))
                 scores[query, start + query] = dense_scores[query, start + query] = -torch.inf
             chunks.append(_compared(scores, dense_scores, self._grades(rows), DEPTH))
         fields = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         return Rankings(**fields, cosine=cosine)
-
-    def _similar(self, queries: Tensor, documents: Tensor) -> Tensor:
-        """Return similarities, (queries, documents); for a cosine, embeddings must be normalized."""
-        if self.similarity in ("cosine", "dot"):
-            return queries @ documents.T
-        # By matrix products, distances of near texts would be rounding errors.
-        exact = "donot_use_mm_for_euclid_dist"
-        return -torch.cdist(queries, documents, p=1.0 if self.similarity == "manhattan" else 2.0, compute_mode=exact)
 
     def _grades(self, rows: slice) -> Tensor | None:
         """Return the grades of all documents for some queries, (chunk, documents); None if there are no grades."""
