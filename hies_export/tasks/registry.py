@@ -6,7 +6,7 @@ from typing import Any
 
 from ..entry_points import Registry
 from ..errors import RequestError
-from .task import COLUMNS, Task
+from .task import Task
 
 # The tasks of this package, in the order of help and messages, and the file of each.
 BUILT_IN = {
@@ -31,9 +31,6 @@ def register_task(task: type[Task]) -> type[Task]:
     Returns:
         The class itself, so that this decorates it.
 
-    Raises:
-        RequestError: It names columns that a recipe has no field for.
-
     Examples:
         >>> from hies_export.tasks import TextClassification
         >>> @register_task
@@ -43,8 +40,6 @@ def register_task(task: type[Task]) -> type[Task]:
         >>> NextSentencePrediction.name
         'next-sentence-prediction'
     """
-    if unknown := sorted({name for names in task.reads for name in names.split()}.difference(COLUMNS)):
-        raise RequestError(f"the columns of a task must be among {', '.join(COLUMNS)}, got {', '.join(unknown)}")
     TASKS[task.name] = task
     return task
 
