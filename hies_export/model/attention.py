@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,10 +27,9 @@ class NotOnInterfaceError(UnsupportedModelError):
 
 AttentionFunction = Callable[["AttentionCall"], Tensor]
 
-# transformers looks masks up by name in a global table, so the names are registered for good. The function is looked up
-# by the module that calls it, so that two models can be inside `use_attention` at once. A model that only knows eager
-# attention expects a mask in every call, and an additive one; it gets another name.
-_FUNCTIONS: WeakKeyDictionary[torch.nn.Module, AttentionFunction] = WeakKeyDictionary()
+# Those of the blocks of `use_attention`; the last one, of the innermost block, is called. transformers looks masks up
+# by name in a global table, so names are registered for good.
+_FUNCTIONS: list[AttentionFunction] = []
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,11 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
 
     The function takes an `AttentionCall` and returns the head outputs, (batch, heads, query, value head_dim).
     """
+    # A model that only knows eager attention expects a mask in every call, and an additive one; it gets another name.
     fused = fused_attention_fits(model)
     name = "hies_export" if fused else "hies_export_eager"
     register_attention(name, _attention_forward, additive_mask=not fused)
-    before = {module: _FUNCTIONS.get(module) for module in model.modules()}  # None outside of all such blocks
-    _FUNCTIONS.update(dict.fromkeys(before, function))
+    _FUNCTIONS.append(function)
     try:
         with attention_restored(configs_of(model)):
             failure = None
@@ -76,11 +74,7 @@ def use_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterat
                 ) from failure
             yield
     finally:
-        for module, previous in before.items():
-            if previous is None:
-                _FUNCTIONS.pop(module, None)
-            else:
-                _FUNCTIONS[module] = previous
+        _FUNCTIONS.pop()
 
 
 def _attention_forward(
@@ -93,11 +87,6 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention by the function of `use_attention`; return (batch, query, heads, width), and None for a map."""
-    if kwargs.get("cache") is not None:  # given by continuous batching; `key` then has the new tokens alone
-        raise UnsupportedModelError(
-            f"a model must be scored by plain forward passes, but {type(module).__name__} reads a paged cache; score "
-            "it outside of generate_batch"
-        )
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -114,7 +103,7 @@ def _attention_forward(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
-    return _FUNCTIONS[module](call).transpose(1, 2).contiguous(), None
+    return _FUNCTIONS[-1](call).transpose(1, 2).contiguous(), None
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, keys: int) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from support.models import bert, text_batch
 from torch import Tensor, nn
 
-from hies_export.errors import UnsupportedModelError
 from hies_export.model import attention, kernels
 from hies_export.model.attention import AttentionCall, AttentionFunction, use_attention
 from hies_export.model.kernels import attend, attend_with_entropy
@@ -140,27 +139,19 @@ def test_the_model_computes_the_same_inside_and_is_left_as_it_was_also_after_an_
     torch.testing.assert_close(model(**batch).logits, expected)
 
 
-def test_two_models_at_once_and_nested() -> None:
-    one, other = (bert(num_hidden_layers=1) for _ in range(2))
+def test_the_innermost_function_is_called() -> None:
+    model = bert(num_hidden_layers=1)
     batch, seen = text_batch(labels=False), list[str]()
 
     def record(name: str) -> AttentionFunction:
         return lambda call: seen.append(name) or attend(call)
 
-    with use_attention(one, record("one")), use_attention(other, record("other")):
-        one(**batch)
-        with use_attention(one, record("inner")):
-            one(**batch)
-        other(**batch)
-        one(**batch)
-    assert seen == ["one", "inner", "other", "one"]
-
-
-def test_attention_with_more_than_a_softmax_is_refused() -> None:
-    layer = bert().bert.encoder.layer[0].attention.self
-    states = (torch.randn(1, 6, 3, 8) for _ in range(3))
-    with pytest.raises(UnsupportedModelError, match="reads a paged cache"):
-        attention._attention_forward(layer, *states, None, cache=object())
+    with use_attention(model, record("outer")):
+        model(**batch)
+        with use_attention(model, record("inner")):
+            model(**batch)
+        model(**batch)
+    assert seen == ["outer", "inner", "outer"]
 
 
 @pytest.mark.parametrize("masked", ["by a bias", "by booleans", "causally", "not at all"])
