@@ -18,7 +18,14 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..progress import quiet
-from .internals import attention_name, attention_restored, configs_of, fused_attention_fits, register_attention
+from .internals import (
+    attention_name,
+    attention_restored,
+    configs_of,
+    create_position_bias_mask,
+    fused_attention_fits,
+    register_attention,
+)
 
 
 class NotOnInterfaceError(UnsupportedModelError):
@@ -90,8 +97,10 @@ def _attention_forward(
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    if kwargs.get("position_bias") is not None:
-        attention_mask = _with_bias(attention_mask, kwargs["position_bias"], bool(is_causal), key.shape[2])
+    is_causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1  # a single query sees all keys
+    position_bias = kwargs.get("position_bias")
+    if position_bias is not None:
+        attention_mask = create_position_bias_mask(position_bias, attention_mask, is_causal, query, key)
     call = AttentionCall(
         module=module,
         query=query,
@@ -99,21 +108,11 @@ def _attention_forward(
         value=value,
         mask=attention_mask,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        is_causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,  # a single query sees all keys
+        is_causal=is_causal and attention_mask is None,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
     return _FUNCTIONS[-1](call).transpose(1, 2).contiguous(), None
-
-
-def _with_bias(mask: Tensor | None, bias: Tensor, is_causal: bool, keys: int) -> Tensor:
-    """Return a position bias plus a mask as one additive mask, broadcastable to (batch, heads, query, keys)."""
-    queries = bias.shape[-2]
-    if mask is None and is_causal and queries > 1:  # the queries are the last of the tokens
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)
-    if mask is None:
-        return bias
-    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
 def on_interface(model: PreTrainedModel) -> bool:

@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils, dynamic_module_utils
 from transformers.core_model_loading import build_glob_alternation
+from transformers.integrations.sdpa_attention import create_position_bias_mask as create_position_bias_mask
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto import modeling_auto
