@@ -17,7 +17,7 @@ from ..data.batches import size_of
 from ..errors import NonFiniteError, UnsupportedModelError
 from ..model.internals import uncompiled
 from ..model.memory import lean_memory
-from ..model.modes import Watched, evaluating, frozen, output_alone, watch, wide_products
+from ..model.modes import evaluating, frozen, output_alone, watch, wide_products
 from ..model.tokens import real_tokens, refuse_tokens_first
 from ..processes import is_own, mapped
 from ..progress import SILENT, Progress
@@ -42,6 +42,7 @@ Read: TypeAlias = Callable[[int], list[Reading]]
 Work: TypeAlias = Callable[[list[PrunableModule], Read], None]
 """Works on the modules of a block. It must read each batch that `mapped` gives this process, once."""
 
+Inputs: TypeAlias = Mapping[str, list[Tensor]]  # module -> what its consumer read in each of its calls
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
 BOUNDED = 0.02  # share of the tokens whose effects are bounded
 
@@ -64,7 +65,7 @@ def read_forward(
     blocks = dict([*blocks.items()][: last + 1])
     walk = walk_forward(model, batches, [*blocks])
 
-    def compute(call: Call, _: Watched) -> Iterator[None]:
+    def compute(call: Call, _: Inputs) -> Iterator[None]:
         call.output = walk.compute(call)
         return repeat(None)  # no gradient, however many inputs were read
 
@@ -193,9 +194,9 @@ class Gradients:
         """Return a context with the function that reads a block with gradients; `hand_on` as in `gradients_in`."""
         modules = self.blocks[block]
 
-        def compute(call: Call, seen: Watched) -> list[Tensor]:
+        def compute(call: Call, seen: Inputs) -> list[Tensor]:
             gradients = self._walk.gradients_in(
-                call, lambda: [x for module in modules for x in seen.inputs[module.name]], hand_on=hand_on
+                call, lambda: [x for module in modules for x in seen[module.name]], hand_on=hand_on
             )
             _check_finite(gradients, f"gradients of batch {self._numbers[call.batch]} in {block}")
             return gradients
@@ -209,7 +210,7 @@ def _reader(
     modules: Sequence[PrunableModule],
     batches: Batches,
     calls: Sequence[Call],
-    compute: Callable[[Call, Watched], Iterable[Tensor | None]],
+    compute: Callable[[Call, Inputs], Iterable[Tensor | None]],
     *,
     gradients: bool = False,
 ) -> Iterator[Read]:
@@ -225,7 +226,7 @@ def _reader(
             if number not in by_batch:  # a batch may skip a block, as texts alone skip an image tower
                 return []
             gradients_in_order = iter(compute(by_batch[number], seen))  # this runs the call, which fills `seen`
-            inputs = [(module.name, x.detach()) for module in modules for x in seen.inputs[module.name]]
+            inputs = [(module.name, x.detach()) for module in modules for x in seen[module.name]]
             return [reading_of(model, name, batches[number], x, next(gradients_in_order)) for name, x in inputs]
 
         yield read

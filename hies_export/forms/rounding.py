@@ -195,7 +195,7 @@ def read_layers(model: PreTrainedModel) -> OpenReader:
                 watched.clear()
                 model(**{key: value.to(model.device) for key, value in inputs_of(batch).items()})
                 # A layer that runs several times in a forward pass has the inputs of each call.
-                inputs = watched.inputs.items()
+                inputs = watched.items()
                 return {name: torch.cat([x.flatten(0, -2) for x in calls]).cpu() for name, calls in inputs}
 
             yield read

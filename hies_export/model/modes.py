@@ -82,49 +82,26 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Watched:
-    """Recorded inputs and outputs of layers: key of the layer -> one tensor for each call, in order.
-
-    A layer that did not run has none, such as those of an image tower on a batch of texts alone. No layer has outputs
-    unless `watch` was asked for them.
-    """
-
-    def __init__(self) -> None:
-        self.inputs: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self.outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
-
-    def clear(self) -> None:
-        """Forget what was recorded so far."""
-        self.inputs.clear()
-        self.outputs.clear()
-
-
 @contextmanager
 def watch(
-    model: nn.Module, layers: Mapping[str, str], *, outputs: bool = False, gradients: bool = False
-) -> Iterator[Watched]:
-    """Record the first input of layers, and with `outputs` their outputs, inside the block.
+    model: nn.Module, layers: Mapping[str, str], *, gradients: bool = False
+) -> Iterator[defaultdict[str, list[Tensor]]]:
+    """Record the first input of layers inside the block: yield key of the layer -> one tensor for each call, in order.
 
-    `layers` is key -> name of the layer. With `gradients`, every recorded input requires a gradient: one that does not
-    by itself, as in front of the first layer of a frozen model, becomes a leaf.
+    `layers` is key -> name of the layer. A layer that did not run has no tensor, such as those of an image tower on a
+    batch of texts alone. With `gradients`, every recorded input requires a gradient: one that does not by itself, as in
+    front of the first layer of a frozen model, becomes a leaf.
     """
-    watched = Watched()
+    inputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
-    def record_input(key: str, x: Tensor) -> Tensor:
+    def record(key: str, x: Tensor) -> Tensor:
         if gradients and not x.requires_grad:
             x = x.detach().requires_grad_()
-        watched.inputs[key].append(x)
+        inputs[key].append(x)
         return x
 
-    def record_output(key: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        watched.outputs[key].append(output)
-
-    with ExitStack() as hooks:
-        if outputs:
-            for key, name in layers.items():
-                hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(record_output, key)))
-        with intercept(model, layers, record_input):
-            yield watched
+    with intercept(model, layers, record):
+        yield inputs
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def _scaling_logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list
             if layer is not head and next(layer.parameters(recurse=False), None) is not None:
                 hooks.enter_context(layer.register_forward_hook(record))
         whole = task.output(model, sample)
-        inputs = seen.inputs["head"]
+        inputs = seen["head"]
         norm = next((name for name, y in outputs.items() if inputs and torch.equal(y, inputs[0])), None)
         if norm is None:
             return []

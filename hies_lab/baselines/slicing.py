@@ -10,13 +10,15 @@ residual connections; here they are not counted.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hies_export.data.batches import Batch, inputs_of, size_of
@@ -42,19 +44,28 @@ def collect_bases(model: PreTrainedModel, batches: Sequence[Batch], modules: Seq
     """Return the principal components of attention modules, from one forward pass per batch; padding is excluded."""
     layers = {name: name for module in modules for name in module.layers}
     sums: dict[tuple[str, int], Tensor] = {}
-    with evaluating(model), output_alone(model), watch(model, layers, outputs=True) as seen, torch.no_grad():
+    written: defaultdict[str, list[Tensor]] = defaultdict(list)  # module -> outputs of its consumer, one for each call
+
+    def record(name: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        written[name].append(output)
+
+    with ExitStack() as hooks, evaluating(model), output_alone(model), watch(model, layers) as read_by, torch.no_grad():
+        for module in modules:
+            consumer = model.get_submodule(module.consumer)
+            hooks.enter_context(consumer.register_forward_hook(partial(record, module.name)))
         for batch in batches:
             on_device = {key: value.to(model.device) for key, value in inputs_of(batch).items()}
-            seen.clear()
+            read_by.clear()
+            written.clear()
             model(**on_device)
             for module in modules:
-                read = [seen.inputs[name] for name in module.producers]
+                read = [read_by[name] for name in module.producers]
                 if any(x is not first for other in read for x, first in zip(other, read[0], strict=True)):
                     raise UnsupportedModelError(
                         f"slicegpt needs attention whose projections read the same, but those of {module.name} do "
                         "not; leave it out of the criteria"
                     )
-                for what, calls in enumerate((read[0], seen.outputs[module.consumer])):
+                for what, calls in enumerate((read[0], written[module.name])):
                     for x in calls:
                         real = x[real_tokens(model, module.name, on_device, x)].double()  # (tokens, width)
                         sums[module.name, what] = sums.get((module.name, what), 0) + real.T @ real

@@ -46,9 +46,9 @@ def test_a_layer_that_was_compiled_in_place_is_seen(net: Net) -> None:
     x = torch.randn(3, 4)
     net.compile(backend="eager")
     net(x)
-    with watch(net, LAYERS, outputs=True) as seen:
+    with watch(net, LAYERS) as seen:
         net(x)
-    assert [len(found["early"]) for found in (seen.inputs, seen.outputs)] == [2, 2]
+    assert len(seen["early"]) == 2
     assert net._compiled_call_impl is not None
 
 
@@ -62,7 +62,7 @@ def test_other_arguments_reach_the_layer() -> None:
 @pytest.mark.parametrize("name", ["watch", "intercept"])
 def test_an_exception_or_an_unknown_layer_takes_the_hooks_away(net: Net, name: str) -> None:
     blocks: dict[str, AbstractContextManager[Any]] = {
-        "watch": watch(net, LAYERS, outputs=True, gradients=True),
+        "watch": watch(net, LAYERS, gradients=True),
         "intercept": intercept(net, LAYERS, lambda key, x: x),
     }
 
@@ -74,6 +74,6 @@ def test_an_exception_or_an_unknown_layer_takes_the_hooks_away(net: Net, name: s
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
         fail_inside()
     assert hooks(net) == 0
-    with pytest.raises(AttributeError, match="nowhere"), watch(net, {**LAYERS, "x": "nowhere"}, outputs=True):
+    with pytest.raises(AttributeError, match="nowhere"), watch(net, {**LAYERS, "x": "nowhere"}):
         pass
     assert hooks(net) == 0
