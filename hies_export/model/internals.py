@@ -204,12 +204,6 @@ def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
 
 
-def save_as_loaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Let a model save its tensors under the names that they had in the checkpoint of `other`, of the same class."""
-    if hasattr(other, "_weight_conversions"):
-        model._weight_conversions = other._weight_conversions
-
-
 def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a subclass that loads tensors under their older names too.
 

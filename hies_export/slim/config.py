@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import transformers
@@ -26,7 +25,6 @@ from ..model.internals import (
     heads_on,
     layers_differ,
     layers_unwarned,
-    save_as_loaded,
     select_attention,
     share_tensors,
 )
@@ -50,28 +48,22 @@ Settings = dict[int, dict[str, Any]]
 
 
 def as_mistral(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None:
-    """Return a cut model with a Mistral in place of its LLaMA, which may be a part, as in a LLaVA; tensors are shared.
+    """Return a Mistral with the tensors of a cut LLaMA.
 
     Mistral computes the same, and takes heads that do not divide the width. `settings` are the fields that the cut
-    changed. None if the model has no LLaMA, or if no Mistral has its fields and the shapes of its tensors.
+    changed. None if the model is no LLaMA, or if no Mistral has its fields and the shapes of its tensors.
     """
-    for position, fields in settings.items():
-        if (config := _mistral_config(configs_in(model.config)[position], fields)) is None:
-            continue
-        if position == 0:  # the model itself is the LLaMA
-            mistral = getattr(transformers, type(model).__name__.replace("Llama", "Mistral", 1), None)
-            twin = None if mistral is None or mistral is type(model) else empty_model(mistral, config, model.dtype)
-        else:
-            others = {place: values for place, values in settings.items() if place != position}
-            twin = _stock_model(model, others, {position: config})
-        if twin is not None and tensor_shapes(twin) == tensor_shapes(model):
-            share_tensors(twin, model)
-            if type(twin) is type(model):  # a twin of another class saves tensors under names of its own
-                save_as_loaded(twin, model)
-            if model.can_generate():
-                twin.generation_config = model.generation_config
-            return twin.train(model.training)
-    return None
+    config = _mistral_config(model.config, settings.get(0, {}))
+    mistral = getattr(transformers, type(model).__name__.replace("Llama", "Mistral", 1), None)
+    if config is None or mistral is None:
+        return None
+    twin = empty_model(mistral, config, model.dtype)
+    if tensor_shapes(twin) != tensor_shapes(model):
+        return None
+    share_tensors(twin, model)
+    if model.can_generate():
+        twin.generation_config = model.generation_config
+    return twin.train(model.training)
 
 
 def config_field(config: PreTrainedConfig, name: str) -> Any:
@@ -320,10 +312,8 @@ def _unit_field(config: Any, module: PrunableModule, kept: int) -> tuple[str, in
     return None
 
 
-def _stock_model(
-    model: PreTrainedModel, settings: Settings, parts: Mapping[int, PreTrainedConfig] = MappingProxyType({})
-) -> PreTrainedModel | None:
-    """Return a model of a model's class, without weights, from its config with other fields and sub-configs `parts`.
+def _stock_model(model: PreTrainedModel, settings: Settings) -> PreTrainedModel | None:
+    """Return a model of a model's class, without weights, from its config with other fields.
 
     None if there is none, or if that config cannot be saved, as a LLaMA's hidden size that is no multiple of its heads.
     """
@@ -333,13 +323,8 @@ def _stock_model(
         for position, values in settings.items():
             for name, value in values.items():
                 setattr(configs[position], name, value)
-        for position, part in parts.items():
-            for holder in configs:
-                for key in holder.sub_configs:
-                    if getattr(holder, key, None) is configs[position]:
-                        setattr(holder, key, part)
-        with attention_undecided(configs_in(config)):
-            for each in configs_in(config):
+        with attention_undecided(configs):
+            for each in configs:
                 each.validate()
         return empty_model(type(model), config, model.dtype)
     except Exception:  # whatever a model's own code raises on a config it does not expect

@@ -9,14 +9,13 @@ import torch
 import transformers
 from support.architectures import tiny
 from support.cuts import random_neurons
-from support.models import causal_lm, llava, shake
+from support.models import causal_lm, shake
 from support.tolerance import assert_near
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hies_export import PruningPlan, apply_plan, compare_cut, find_modules, load, prune_units, save_slim
 from hies_export.data.batches import first_output
-from hies_export.forms.onnx.multimodal import image_text_batch
 from hies_export.kinds import BOTH
 from hies_export.model.copies import convert
 from hies_export.slim.config import as_mistral, is_slim
@@ -114,22 +113,3 @@ def test_the_folder_is_plain_by_every_way_and_goes_on(tmp_path: Path) -> None:
         save_slim(slimmer, tmp_path / f"twice-{uniform}", plan=twice, batch=BATCH)
     ids = again.generate(**BATCH, max_new_tokens=4, do_sample=False)
     assert torch.equal(ids, slim.float().generate(**BATCH, max_new_tokens=4, do_sample=False))
-
-
-def test_the_language_model_of_a_llava_is_written_as_a_mistral(tmp_path: Path) -> None:
-    llava(**ODD).save_pretrained(tmp_path / "dense")
-    dense = load(tmp_path / "dense")
-    batch = image_text_batch(dense)
-    modules = [m for m in find_modules(dense, batch, kinds=BOTH) if "vision" not in m.name]
-    plan = PruningPlan(kept=random_neurons(modules, uniform=True), criterion="random")
-    slim = prune_units(dense, plan, modules)
-    assert compare_cut(dense, slim, plan, modules, batch) < 1e-4
-    text = slim.config.text_config
-    assert (type(slim), is_slim(slim)) == (transformers.LlavaForConditionalGeneration, False)
-    assert (text.model_type, text.num_attention_heads, text.sliding_window) == ("mistral", 6, None)
-    save_slim(slim, tmp_path / "slim", plan=plan, batch=batch)
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "slim")
-    assert_near(first_output(loaded, batch), first_output(slim, batch))
-    apply_plan(plan, tmp_path / "dense", tmp_path / "applied")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "slim" / name).read_bytes() == (tmp_path / "applied" / name).read_bytes(), name
