@@ -105,7 +105,8 @@ def find_kept(backend: tokenizers.Tokenizer, used: set[int], always: set[int], *
         raise DataError(
             "the texts must use some tokens, but none but special ones occurs in them; give texts like those to be read"
         )
-    kept = with_parts(used | always | needed_by_any_text(content["model"]), _parts_of(content["model"]))
+    whole = used | always | needed_by_any_text(content["model"])
+    kept = whole.union(*map(_parts_of(content["model"]), whole))
     if len(kept) >= total:
         raise RequestError(f"some tokens must go, but the texts need all {total:,} rows; keep the whole vocabulary")
     return KeptTokens(tuple(sorted(kept)), total)
@@ -142,11 +143,6 @@ def needed_by_any_text(model: Mapping[str, Any]) -> set[int]:
     else:
         unknown = vocabulary.get(model.get("unk_token"))
     return needed if unknown is None else needed | {unknown}
-
-
-def with_parts(tokens: set[int], parts_of: Callable[[int], set[int]]) -> set[int]:
-    """Return tokens, and all tokens that they are built from."""
-    return tokens.union(*map(parts_of, tokens))
 
 
 def _parts_of(model: Mapping[str, Any]) -> Callable[[int], set[int]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -112,40 +111,20 @@ class Recut:
 
 
 def pieces_of(whole: Any, smaller: Any, unknown: int) -> Callable[[int], list[int]]:
-    """Return a function from a token of a tokenizer to its pieces in a smaller one; `unknown` where that has none."""
+    """Return a function from a token of a tokenizer to its pieces in a smaller one; `unknown` where that has none.
+
+    Of a token that continues a word, such as ##ing, WordPiece takes the longest beginnings that it has, as of a word.
+    """
     backend, known = backend_of(smaller), smaller.get_vocab()
-    model = json.loads(backend.to_str())["model"]
-    prefix = model.get("continuing_subword_prefix") or ""
 
     @cache
     def pieces(token: int) -> list[int]:
         text = whole.convert_ids_to_tokens(token)
         if text in known:
             return [known[text]]
-        if model["type"] == "WordPiece":
-            return longest_first(text, prefix, known) or [unknown]
         return [piece.id for piece in backend.model.tokenize(text)] or [unknown]
 
     return pieces
-
-
-def longest_first(text: str, prefix: str, known: Mapping[str, int]) -> list[int]:
-    """Return the tokens that WordPiece makes of a word, or of its rest, which begins with a prefix; [] if it cannot.
-
-    Examples:
-        >>> longest_first("##abc", "##", {"##a": 0, "##ab": 1, "##c": 2})
-        [1, 2]
-    """
-    tokens: list[int] = []
-    while text not in ("", prefix):
-        shortest = len(prefix) + 1 if text.startswith(prefix) else 1  # of a rest, more than the prefix has to go
-        beginnings = (text[:end] for end in range(len(text), shortest - 1, -1))
-        longest = next((token for token in beginnings if token in known), None)
-        if longest is None:
-            return []
-        tokens.append(known[longest])
-        text = prefix + text[len(longest) :]
-    return tokens
 
 
 def in_new_numbers(predictions: Predictions, labels: Tensor, kept: KeptTokens) -> Predictions:

@@ -18,7 +18,7 @@ from hies_export.data.batches import PIECE_KEY
 from hies_export.errors import DataError, RequestError, UnsupportedModelError
 from hies_export.forms.gguf.vocabulary import find_vocabulary
 from hies_export.vocabulary.kept import check_request
-from hies_export.vocabulary.recut import Recut, compare_cuts, longest_first, pieces_of
+from hies_export.vocabulary.recut import Recut, compare_cuts, pieces_of
 from hies_export.vocabulary.trim import Trimmed, trim_vocabulary
 
 FIRST, OTHER = pages()[::8], pages()[1::8]
@@ -280,11 +280,16 @@ def test_pieces_of_tokens_that_went_have_their_text(tokenizer: PreTrainedTokeniz
     assert 0 < found.share_otherwise <= 1 < found.tokens_ratio
 
 
-def test_a_prefix_is_no_piece_of_the_rest_of_a_word() -> None:
-    known = {"#": 0, "##": 1, "a": 2, "##b": 3}
-    assert longest_first("#", "##", known) == [0]
-    assert longest_first("ab", "##", known) == [2, 3]
-    assert longest_first("ac", "##", known) == longest_first("##c", "##", known) == []
+def test_the_rest_of_a_word_is_cut_into_rests() -> None:
+    tokenizer = wordpiece()
+    smaller = trim_vocabulary(reader("BertModel", tokenizer), tokenizer, FIRST[:20]).processor
+    cut = pieces_of(tokenizer, smaller, 0)
+    went = [token for token in tokenizer.get_vocab().keys() - smaller.get_vocab().keys() if token.startswith("##")]
+    assert len(went) > 10
+    for token in went:
+        pieces = smaller.convert_ids_to_tokens(cut(tokenizer.convert_tokens_to_ids(token)))
+        assert all(piece.startswith("##") for piece in pieces)
+        assert "".join(piece.removeprefix("##") for piece in pieces) == token.removeprefix("##")
 
 
 @pytest.mark.parametrize(
