@@ -130,9 +130,7 @@ UNREAD = {"bert.embeddings.position_ids": torch.arange(64)[None], "cls.predictio
         (causal_lm, {}, {KEYS + "lora_A.weight": torch.ones(2, 32)}, "k_proj.lora_A,", ""),
         (bert, {}, {"bert.embeddings.other_embeddings.weight": torch.ones(2, 32)}, "embeddings.other_embeddings,", ""),
         # What changes nothing.
-        (causal_lm, {}, {KEYS + "bias": torch.zeros(16)}, "", ""),
         (bert, {}, UNREAD, "", ""),
-        (causal_lm, {"num_nextn_predict_layers": 1}, {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}, "", ""),
         (causal_lm, {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "", ""),
         (causal_lm, {}, {"model.vision_tower.x.weight": torch.ones(2)}, "", "model.vision_tower, which LlamaForCausal"),
     ],

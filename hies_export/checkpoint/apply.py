@@ -26,11 +26,11 @@ from ..units.units import PrunableModule
 from ..vocabulary.embeddings import row_count
 from ..vocabulary.kept import KeptTokens
 from ..vocabulary.trim import apply_kept
-from .beside import fetch_whole, write_card
+from .beside import fetch_whole
 from .classes import load_config, refuse_quantised
 from .folders import new_folder, refuse_existing
 from .load import load
-from .save import UNCOMPENSATED_CARD, load_refit, read_refit, warn_uncompensated, write_slim
+from .save import load_refit, read_refit, warn_uncompensated, write_slim
 from .sentence import kind_in, load_sentence
 from .weights import load_weights, stored_dtype, weight_bytes, weight_files
 
@@ -69,7 +69,7 @@ def apply_plan(
         overwrite: Replace an existing folder.
         force: Cut even if the plan was made for other weights; the written plan names these weights.
         refit: The refitted layers of a compensated model, the `refit.safetensors` that was written with the plan.
-            Without it, such a plan is applied with a warning, which the card in the folder repeats.
+            Without it, such a plan is applied with a warning.
         progress: Follows the stages.
 
     Returns:
@@ -120,7 +120,6 @@ def apply_plan(
         write_slim(slim, temporary, plan=saved_plan, batch=sample, given=unwrapped, processor=processor)
         if plan.compensation and refitted is None:
             warn_uncompensated(plan)
-            write_card(temporary, UNCOMPENSATED_CARD.format(method=plan.compensation.get("method")), source)
     return Applied(
         folder=Path(folder),
         dense_bytes=weight_bytes(source),

@@ -115,7 +115,6 @@ def copy_documents(model: PreTrainedModel, folder: Path) -> None:
 
 # Metadata that the card of a slim model inherits from the dense model's.
 LICENSE_KEYS = ("license", "license_name", "license_link")
-_TEXT = "# A slim checkpoint, cut by hies-export\n"
 
 
 def read_card(model: str | Path) -> dict[str, Any]:
@@ -132,15 +131,15 @@ def read_card(model: str | Path) -> dict[str, Any]:
     return {key: values[key] for key in values if all(isinstance(item, str) for item in lists[key])}
 
 
-def write_card(folder: Path, text: str | None, source: Path | None) -> None:
-    """Write a folder's README.md with a text and the licence that the card in `source` names, if either is given."""
+def write_card(folder: Path, source: Path | None) -> None:
+    """Write a folder's README.md with the licence that the card in `source` names, if it names one."""
     source_card = {} if source is None else read_card(source)
     licence = {key: source_card[key] for key in LICENSE_KEYS if key in source_card}
-    if text is None and not licence:
+    if not licence:
         return
     library = "sentence-transformers" if (folder / MODULES_FILE).is_file() else "transformers"
     metadata = ModelCardData(library_name=library, tags=["hies-export", "pruning"], **licence).to_yaml()
-    (folder / CARD).write_text(f"---\n{metadata}\n---\n\n{text or _TEXT}", encoding="utf-8")
+    (folder / CARD).write_text(f"---\n{metadata}\n---\n\n# A slim checkpoint, cut by hies-export\n", encoding="utf-8")
 
 
 def complete_settings(model: PreTrainedModel, folder: Path, source: Path | None = None) -> None:

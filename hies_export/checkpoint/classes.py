@@ -83,12 +83,10 @@ def class_named(config: Mapping[str, Any], path: str | Path) -> type[PreTrainedM
                 f"the config of a model must name a class of transformers {transformers.__version__} in "
                 f"'architectures', but {path} names {quoted(names)}; {CODE}"
             )
-        # The classes for TensorFlow and Flax, which transformers 5 no longer has, were named after those for torch.
-        torch_name = re.sub(r"^(TF|Flax)", "", names[0]) if len(names) == 1 else ""
         raise RequestError(
             f"the config of a model must name one model class of transformers {transformers.__version__} in "
             f"'architectures', but {path} names {quoted(names) if names else 'none'}; upgrade transformers, or write "
-            f"the class that it was trained with into its config.json{did_you_mean(torch_name, dir(transformers))}"
+            f"the class that it was trained with into its config.json{did_you_mean(' '.join(names), dir(transformers))}"
         )
     return slim_class(stock) if "hies_export" in config else stock
 
@@ -122,21 +120,15 @@ def load_config(path: str | Path) -> Any:
     file = _config_file(path)
     fields = read_json(file, _Config, _CONFIG)
     model_type = fields.get("model_type")
-    if model_type is None:  # by the config class of the model class, as transformers does
-        config_class: Any = class_named(fields, path).config_class
-    elif model_type in CONFIG_MAPPING:
-        config_class = CONFIG_MAPPING[model_type]
-    else:
+    if model_type not in CONFIG_MAPPING:
         raise RequestError(
             f"the config of a model must have a model_type known to transformers {transformers.__version__}, but that "
             f"of {path} has {quoted(model_type)}; upgrade transformers, or give the type of the class that it was "
-            f"trained with{did_you_mean(model_type, CONFIG_MAPPING)}"
+            f"trained with{did_you_mean(model_type or '', CONFIG_MAPPING)}"
         )
     with refusing(_VALUES.format(file), CORRECT), layers_unwarned():
         # The class reads the file itself: there, infinity is {"__float__": "Infinity"}.
-        config = config_class.from_json_file(file)
-        if model_type is None:  # a null in the file hides the attribute of the class
-            vars(config).pop("model_type", None)
+        config = CONFIG_MAPPING[model_type].from_json_file(file)
         keep_layers_for_files(config)
         check_text_config(config)
         use_torch_attention(config)

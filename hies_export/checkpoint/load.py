@@ -20,7 +20,7 @@ from ..tasks import TASKS
 from ..units.heads import find_attention
 from .beside import fetch, fetch_whole
 from .classes import AGAIN, class_named, config_of_class, find_model_class, read_config
-from .weights import load_weights, skeleton_of_files, stored_dtype, stored_shapes, weight_files
+from .weights import load_weights, skeleton_of_files, stored_dtype, weight_files
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,7 @@ def load_version4(folder: Path, **kwargs: Any) -> tuple[PreTrainedModel, Pruning
                 f"a checkpoint to upgrade must have pruned_heads in its config, but {folder} has none; load it as is"
             )
         del config.pruned_heads
-        shapes = stored_shapes(folder)
-        skeleton = skeleton_of_files(stock_class, config, folder, shapes)
+        skeleton = skeleton_of_files(stock_class, config, folder)
         modules = find_attention(skeleton, synthetic_batch(skeleton, batch=2, sequence=3))
         kept = {
             module.name: module.kept(head for head in range(module.units) if head not in removed.get(layer, ()))
@@ -147,6 +146,6 @@ def load_version4(folder: Path, **kwargs: Any) -> tuple[PreTrainedModel, Pruning
     slim_class = type(skeleton)
     # These files have older names of tensors, which a slim class does not rename by itself.
     renaming_class: Any = reads_old_names(slim_class) if is_slim(skeleton) else stock_class
-    model = load_weights(renaming_class, folder, shapes=shapes, config=skeleton.config, **kwargs)
+    model = load_weights(renaming_class, folder, config=skeleton.config, **kwargs)
     model.__class__ = slim_class  # the other one is for loading only
     return model.eval(), plan

@@ -135,7 +135,7 @@ def write_slim(
     (folder / "hies_plan.json").write_text(plan.to_json(), encoding="utf-8")
     if refitted is not None:
         save_file(dict(refitted), folder / REFIT)
-    write_card(folder, None, source)
+    write_card(folder, source)
     max_abs = check_reload(saved, folder, batch)
     if whole is not model:
         check_in_sentence_transformers(whole, folder)
@@ -317,16 +317,6 @@ def _sample_texts(whole: Any) -> list[str]:
 
 REFIT = "refit.safetensors"  # the layers that a compensated run refitted, beside its plan
 _ADVICE = f"give the {REFIT} that was written with the plan, or cut without it: --no-refit (in Python refit=None)"
-UNCOMPENSATED_CARD = """\
-# Cut without its compensation
-
-The plan of this checkpoint was made for a model whose output projections are refitted after the cut ({method}). They
-were **not** refitted here: the files hold the weights of the dense model, without the units that were removed.
-Measurements of the refitted model do not hold for this one.
-
-`hies-export apply PLAN MODEL -o DIR --refit FILE` cuts and uses the refitted layers, which a compensated run writes
-beside its plan as `refit.safetensors`. `prune(model, batches, plan=PLAN, compensation=...)` in Python refits them anew.
-"""
 
 
 def refit_beside(plan: PruningPlan, file: Path) -> Path | None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..data.processors import token_numbers
 from ..errors import RequestError, listed, quoted, refusing, require_package, shortened
 from ..files import Rule, Schema, read_json
-from ..model.internals import auto_classes, layers_unwarned, model_class_of, never_asking, sentence_options
+from ..model.internals import layers_unwarned, model_class_of, never_asking, sentence_options
 from ..model.text_encoder import ENCODERS, TextEncoder, Unwrapped
 from ..model.tokens import longest_sequence, shortest_limit
 from ..slim.config import slim_class
@@ -153,35 +153,21 @@ def encoder_class(path: Path) -> type[PreTrainedModel]:
     It is the base model's, even if the config names a class with a head, such as BertForMaskedLM, or none. Raises a
     RequestError if the encoder takes more than texts, or is a part of an encoder-decoder that has no own class.
     """
-    model_class = _base_class(path)
-    modalities: str | Sequence[str] = model_class.input_modalities  # a single one is a string
-    _refuse_other_modalities([modalities] if isinstance(modalities, str) else modalities, str(path))
-    return model_class
-
-
-def _base_class(path: Path) -> type[PreTrainedModel]:
-    """Find the class of `encoder_class`, without a check of what the encoder takes."""
     config = load_config(path)
-    slim = getattr(config, "hies_export", None) is not None
-    if config.model_type in ENCODERS:
-        stock_class = getattr(transformers, ENCODERS[config.model_type])
-        return slim_class(stock_class) if slim else stock_class
-    if config.is_encoder_decoder:
-        raise RequestError(f"an embedding model must be an encoder, but {path} is an encoder-decoder; give another")
-    base = model_class_of(config, "AutoModel")
-    if base is not None and not config.architectures:
-        return base
-    named = find_model_class(path)
-    if base is None or slim:
-        return named
-    return named if "AutoModel" in auto_classes(named.__name__, config.model_type) else base
+    part = ENCODERS.get(config.model_type)  # the encoder of an encoder-decoder
+    stock_class = model_class_of(config, "AutoModel") if part is None else getattr(transformers, part)
+    if stock_class is None or (part is None and config.is_encoder_decoder):
+        raise RequestError(f"an embedding model must be an encoder, but {path} is a {config.model_type}; give another")
+    _refuse_other_modalities(stock_class.input_modalities, str(path))
+    return stock_class if getattr(config, "hies_export", None) is None else slim_class(stock_class)
 
 
-def _refuse_other_modalities(modalities: Sequence[str], where: str) -> None:
+def _refuse_other_modalities(modalities: str | Sequence[str], where: str) -> None:
     """Refuse a model that embeds other things than texts, or that puts texts into a chat template ("message")."""
-    if set(modalities) != {"text"}:
+    taken = {modalities} if isinstance(modalities, str) else {*modalities}  # a single one is a string
+    if taken != {"text"}:
         raise RequestError(
-            f"an embedding model must embed texts as they are, but {where} takes {listed(sorted(map(str, modalities)))}"
+            f"an embedding model must embed texts as they are, but {where} takes {listed(sorted(taken))}"
         )
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,11 +20,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..errors import RequestError, listed, refusing
-from ..model.internals import configs_in, empty_model, lacks_pooler, layers_unwarned, use_torch_attention
+from ..model.internals import empty_model, lacks_pooler, layers_unwarned, use_torch_attention
 from .classes import AGAIN, FLOATING, check_text_config, config_of_class, is_quantised, refuse_adapter
-
-Shapes = dict[str, list[int]]
-"""Name of a tensor in the files -> its shape."""
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 # A config that describes more than this many times the parameters in the files is damaged.
@@ -34,8 +31,6 @@ _UNUSED = re.compile(
     r"(^|\.)(\w*inv_freq|(cos|sin)_cached|freqs_cis|rope\.freqs|masked_bias|causal_mask|attn_mask|_float_tensor|version|"
     r"mask_token|masked_spec_embed)$"
 )
-# Fields of configs that count layers after the last one, which predict further tokens and which no class builds.
-_FURTHER = re.compile(r"nextn|mtp")
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +78,10 @@ def weight_bytes(path: str | Path) -> int:
     return sum(file.stat().st_size for file in weight_files(path))
 
 
-def stored_shapes(path: str | Path) -> Shapes:
-    """Return the shapes of the tensors in a folder's safetensors; none for a Hub id or other files."""
-    files = sorted(Path(path).glob("model*.safetensors"))
-    return {name: shape for file in files for name, _, shape in describe_tensors(file)}
-
-
-def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: Shapes) -> PreTrainedModel:
-    """Return the model of a config without weights; refuse one that is far larger than the tensors in the files."""
+def skeleton_of_files(model_class: Any, config: Any, path: str | Path) -> PreTrainedModel:
+    """Return the model of a config without weights; refuse one that is far larger than a folder's safetensors."""
     model = empty_model(model_class, config)
-    stored = sum(map(prod, shapes.values()))
+    stored = sum(prod(shape) for file in Path(path).glob("model*.safetensors") for *_, shape in describe_tensors(file))
     # transformers would fill the memory with random numbers for missing tensors before it reports them.
     if stored and model.num_parameters() > TIMES * stored:
         raise RequestError(
@@ -102,7 +91,7 @@ def skeleton_of_files(model_class: Any, config: Any, path: str | Path, shapes: S
     return model
 
 
-def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = None, **kwargs: Any) -> PreTrainedModel:
+def load_weights(model_class: Any, path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Return the model of a folder, in evaluation mode; `kwargs` are passed to `from_pretrained`."""
     refuse_adapter(path)  # first: transformers would read the config that the adapter names
     config = kwargs.get("config") or config_of_class(model_class, path)
@@ -111,10 +100,8 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
     remedy = FLOATING if quantised else AGAIN
     with refusing(f"the model at {path} must load, but does not", remedy), layers_unwarned():
         check_text_config(config)
-        shapes = stored_shapes(path) if shapes is None else shapes
-        as_stored = not quantised and not kwargs.get("ignore_mismatched_sizes")
-        if shapes and as_stored:
-            skeleton_of_files(model_class, config, path, shapes)
+        if not quantised and not kwargs.get("ignore_mismatched_sizes"):
+            skeleton_of_files(model_class, config, path)
         if Path(path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(path)  # raises on a damaged one, which transformers silently replaces
         options = {**kwargs, "ignore_mismatched_sizes": True}  # so that `info` has their names and shapes
@@ -126,7 +113,7 @@ def load_weights(model_class: Any, path: str | Path, *, shapes: Shapes | None = 
             f"{remedy}"
         )
     if lacks_pooler(model, info["missing_keys"]) and "add_pooling_layer" not in kwargs:
-        return load_weights(model_class, path, shapes=shapes, add_pooling_layer=False, **kwargs)
+        return load_weights(model_class, path, add_pooling_layer=False, **kwargs)
     if info["missing_keys"]:
         raise RequestError(
             f"every parameter must be in the files, but {path} has no {listed(sorted(info['missing_keys']), most=3)}; "
@@ -144,35 +131,25 @@ def _check_surplus(model: PreTrainedModel, path: str | Path, unread: Iterable[st
     A tensor of a built module, such as a layer or an embedding, would change the outputs. A separate module, such as a
     pooler or a vision tower, may be left out.
     """
-    surplus = {name: found for name in sorted(unread) if (found := _surplus(model, name)) is not None}
-    needed = {name: tensor.lacking for name, tensor in surplus.items() if tensor.needed}
-    for name in list(_constants(needed, path)):
-        del needed[name]
-    if needed:
+    surplus = dict(filter(None, (_surplus(model, name) for name in sorted(unread))))
+    if needed := [lacking for lacking, is_needed in surplus.items() if is_needed]:
         raise RequestError(
             f"a layer must compute with all of its tensors, but the files of {path} hold "
-            f"{listed(dict.fromkeys(needed.values()), most=3)}, which {type(model).__name__} does not read, so its "
+            f"{listed(needed, most=3)}, which {type(model).__name__} does not read, so its "
             "answers are not the saved model's; write the values that it was trained with into its config.json, such "
             "as num_hidden_layers or attention_bias; if they are there, this release of transformers lacks the layer: "
             "should its answers be right all the same, load and save the model with transformers first"
         )
-    separate = dict.fromkeys(tensor.lacking for tensor in surplus.values() if not tensor.needed)
-    if separate:
-        names = listed(separate, most=3)
+    if surplus:
+        names = listed(surplus, most=3)
         logger.warning("the files of %s also hold %s, which %s does not read", path, names, type(model).__name__)
 
 
-class _Surplus(NamedTuple):
-    """What a model lacks to read a tensor in its files."""
+def _surplus(model: PreTrainedModel, name: str) -> tuple[str, bool] | None:
+    """Return what the model lacks to read a tensor, and whether what the model computes depends on that.
 
-    lacking: str  # the tensor's name, up to the first part that the model does not have
-    needed: bool  # whether it lies inside a module that the model builds, which would compute otherwise with it
-
-
-def _surplus(model: PreTrainedModel, name: str) -> _Surplus | None:
-    """Return what the model lacks to read a tensor; None if the tensor may be left out without a warning.
-
-    Those are constants, buffers, layers that predict further tokens, and modules beside the base model, such as heads.
+    The former is the tensor's name, up to the first part that the model does not have. None if the tensor may be left
+    out without a warning: constants, buffers, and modules beside the base model, such as heads.
     """
     keys, base = name.split("."), model.base_model
     if keys[0] == model.base_model_prefix and base is model:  # saved with a head, and loaded without
@@ -191,32 +168,7 @@ def _surplus(model: PreTrainedModel, name: str) -> _Surplus | None:
     lacking = ".".join(path)
     if _UNUSED.search(name) or isinstance(getattr(module, key, None), Tensor):  # the latter is a buffer
         return None
-    if isinstance(module, nn.ModuleList):
-        items = [item for config in configs_in(model.config) for item in vars(config).items()]
-        further = max((value for field, value in items if _FURTHER.search(field) and isinstance(value, int)), default=0)
-        predicts_further = key.isdigit() and int(key) < len(module) + further
-        return None if predicts_further else _Surplus(lacking, needed=True)
     of_leaf = path == keys and not any(module.children())  # a layer that the model has lacks a tensor, such as its bias
     if in_layer or of_leaf or (in_base and not isinstance(module, PreTrainedModel)):
-        return _Surplus(lacking, needed=True)
-    return _Surplus(lacking, needed=False) if in_base else None  # of the base model, such as a pooler
-
-
-def _constants(names: Iterable[str], path: str | Path) -> Iterator[str]:
-    """Yield the names of tensors that add nothing to a layer: integers, biases of zeros, and masks named bias."""
-    wanted = set(names)
-    for file in weight_files(path) if wanted else ():
-        for name, tensor in _tensors_in(file, wanted):
-            is_mask = tensor.dim() == 4
-            if not tensor.is_floating_point() or (name.endswith("bias") and (is_mask or not tensor.any())):
-                yield name
-
-
-def _tensors_in(file: Path, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of those in a file of weights whose names are given."""
-    if file.suffix == ".safetensors":
-        with safe_open(file, "pt") as tensors:
-            yield from ((name, tensors.get_tensor(name)) for name in names.intersection(tensors.keys()))
-    else:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-        yield from ((name, tensors[name]) for name in names.intersection(tensors))
+        return lacking, True
+    return (lacking, False) if in_base else None  # of the base model, such as a pooler

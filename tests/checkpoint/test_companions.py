@@ -155,5 +155,11 @@ def test_adapters_are_refused(hub: Hub, tmp_path: Path) -> None:
 def test_a_card_names_the_library_that_loads_the_folder(library: str, tmp_path: Path) -> None:
     if library == "sentence-transformers":
         (tmp_path / MODULES_FILE).write_text("[]")
-    write_card(tmp_path, "text", None)
-    assert metadata_load(tmp_path / CARD)["library_name"] == library
+    source = tmp_path / "dense"
+    source.mkdir()
+    write_card(tmp_path, source)
+    assert not (tmp_path / CARD).exists()
+    (source / CARD).write_text("---\nlicense: mit\n---\n# Dense\n")
+    write_card(tmp_path, source)
+    card = metadata_load(tmp_path / CARD)
+    assert (card["library_name"], card["license"]) == (library, "mit")

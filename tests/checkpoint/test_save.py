@@ -174,11 +174,12 @@ WHOLE = bert().config.to_dict() | {"architectures": ["BertForSequenceClassificat
             r"names \['JinaBertModel'\]; it needs code of its own \(auto_map\)",
         ),
         (WHOLE | {"model_type": "bert9"}, load_config, "type known to .* did you mean 'bert'"),
+        (WHOLE | {"model_type": None}, load_config, "type known to .* has None; upgrade"),
         (WHOLE | {"use_return_dict": False}, load, "values that its class takes.*; correct it there"),
         (WHOLE | {"quantization_config": {}}, load, "remove quantization_config from its config.json"),
         (WHOLE, load, "must load, but does not: OSError"),
     ],
-    ids=["no config", "no class", "old", "own code", "unknown type", "property", "quantised", "no weights"],
+    ids=["no config", "no class", "old", "own code", "unknown type", "no type", "property", "quantised", "no weights"],
 )
 def test_a_folder_without_a_model_is_refused(config: Any, read: Any, message: str, tmp_path: Path) -> None:
     if config is not None:
@@ -195,10 +196,3 @@ def test_the_attention_of_a_file_is_torchs(tmp_path: Path) -> None:
         assert load(tmp_path).config._attn_implementation == "sdpa"
         assert load(tmp_path, attn_implementation="eager").config._attn_implementation == "eager"
         assert load_config(tmp_path)._attn_implementation is None
-
-
-def test_the_type_of_a_config_is_that_of_its_class(tmp_path: Path) -> None:
-    missing = {name: value for name, value in WHOLE.items() if name != "model_type"}
-    for config in (missing, WHOLE | {"model_type": None}):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert load_config(tmp_path).model_type == "bert"
