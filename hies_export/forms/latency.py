@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,6 @@ from ..slim.bundles import cut_bundles, flops_table
 from ..units.units import PrunableModule
 from .form import Form, Forms
 from .formats import Exporter
-from .runtimes.base import GPU_WIDTH_STEP, RUNTIMES
 from .time import TimedRow, shape_of, time
 
 # Share of its bundles that every module of a kind keeps in each timed cut; 0 stands for the smallest timed cut.
@@ -72,25 +70,15 @@ def latency_table(
 
     Heads and neurons are timed in cuts of their own, because their savings add up. A module that keeps a share of its
     bundles saves the time that the whole model saves at that share of its kind (interpolated between timed cuts), times
-    the module's share of the FLOPs of all units of its kind. A feed-forward block saves nothing between two widths that
-    the runtime computes in the same time; see `Runtime.width_step`.
+    the module's share of the FLOPs of all units of its kind.
     """
     cuts = _time_cuts(model, modules, where, unit=unit, progress=progress)
     flops = flops_table(model, modules, batch=where.batch, unit=unit)
-    step = _width_step(model, where.runtime)
     saved: dict[str, tuple[float, ...]] = {}
     for kind, of_kind in _by_kind(modules).items():
-        saved |= _time_saved([cut for cut in cuts if cut.kind == kind], of_kind, flops, step=step, unit=unit)
+        saved |= _time_saved([cut for cut in cuts if cut.kind == kind], of_kind, flops, unit=unit)
     in_order = {module.name: saved[module.name] for module in modules}
     return CostTable(f"latency on {where.runtime}", in_order, tuple(asdict(cut) for cut in cuts))
-
-
-def _width_step(model: PreTrainedModel, runtime: str) -> int:
-    """Return the step of widths between which a runtime gets faster, see `Runtime.width_step`.
-
-    For a model on a GPU, where torch then runs, it is at least `GPU_WIDTH_STEP` for every runtime, whatever the dtype.
-    """
-    return max(RUNTIMES[runtime].width_step, GPU_WIDTH_STEP if model.device.type == "cuda" else 1)
 
 
 def _by_kind(modules: Sequence[PrunableModule]) -> dict[str, list[PrunableModule]]:
@@ -100,12 +88,12 @@ def _by_kind(modules: Sequence[PrunableModule]) -> dict[str, list[PrunableModule
 
 
 def _time_saved(
-    cuts: Sequence[TimedCut], modules: Sequence[PrunableModule], flops: CostTable, *, step: int, unit: str
+    cuts: Sequence[TimedCut], modules: Sequence[PrunableModule], flops: CostTable, *, unit: str
 ) -> dict[str, tuple[float, ...]]:
     """Return module -> share of the time that it saves by losing 0, 1, 2, ... bundles, from the cuts of one kind.
 
     What a uniform cut saves is divided among the modules in proportion to the FLOPs of their units. `cuts` begin with
-    the smallest cut, and `step` is the runtime's width step.
+    the smallest cut.
     """
     # A module of one bundle cannot lose it, and saves nothing.
     weights = {m.name: flops.saved[m.name][-1] if bundle_count(m, unit) > 1 else 0.0 for m in modules}
@@ -116,28 +104,20 @@ def _time_saved(
     saved = {}
     for module in modules:
         count = bundle_count(module, unit)
-        kept = [_computed_bundles(module, count - lost, step) / count for lost in range(count)]
+        kept = [(count - lost) / count for lost in range(count)]
         share = weights[module.name] / total
         saved[module.name] = tuple(float(share * (1 - ratio)) for ratio in np.interp(kept, timed_kept, timed_ratios))
     return saved
 
 
-def _computed_bundles(module: PrunableModule, bundles: int, step: int) -> int:
-    """Return for how many bundles a runtime takes time: neurons are rounded up to whole steps, heads are not."""
-    if module.unit_width > 1:  # heads; a neuron is one column wide
-        return bundles
-    return min(module.units, math.ceil(bundles / step) * step)
-
-
-def _uniform_cuts(modules: Sequence[PrunableModule], *, step: int, unit: str) -> dict[float, dict[str, int]]:
+def _uniform_cuts(modules: Sequence[PrunableModule], unit: str) -> dict[float, dict[str, int]]:
     """Return the cuts of modules of one kind to be timed: share kept -> how many bundles every module loses."""
     counts = {module.name: bundle_count(module, unit) for module in modules}
     cuts = {}
     for level in LEVELS:
-        kept = {m.name: _computed_bundles(m, max(1, round(level * counts[m.name])), step) for m in modules}
-        lost = {name: count - kept[name] for name, count in counts.items()}
+        lost = {name: count - max(1, round(level * count)) for name, count in counts.items()}
         cuts[1 - sum(lost.values()) / sum(counts.values())] = lost
-    cuts.pop(1.0, None)  # rounded up, a cut may remove nothing
+    cuts.pop(1.0, None)  # of modules with one bundle each, a cut removes nothing
     return cuts
 
 
@@ -145,11 +125,10 @@ def _time_cuts(
     model: PreTrainedModel, modules: Sequence[PrunableModule], where: TimedOn, *, unit: str, progress: Progress
 ) -> list[TimedCut]:
     """Time uniform cuts against the dense model, kind by kind, the smallest first; warn if a control is noisy."""
-    step = _width_step(model, where.runtime)
     planned = [
         (kind, kept, removed)
         for kind, of_kind in _by_kind(modules).items()
-        for kept, removed in _uniform_cuts(of_kind, step=step, unit=unit).items()
+        for kept, removed in _uniform_cuts(of_kind, unit).items()
     ]
     cuts, noisy = [], False
     with tempfile.TemporaryDirectory(prefix="hies-budget-") as temporary:

@@ -13,7 +13,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hies_export.forms.formats import Exporter, Given
 from hies_export.forms.latency import TimedCut, TimedOn, latency_table
-from hies_export.forms.runtimes.base import RUNTIMES
 from hies_export.model.copies import share_weights
 from hies_export.recipe.sections import ExportSection
 from hies_export.select.constraints import bundle_count
@@ -108,11 +107,8 @@ def test_a_forward_that_reads_values_is_counted_on_values() -> None:
     assert flops_table(model, modules, batch=batch) == table
 
 
-def timed_table(
-    monkeypatch: pytest.MonkeyPatch, cuts: list[TimedCut], case: Case, *, step: int, unit: str = "group"
-) -> Any:
+def timed_table(monkeypatch: pytest.MonkeyPatch, cuts: list[TimedCut], case: Case, *, unit: str = "group") -> Any:
     monkeypatch.setattr("hies_export.forms.latency._time_cuts", lambda *_, **__: cuts)
-    monkeypatch.setattr(RUNTIMES["torch"], "width_step", step)
     model, modules, batch = case
     return latency_table(
         model, modules, TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=1), unit=unit
@@ -127,7 +123,7 @@ def test_heads_and_neurons_save_by_their_own_curves(monkeypatch: pytest.MonkeyPa
     cuts = [cut("attention", 0.5, 0.9), cut("mlp", 0.75, 0.8), cut("mlp", 0.25, 0.5)]
     case = bert_case()
     attention, mlp = case[1][:3], case[1][3:]
-    table = timed_table(monkeypatch, cuts, case, step=16)
+    table = timed_table(monkeypatch, cuts, case)
     assert list(table.saved) == [module.name for module in case[1]]
     assert [row["kind"] for row in table.measured] == ["attention", "mlp", "mlp"]
     half = {module.name: 3 for module in attention}
@@ -140,20 +136,8 @@ def test_heads_and_neurons_save_by_their_own_curves(monkeypatch: pytest.MonkeyPa
     assert table.ratio({mlp[1].name: 48}) == pytest.approx(1 - 0.5 / 3)
 
 
-def test_widths_between_steps_save_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = bert_case()
-    row = timed_table(monkeypatch, [cut("mlp", 0.25, 0.5)], case, step=24).saved["bert.encoder.layer.0"]
-    # 64 neurons: up to 64, 48 and 24 are computed, and 64 is what the dense model has.
-    assert len(row) == 64
-    by_kept = {64 - k: saved for k, saved in enumerate(row)}
-    assert {by_kept[kept] for kept in range(49, 65)} == {0.0}
-    assert len({by_kept[kept] for kept in range(25, 49)}) == 1
-    assert by_kept[48] == pytest.approx((1 - 48 / 64) / 0.75 * 0.5 / 3)
-    assert by_kept[1] == by_kept[24] > by_kept[25]
-
-
 def test_cuts_are_timed_for_each_kind_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cut touches one kind, at widths that are multiples of the step."""
+    """Every cut touches one kind."""
     control, found = SimpleNamespace(noisy=False), SimpleNamespace(ratio=0.9, ratio_low=0.9, ratio_high=0.9)
     monkeypatch.setattr("hies_export.forms.latency.time", lambda *_, **__: [[control], [found]])
     widths: list[tuple[set[int], set[int]]] = []
@@ -168,13 +152,10 @@ def test_cuts_are_timed_for_each_kind_alone(monkeypatch: pytest.MonkeyPatch) -> 
         return slim
 
     monkeypatch.setattr("hies_export.forms.latency.cut_bundles", spy)
-    monkeypatch.setattr(RUNTIMES["torch"], "width_step", 24)
     model, modules, batch = bert_case()
     flops = flops_table(model, modules, batch=batch, unit="group")
     monkeypatch.setattr("hies_export.forms.latency.flops_table", lambda *_, **__: flops)
     where = TimedOn("torch", batch, Exporter(ExportSection(), Given(batch)), repeats=1)
     latency_table(model, modules, where)
-    assert widths == [({4}, {64}), ({3}, {64}), ({2}, {64}), ({1}, {64}), ({6}, {48}), ({6}, {24})]
-    monkeypatch.setattr(RUNTIMES["torch"], "width_step", 16)
-    latency_table(model, modules, where)
-    assert widths[10:] == [({6}, {48}), ({6}, {32}), ({6}, {16})]
+    of_heads = [({kept}, {64}) for kept in (4, 3, 2, 1)]
+    assert widths == [*of_heads, *(({6}, {kept}) for kept in (48, 32, 16, 1))]

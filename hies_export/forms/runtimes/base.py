@@ -22,10 +22,10 @@ Provider = Literal["cpu", "cuda"]  # the execution provider that an ONNX graph i
 RUNTIMES: Registry[type[Runtime]] = KNOWN
 """Name -> runtime; `register_runtime` adds entries."""
 
-# In half precision, matrix products are fast on NVIDIA's GPUs if rows are a multiple of 8 elements (16 bytes) long, and
-# fastest at multiples of 64 elements; not measured here. Source:
+# In half precision, matrix products are fast on NVIDIA's GPUs if rows are a multiple of 8 elements (16 bytes) long; not
+# measured here. Source:
 # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html, table 1
-GPU_HALF_STEP, GPU_WIDTH_STEP = 8, 64
+GPU_HALF_STEP = 8
 
 
 def register_runtime(name: str) -> Callable[[type[Runtime]], type[Runtime]]:
@@ -56,11 +56,6 @@ class Runtime(ABC):
     calibrated: ClassVar[Mapping[str, str]] = {}
     bits: ClassVar[tuple[str, ...]] = ("float32",)  # dtypes that `deploy` tries, see `find_ways`
     loads: ClassVar[int] = 1  # how often a comparison loads the models; more than 1 if copies of one differ in time
-    # Kernels compute a layer's width in blocks of this size, so that a width takes the time of the next multiple.
-    # Latency budgets assume no saving in between. ONNX Runtime on one core with AVX-512, a feed-forward block
-    # (1024, 384) x (384, N) and back: within noise, 497 to 512 neurons take the same time, 513 take 3 % more, and 529
-    # another 3 to 5 %. OpenVINO: within 1 %, and 513 to 528 take 2 to 4 % more.
-    width_step: ClassVar[int] = 16
     compiles_shapes: ClassVar[bool] = True  # whether the first run at a shape may take longer than later ones
     threads: int  # CPU threads within an operator
     cuda_graph: bool = False  # whether a run replays a captured CUDA graph

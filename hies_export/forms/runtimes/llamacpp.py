@@ -74,7 +74,6 @@ class LlamaCppRuntime(Runtime):
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16", "q8_0", "q4_0")
     bits: ClassVar[tuple[str, ...]] = ("q8_0", "q4_0")
     loads: ClassVar[int] = 3
-    width_step: ClassVar[int] = 1  # not measured, so every neuron is taken to count
     decodes = True
 
     def __init__(self, source: str | Path, *, threads: int, exact: bool = False):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from ...errors import ExportError, MissingRuntimeError, first_line
 from ...model.internals import products_in_tf32
-from .base import GPU_WIDTH_STEP, Provider, register_runtime
+from .base import Provider, register_runtime
 from .ort import BoundFeed, OnnxRuntime
 
 # A graph of one operator, which a provider only has to load.
@@ -48,7 +48,6 @@ class CudaOnnxRuntime(OnnxRuntime):
     compiles_shapes: ClassVar[bool] = True
     fused_for: ClassVar[Provider] = "cuda"
     bits: ClassVar[tuple[str, ...]] = ("float32", "float16")
-    width_step: ClassVar[int] = GPU_WIDTH_STEP
 
     @classmethod
     def require(cls) -> None:

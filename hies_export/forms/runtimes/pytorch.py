@@ -37,9 +37,6 @@ class TorchRuntime(Runtime):
     reads_models: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
     bits: ClassVar[tuple[str, ...]] = ()
-    # On the CPU, measured like the base class's: 513, 545 and 577 neurons take 1.05, 1.11 and 1.17 of the time of 512,
-    # which is 2 % more than the next multiple of 16 would, and about what the next multiple of 32 would.
-    width_step: ClassVar[int] = 32
 
     def __init__(self, source: PreTrainedModel, *, threads: int):
         if not isinstance(source, PreTrainedModel):
