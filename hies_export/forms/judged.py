@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..errors import one_of
 from ..evaluate.judge import Judge
 from ..progress import SILENT, Progress
 from ..units.counts import Count, Ratio, Record, Share, Size
@@ -47,11 +46,6 @@ class Judged:
     metrics: Mapping[str, float] = field(default_factory=dict)
     kept: Ratio | None = None
     at_least: Ratio | None = None
-
-    def __post_init__(self) -> None:
-        known = ("dense", "slim", *COMPOUNDS)
-        if self.model not in known:
-            raise ValueError(one_of("model", known, self.model))
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,6 @@ from .runtimes.base import RUNTIMES, Runtime
 Phase = Literal["forward", "prefill", "decode", "rows"]
 
 BOOTSTRAP_SAMPLES = 2000
-DRAWN_AT_A_TIME = 1 << 20  # most rounds that the bootstrap draws at a time
 # Times are noisy if the interval of their control misses 1 by more than NOISE_LIMIT, or is wider than WIDEST_CONTROL:
 # an interval such as [0.9, 1.1] contains 1, but also savings and losses of a tenth.
 NOISE_LIMIT = 0.02
@@ -370,17 +369,13 @@ def ratio_with_interval(
     first = rounds.cumsum() - rounds  # index of each load's first round among the rounds of all loads
     base, other = np.concatenate(base_ms), np.concatenate(other_ms)
     loads, longest, copies = len(rounds), rounds.max(), base.shape[1]
-    random, sampled = np.random.default_rng(seed), []
-    # Drawn in parts, so that memory stays at tens of megabytes for any number of rounds.
-    size = min(BOOTSTRAP_SAMPLES, max(1, DRAWN_AT_A_TIME // (loads * longest)))
-    for done in range(0, BOOTSTRAP_SAMPLES, size):
-        samples = min(size, BOOTSTRAP_SAMPLES - done)
-        drawn_load = random.integers(loads, size=(samples, loads, 1))
-        drawn_round = first[drawn_load] + (random.random((samples, loads, longest)) * rounds[drawn_load]).astype(int)
-        drawn_copy = random.integers(copies, size=(samples, loads, 1, copies))
-        means = base[drawn_round[..., None], drawn_copy].mean(axis=-1)
-        sampled.append(ratio(other[drawn_round].reshape(samples, -1), means.reshape(samples, -1)))
-    low, high = np.percentile(np.concatenate(sampled), (2.5, 97.5))
+    random, samples = np.random.default_rng(seed), BOOTSTRAP_SAMPLES
+    drawn_load = random.integers(loads, size=(samples, loads, 1))
+    drawn_round = first[drawn_load] + (random.random((samples, loads, longest)) * rounds[drawn_load]).astype(int)
+    drawn_copy = random.integers(copies, size=(samples, loads, 1, copies))
+    means = base[drawn_round[..., None], drawn_copy].mean(axis=-1)
+    sampled = ratio(other[drawn_round].reshape(samples, -1), means.reshape(samples, -1))
+    low, high = np.percentile(sampled, (2.5, 97.5))
     (measured,) = ratio(other[None], base.mean(axis=1)[None])
     return float(measured), float(low), float(high)
 

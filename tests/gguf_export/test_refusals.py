@@ -30,12 +30,6 @@ def louder() -> PreTrainedModel:
     return model
 
 
-def half_rotated() -> PreTrainedModel:
-    model = llama()
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:2]
-    return model
-
-
 SOME_LAYERS = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "no decoder": (bert, "but BertForSequenceClassification is not one: it is no decoder"),
@@ -47,7 +41,6 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         r"queries and keys \(self_attn.q_norm\), .* no such norm; cut it uniformly",
     ),
     "biases beside them": (lambda: qwen3(attention_bias=True), "k_proj.bias, but llama.cpp's qwen3 reads no biases"),
-    "partial rotation": (half_rotated, "layer 0 rotates 4 of 8 columns of a head, but llama.cpp rotates all"),
     "activation": (lambda: llama(hidden_act="gelu"), r"logits differ by \S+ from what llama.cpp's llama computes"),
     "frequencies that depend on the length": (
         lambda: llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),

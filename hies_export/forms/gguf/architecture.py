@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
@@ -123,25 +123,13 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
             f"rotary frequencies are of type {rope!r}, but llama.cpp's llama and deci hold only those that do not "
             f"depend on the length of the text ({', '.join(_FIXED_ROPES)})"
         )
-    elif "rope_theta" not in config.rope_parameters:
-        yield "layers have different rotary frequencies, but llama.cpp's llama and deci hold those of one layer"
     known = {f"{name}.{kind}" for name in LAYER_NAMES for kind in ("weight", "bias")}
-    rotated = 2 * base.rotary_emb.inv_freq.numel()  # columns of a head
     for number, layer in enumerate(base.layers):
-        here, attention = f"layer {number}", layer.self_attn
+        here = f"layer {number}"
         for name, _ in layer.named_parameters():
             if name not in known:
                 yield f"{here} has {name}, which llama.cpp's llama and deci do not read"
-        sizes = _sizes(layer)
-        if min(sizes.heads, sizes.key_value_heads, sizes.neurons) < 1:
-            yield f"{here} has no heads or no neurons left, which llama.cpp's deci computes differently"
-        for name in (name for name in LAYER_NAMES if name.endswith("_proj")):
-            module = layer.get_submodule(name)
-            if type(module) is not nn.Linear:
-                yield f"{here} has a {type(module).__name__} as {name}, but llama.cpp reads plain matrices"
-        if rotated != attention.head_dim:
-            yield f"{here} rotates {rotated} of {attention.head_dim} columns of a head, but llama.cpp rotates all"
-        window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        window = getattr(layer.self_attn, "sliding_window", getattr(config, "sliding_window", None))
         if window is not None and window < config.max_position_embeddings:
             yield f"{here} attends within a sliding window of {window} tokens, but llama.cpp attends to all"
 
@@ -180,6 +168,4 @@ def _architecture(model: PreTrainedModel, layers: list[Any], *, scaled: bool, un
         raise refused(model, f"layer 0 has {norm} and {min(biases)}, but llama.cpp's qwen3 reads no biases")
     if scaled:
         raise refused(model, f"layer 0 has {norm} and scaled rotary frequencies, which llama.cpp's qwen3 does not read")
-    if attention.q_norm.weight.numel() != attention.head_dim:
-        raise refused(model, f"layer 0 has {norm} across heads, but llama.cpp's qwen3 norms each head")
     return "qwen3"

@@ -13,15 +13,13 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
 
-from ...errors import DataError, ExportError, MissingRuntimeError, RequestError
-from ...files import Rule, read_json
+from ...errors import DataError, ExportError, MissingRuntimeError
 from .base import Runtime, register_runtime
 
 GGUF_FILE = "model.gguf"
@@ -31,7 +29,6 @@ VERSION = "3.22"
 _SCRIPT = Path(__file__).with_name("llamacpp.mjs")
 # Numbers of file types in llama.cpp. Source: https://github.com/ggml-org/llama.cpp, include/llama.h, llama_ftype
 _DTYPES = {0: "float32", 1: "float16", 2: "q4_0", 7: "q8_0", 32: "bfloat16"}
-_PACKAGE = Rule("node-llama-cpp must be what npm installed", "install it again", shown=True)
 
 
 def is_installed() -> bool:
@@ -40,12 +37,9 @@ def is_installed() -> bool:
 
 
 def installed_version() -> str | None:
-    """Return the version of node-llama-cpp; None if it is not installed, or is damaged."""
+    """Return the version of node-llama-cpp; None if it is not installed."""
     folder = _package_folder()
-    if folder is not None:
-        with suppress(RequestError, KeyError):
-            return str(read_json(folder / "package.json", dict[str, Any], _PACKAGE)["version"])
-    return None
+    return None if folder is None else str(json.loads((folder / "package.json").read_text("utf-8"))["version"])
 
 
 def _package_folder() -> Path | None:
