@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,8 +19,6 @@ T = TypeVar("T")
 
 # Seconds between two bars of a loop in a log.
 EVERY = 30.0
-# Seconds without any line after which one says that a stage still runs.
-SILENCE = 60.0
 
 
 class TerminalProgress:
@@ -32,42 +29,13 @@ class TerminalProgress:
 
     def __init__(self, console: Console):
         self.console, self._started = console, time.monotonic()
-        # The stage that runs, when it began, and when something was last shown.
-        self._stage, self._began, self._shown = "", self._started, self._started
 
     def stage(self, name: str) -> None:
-        """Print the time since the start and the stage's name, and note the stage for `telling`."""
+        """Print the time since the start and the stage's name."""
         from rich.text import Text
 
-        self._stage, self._began = name, time.monotonic()
-        self._print(Text.assemble((f"{minutes(self._began - self._started)} ·", "dim"), f" {name}"))
-
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Print how long the stage has taken, in the block, after `SILENCE` seconds in which nothing else was shown."""
-        ended = threading.Event()
-
-        def tell() -> None:
-            while not ended.wait(max(0.0, self._shown + SILENCE - time.monotonic())):
-                now = time.monotonic()
-                if now < self._shown + SILENCE:  # something was shown meanwhile
-                    continue
-                self._shown = now  # also before the first stage, to wait again
-                if self._stage:
-                    self._print(f"  {self._stage}: {minutes(now - self._began)} so far", style="dim")
-
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            teller.join()
-
-    def _print(self, text: Any, **style: Any) -> None:
-        """Print a line, and note the time for `telling`."""
-        self._shown = time.monotonic()
-        print_above_bars(self.console, text, **style)
+        passed = minutes(time.monotonic() - self._started)
+        print_above_bars(self.console, Text.assemble((f"{passed} ·", "dim"), f" {name}"))
 
     def track(self, items: Sequence[T], name: str) -> Iterator[T]:
         """Yield the items of a loop, showing how many are done, the time so far and an estimate of the time left."""
@@ -75,9 +43,7 @@ class TerminalProgress:
 
         seconds = 0.1 if self.console.is_terminal else EVERY
         timing: dict[str, Any] = {"mininterval": seconds, "maxinterval": seconds, "delay": seconds}
-        for item in tqdm(items, f"  {name}", file=self.console.file, leave=False, **timing):
-            self._shown = time.monotonic()
-            yield item
+        yield from tqdm(items, f"  {name}", file=self.console.file, leave=False, **timing)
 
 
 def print_above_bars(console: Console, text: Any, **style: Any) -> None:

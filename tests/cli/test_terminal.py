@@ -110,22 +110,6 @@ def test_a_log_says_now_and_then_how_far_a_loop_is(monkeypatch: pytest.MonkeyPat
     assert "/10 [00:00<" in shown
 
 
-def test_a_stage_that_shows_nothing_for_long_says_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "SILENCE", 0.05)
-    file = io.StringIO()
-    progress = TerminalProgress(Console(file=file, width=80))
-    with progress.telling():
-        time.sleep(0.2)  # before the first stage there is nothing to tell
-        assert file.getvalue() == ""
-        progress.stage("export to ONNX")
-        while file.getvalue().count("\n") < 3:
-            time.sleep(0.01)
-    told = file.getvalue()
-    assert told.splitlines()[1:3] == ["  export to ONNX: 0:00 so far"] * 2
-    time.sleep(0.15)
-    assert file.getvalue() == told
-
-
 def test_the_result_is_the_last_line_and_only_when_asked_for(run_command: Callable[..., Any]) -> None:
     def run(console: Console, progress: TerminalProgress) -> dict[str, Any]:
         progress.stage("load")
