@@ -23,15 +23,11 @@ A message says what must hold, what was given, and what to do.
 from __future__ import annotations
 
 import difflib
-import os
 import reprlib
-import traceback
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 MOST_LISTED = 20
 # What to do with adapters of PEFT.
@@ -41,10 +37,6 @@ MERGE = (
 )
 # Characters of a value, and of another message, that a message quotes.
 LONGEST_VALUE, LONGEST_QUOTE = 100, 1000
-# Linux and macOS take names of 255 bytes; results are written in a folder whose name has 14 more.
-LONGEST_NAME, LONGEST_PATH = 240, 3000
-
-AnyPath = TypeVar("AnyPath", str, Path)
 
 
 class HiesError(Exception):
@@ -77,10 +69,6 @@ class RecipeError(RequestError):
                 shown.append(f"and {len(self.problems) - MOST_LISTED} more")
             message = f"{len(self.problems)} problems:\n" + "\n".join(f"  - {problem}" for problem in shown)
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[type[RecipeError], tuple[Sequence[str]]]:
-        """Return how to rebuild the error in another process: from its problems, not from its message."""
-        return type(self), (self.problems,)
 
 
 class DataError(RequestError):
@@ -175,32 +163,6 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST_QUOTE else f"{text[:half]} ... {text[-half:]}"
 
 
-def system_failure(error: BaseException) -> str | None:
-    """Return the message of an error that the operating system raised, or of such a cause of it; else None.
-
-    Libraries in Rust, such as safetensors and tokenizers, raise errors of their own that end in "(os error 28)".
-    """
-    if isinstance(error, OSError) or "(os error " in str(error):
-        return str(error)
-    return None if error.__cause__ is None else system_failure(error.__cause__)
-
-
-def foreign_failure(error: BaseException) -> str | None:
-    """Return a sentence for an error raised in the standard library or another installed package; else None.
-
-    Errors of this package and of a user's own code are neither.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return None
-    raised_in = Path(frames[-1].filename)
-    installed = any(part in ("site-packages", "dist-packages") for part in raised_in.parts)  # the latter on Debian
-    in_standard_library = raised_in.is_relative_to(Path(os.__file__).parent)
-    if raised_in.is_relative_to(Path(__file__).parent) or not (installed or in_standard_library):
-        return None
-    return f"{root_cause(error, limit=LONGEST_QUOTE)} (--verbose shows where)"
-
-
 @contextmanager
 def refusing(what: str, remedy: str = "", kind: type[HiesError] = RequestError) -> Iterator[None]:
     """Turn an error that another library raises in the block into a `kind` whose message has the root cause.
@@ -227,23 +189,6 @@ def quoted(value: Any) -> str:
     shortening.maxstring = shortening.maxother = shortening.maxlong = LONGEST_VALUE
     text = shortening.repr(value)
     return text if len(text) <= 2 * LONGEST_VALUE else f"{text[:LONGEST_VALUE]}...{text[-LONGEST_VALUE:]}"
-
-
-def check_path(path: AnyPath) -> AnyPath:
-    """Return a path or Hub id unchanged; it need not exist.
-
-    Raises:
-        ValueError: It has control characters or characters that UTF-8 cannot hold, or is too long for a file system.
-    """
-    text = str(path)
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
-        raise ValueError(f"a path must be text without control characters, got {quoted(text)}")
-    longest = max(len(name.encode()) for name in text.split("/"))
-    if longest > LONGEST_NAME or len(text.encode()) > LONGEST_PATH:
-        raise ValueError(
-            f"a path must have at most {LONGEST_PATH} bytes, and {LONGEST_NAME} between two slashes, got {quoted(text)}"
-        )
-    return path
 
 
 def root_cause(error: BaseException, *, limit: int = 300) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folders import refuse_existing
-from .arguments import Options, a_path, add_model, add_output, checkpoint_in, plan_in
+from .arguments import Options, add_model, add_output, checkpoint_in, plan_in
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the plan, the checkpoint and the folder."""
-    parser.add_argument("plan", metavar="PLAN", type=a_path, help="a plan.json, or the folder of a run")
+    parser.add_argument("plan", metavar="PLAN", type=Path, help="a plan.json, or the folder of a run")
     add_model(parser)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
-        "--refit", metavar="FILE", type=a_path, help="the plan's refitted layers (default: refit.safetensors beside it)"
+        "--refit", metavar="FILE", type=Path, help="the plan's refitted layers (default: refit.safetensors beside it)"
     )
     choice.add_argument("--no-refit", action="store_true", help="cut without the plan's refitted layers")
     parser.add_argument("--force", action="store_true", help="allow a plan that was made for other weights")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..checkpoint.folders import Contents, contents, refuse_existing, refuse_other
-from ..errors import PlanError, RecipeError, RequestError, check_path, quoted
+from ..errors import PlanError, RecipeError, RequestError, quoted
 from ..progress import Progress
 
 if TYPE_CHECKING:
@@ -23,19 +23,6 @@ class Options(Namespace):
 
     console: Console
     progress: Progress
-
-
-def a_path(text: str) -> Path:
-    """Return the path of an argument, as a `type` of argparse."""
-    return Path(a_path_or_id(text))
-
-
-def a_path_or_id(text: str) -> str:
-    """Return the folder or Hub id of an argument, as a `type` of argparse."""
-    try:
-        return check_path(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
 
 
 def a_number(kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -> Callable[[str], int | float]:
@@ -72,14 +59,14 @@ REPEATED: dict[str, Any] = {"action": "append", "default": []}
 
 def add_recipe(parser: ArgumentParser, metavar: str, help: str) -> None:
     """Add a recipe, and the options that change it."""
-    parser.add_argument("recipe", metavar=metavar, type=a_path, help=help)
+    parser.add_argument("recipe", metavar=metavar, type=Path, help=help)
     _add_changes(parser)
 
 
 def add_request(parser: ArgumentParser) -> None:
     """Add RECIPE or MODEL, the data that a MODEL reads, and the options that change a recipe."""
     given = "a recipe, YAML, or with --data a checkpoint folder or Hub id"
-    parser.add_argument("recipe", metavar="RECIPE|MODEL", type=a_path_or_id, help=given)
+    parser.add_argument("recipe", metavar="RECIPE|MODEL", help=given)
     add_data(parser, "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set")
     for name, text in COLUMNS.items():
         parser.add_argument(f"--{name}", metavar="COLUMN", help=text)
@@ -103,12 +90,12 @@ def _add_changes(parser: ArgumentParser) -> None:
 
 def add_model(parser: ArgumentParser) -> None:
     """Add MODEL."""
-    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help="checkpoint folder, run or Hub id")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder, run or Hub id")
 
 
 def add_output(parser: ArgumentParser, *, help: str = "folder to write", **settings: Any) -> None:
     """Add the output folder, `--output`, and `--overwrite`."""
-    parser.add_argument("-o", "--output", metavar="DIR", type=a_path, help=help, **settings)
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help=help, **settings)
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if hies-export wrote it")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..checkpoint.folders import Contents, contents, refuse_other
 from ..entry_points import RUNTIMES
 from ..errors import quoted
-from .arguments import REPEATED, Options, a_number, a_path_or_id, checkpoint_in
+from .arguments import REPEATED, Options, a_number, checkpoint_in
 
 EXPORTS = (Contents.ONNX, Contents.OPENVINO, Contents.GGUF)
 
@@ -23,11 +23,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "The exit code is 0 even if rows are noisy; the rows of --json say which are. Save that JSON in a file to see "
         "it again with hies-export report."
     )
-    add("first", metavar="A", type=a_path_or_id, help="the model that times are relative to, or a run")
+    add("first", metavar="A", help="the model that times are relative to, or a run")
     add(
         "second",
         metavar="B",
-        type=a_path_or_id,
         nargs="?",
         help="the model to compare with A (default: if A is a run, its slim model with its dense one; else A itself, "
         "which measures the noise)",

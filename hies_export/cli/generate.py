@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folders import Contents
-from .arguments import REPEATED, Options, a_number, a_path, a_path_or_id, checkpoint_in
+from .arguments import REPEATED, Options, a_number, checkpoint_in
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the model, the prompts and the images."""
     add = parser.add_argument
-    add("folder", metavar="FOLDER", type=a_path_or_id, help="ONNX folder; or a checkpoint or run, for PyTorch")
+    add("folder", metavar="FOLDER", help="ONNX folder; or a checkpoint or run, for PyTorch")
     text: dict[str, Any] = {"dest": "prompts", "metavar": "TEXT", "action": "append", "required": True}
     add("--prompt", help="text to continue; may be repeated", **text)
-    image = {"dest": "images", "metavar": "FILE", "type": a_path, **REPEATED}
+    image = {"dest": "images", "metavar": "FILE", "type": Path, **REPEATED}
     add("--image", help="image for all prompts, or one for each", **image)
     add("--max-new-tokens", metavar="N", type=a_number(int, 1), default=20, help="most tokens to write (default: 20)")
 

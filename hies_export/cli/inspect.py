@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.folders import Contents, contents
 from ..errors import UnsupportedModelError
 from ..kinds import ATTENTION, KINDS
-from .arguments import Options, a_path_or_id, checkpoint_in, plan_in
+from .arguments import Options, checkpoint_in, plan_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ _COLUMNS = {ATTENTION: {"key_value_heads": "groups", "head_width": "key_width"}}
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint."""
     model = "checkpoint folder, run or Hub id; or a plan.json"
-    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help=model)
+    parser.add_argument("model", metavar="MODEL", help=model)
 
 
 def run(options: Options) -> dict[str, Any]:

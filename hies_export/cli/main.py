@@ -21,7 +21,7 @@ from rich.console import Console
 
 from .. import processes
 from ..entry_points import entry_points_of, load_point
-from ..errors import HiesError, RequestError, foreign_failure, memory_failure, system_failure
+from ..errors import LONGEST_QUOTE, HiesError, RequestError, memory_failure, root_cause
 from ..progress import SILENT
 from ..version import __version__
 from . import apply, bench, deploy, export, generate, inspect, prune, push, quickstart, report, run, score, upgrade
@@ -63,14 +63,12 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     if quiet:
         # Otherwise torch prints the stack when the first process is gone.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    shown = TerminalProgress(err)
-    options.console, options.progress = out, SILENT if quiet else shown
+    options.console, options.progress = out, SILENT if quiet else TerminalProgress(err)
     interrupt = _Interrupt()
     try:
         with (
             interrupt,
             show_messages(err, verbose=options.verbose),
-            nullcontext() if quiet else shown.telling(),
             processes.together() if shared else nullcontext(),
         ):
             result = options.command.run(options)
@@ -89,9 +87,9 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
         if isinstance(error, HiesError):
             err.print(f"error: {error}", style="red", soft_wrap=True)
             return error.exit_code
-        failure = system_failure(error) or memory_failure(error) or foreign_failure(error)
-        if options.verbose or failure is None:
+        if options.verbose:
             raise
+        failure = memory_failure(error) or f"{root_cause(error, limit=LONGEST_QUOTE)} (--verbose shows where)"
         err.print(f"error: {failure}; nothing half-written was left behind", style="red", soft_wrap=True)
         return 1
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from pathlib import Path
 from typing import Any
 
-from .arguments import Options, a_path, refuse_other_than_run
+from .arguments import Options, refuse_other_than_run
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run, the repository and what its card says."""
     add = parser.add_argument
-    add("folder", metavar="RUN", type=a_path, help="folder of a run")
+    add("folder", metavar="RUN", type=Path, help="folder of a run")
     add("repository", metavar="USER/REPO", help="repository; created if missing")
     add("--private", action="store_true", help="make the repository private")
     add("--license", metavar="ID", help="license of the model, if the dense model's card names none")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folders import refuse_other_file, replace_file
 from ..errors import RequestError
-from .arguments import Options, a_path, refuse_other_than_run
+from .arguments import Options, refuse_other_than_run
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder and what to draw."""
     add = parser.add_argument
-    add("folder", metavar="DIR", type=a_path, help="folder of a run, or file with the output of `bench --json`")
-    add("--figures", metavar="DIR", type=a_path, help="draw the figures of a run here, as SVG")
-    add("--html", metavar="FILE", type=a_path, help="write one self-contained page")
+    add("folder", metavar="DIR", type=Path, help="folder of a run, or file with the output of `bench --json`")
+    add("--figures", metavar="DIR", type=Path, help="draw the figures of a run here, as SVG")
+    add("--html", metavar="FILE", type=Path, help="write one self-contained page")
 
 
 def run(options: Options) -> dict[str, Any]:

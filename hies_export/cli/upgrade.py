@@ -6,13 +6,13 @@ from argparse import ArgumentParser
 from typing import Any
 
 from ..checkpoint.folders import refuse_existing, refuse_other
-from .arguments import Options, a_path_or_id, add_output
+from .arguments import Options, add_output
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and the folder."""
     model = "checkpoint folder or Hub id, with pruned_heads in its config"
-    parser.add_argument("model", metavar="MODEL", type=a_path_or_id, help=model)
+    parser.add_argument("model", metavar="MODEL", help=model)
     add_output(parser, required=True)
 
 

@@ -1,13 +1,10 @@
 """Values that no command can use end in a sentence and exit code 2, before anything is loaded."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import save_project
-
-LONG, SURROGATE = "x" * 300, "a\udcff"
 
 
 @pytest.fixture(scope="module")
@@ -26,28 +23,6 @@ def said(told: Any) -> Any:
         return str(error)
 
     return run
-
-
-PATHS = (
-    *("run {} -o o", "score recipe.yaml -o {}", "prune {} -o o"),
-    *("apply {} model -o o", "apply plan.json {} -o o", "apply plan.json model -o {}"),
-    *("export {} -o o", "export model -o {}", "bench {}", "bench model {}", "quickstart -o {}"),
-    *("generate {} --prompt a", "generate model --prompt a --image {}"),
-    *("push {} user/name", "upgrade {} -o o", "upgrade model -o {}", "inspect {}"),
-    *("report {}", "report run --html {}", "report run --figures {}"),
-)
-
-
-ODD = ("a\0b", "a\x1b[31mb", "a\nb", SURROGATE, LONG, "x/" * 3000)
-
-
-@pytest.mark.parametrize(
-    ("command", "path"), [*((command, SURROGATE) for command in PATHS), *((PATHS[0], path) for path in ODD)]
-)
-def test_paths_that_no_file_system_takes(command: str, path: str, said: Any) -> None:
-    arguments = [path if word == "{}" else word for word in command.split()]
-    must = "a path must (be text without control characters|have at most 3000 bytes)"
-    assert re.search(must, said(*arguments))
 
 
 @pytest.mark.parametrize(
