@@ -54,8 +54,6 @@ SEARCHED = ("queries", "texts")
 # Largest share of the judged rows that may be among those that units are fitted on. Even if the fitted rows lose
 # nothing, the measured loss is then at least nine tenths of that on new rows.
 MOST_SHARED = 0.1
-# Largest share of the judged rows that may repeat others without a warning: short texts recur by themselves.
-MOST_REPEATED = 0.25
 
 
 @dataclass(frozen=True)
@@ -399,12 +397,11 @@ def check_apart(pruning: Pruning) -> None:
     """Refuse a promise about rows that the model is fitted on, and warn of such rows where nothing is promised.
 
     Rows are identified by what the model reads, whichever files they come from. Rows that recur within one use, as
-    short texts do, are not counted, because new rows may equal them too; of many of these it warns.
+    short texts do, are not counted, because new rows may equal them too.
     """
     rows = pruning.rows
     by_use = [sample_contents(use) for use in (rows.score, rows.refit, rows.held_out, rows.promise, rows.evaluation)]
     judged = [*zip(("held-out", "held-out", "evaluated"), by_use[2:], strict=True)]
-    _warn_of_repeats(judged)
     counts = [Counter(chain.from_iterable(samples)) for samples in by_use]
     recurring = {content for count_by_content in counts for content, count in count_by_content.items() if count > 1}
     scored, refitted, held_out, promised, _ = counts
@@ -423,19 +420,6 @@ def check_apart(pruning: Pruning) -> None:
             raise RequestError(f"a promise must be judged on rows of its own, but {what}; {how}")
         logger.warning("%s, and new rows may keep less; %s", what, how)
         return
-
-
-def _warn_of_repeats(judged: Sequence[tuple[str, list[tuple[bytes, ...]]]]) -> None:
-    """Warn of the first use of judged rows, given as its name and `sample_contents`, in which many rows are equal."""
-    for name, samples in judged:
-        repeats = len(samples) - len(set(samples))
-        if repeats > MOST_REPEATED * len(samples):  # the intervals of metrics count each row for itself
-            logger.warning(
-                "%s of the %s %s rows repeat others, so what stays is only known for new rows that repeat as often; "
-                "leave copies out, such as those of an oversampled class, before the data are split",
-                *(f"{repeats:,}", f"{len(samples):,}", name),
-            )
-            return
 
 
 def check_criteria(pruning: Pruning, *criteria: str) -> None:

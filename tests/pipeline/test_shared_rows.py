@@ -60,15 +60,6 @@ def test_other_rows_and_texts_that_recur_are_fine(
     assert "are among those" not in caplog.text
 
 
-@pytest.mark.parametrize(("validation", "said"), [("others", ""), ("recurring", "190 of the 200 evaluated rows")])
-def test_rows_that_repeat_others_are_counted(
-    folder: Path, validation: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    load_pruning(of_files(folder, "all", validation, prune__budget={"heads": 0.5}))
-    assert ("repeat others" in caplog.text) == bool(said)
-    assert said in caplog.text
-
-
 def test_slices_of_one_file_are_apart_if_they_do_not_overlap(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     slices = {"calibration__split": "train[:50%]", "evaluation__split": "validation[50%:]"}
     load_pruning(of_files(folder, "all", "all", **slices, calibration__samples=40))
