@@ -27,7 +27,7 @@ from ..data.rows import load_rows, taken_from
 from ..errors import RequestError
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import RowsKind
-from ..forms.form import COMPOUNDS, Compound
+from ..forms.form import COMPOUNDS
 from ..forms.measured import MeasureOptions
 from ..forms.runtimes.base import GPU_HALF_STEP, RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.time import ROWS
@@ -63,7 +63,10 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     evaluation, untrimmed = reading.to_judge(evaluated, recipe.evaluation.batch_size)
     rows = replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
     progress.stage("find the units that may go")
-    compound, dtype = _compound(recipe, model, rows), recipe.save_dtype or recipe.dtype
+    compound, dtype = None, recipe.save_dtype or recipe.dtype
+    if (asked := recipe.cascade) is not None:
+        compound = COMPOUNDS[asked.name](disagreement=asked.disagreement, bits=recipe.export.quantize or "float32")
+        compound.check(model, rows.promise)  # whether they allow its promise
     source = source_of(model, checkpoint.folder, checkpoint.config, asked=dtype)
     delivery = Delivery(
         exporter=exporter_of(recipe.export, rows, reading.processor),
@@ -181,15 +184,6 @@ def as_drawn(recipe: PruningRecipe, splits: Splits | None) -> PruningRecipe:
     if splits is None or splits.held_out is None:
         return recipe
     return recipe.model_copy(update={"held_out": splits.held_out, "evaluation": splits.evaluation})
-
-
-def _compound(recipe: PruningRecipe, model: PreTrainedModel, rows: Rows) -> Compound | None:
-    """Return the compound that a recipe asks for, after checking that the model and the rows allow its promise."""
-    if (asked := recipe.cascade) is None:
-        return None
-    compound = COMPOUNDS[asked.name](disagreement=asked.disagreement, bits=recipe.export.quantize or "float32")
-    compound.check(model, rows.promise)
-    return compound
 
 
 def refit_rows(recipe: PruningRecipe) -> list[Batch]:

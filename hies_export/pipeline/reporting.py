@@ -54,7 +54,6 @@ def build_report(
         heads=_numbers_of_heads(choice, heads),
         outcome=measured.outcome,
         metrics=evaluation.metrics,
-        uncompensated=evaluation.uncompensated,
         compensation=slim.fits,
         logit_scale=slim.logit_scale,
         tried=choice.tried,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from ..score.criteria import COMPENSATED
 from ..select.fingerprint import digest_tensors
 from ..select.plan import library_versions
 from .choose import choose
-from .delivery import Delivery, save
+from .delivery import save
 from .fastest import Decision, find_fastest
 from .journal import journal
 from .load_recipe import as_drawn, load_recipe, runtimes_of
@@ -69,7 +69,9 @@ def run(
         require_exporters(formats)
         priced = Priced(progress)
         pruning, delivery = load_recipe(recipe, progress=priced)
-        _check_exports(pruning, delivery, formats)
+        options = pruning.options
+        uneven = not all(options.uniform(modules) for modules in options.parts(pruning.scored))
+        check_exports(formats, pruning.model, delivery.exporter, uneven=uneven or bool(options.keep_layers))
         with (
             _journal(pruning, recipe.output) as pruning,
             output_folder(recipe.output, overwrite=overwrite) as folder,
@@ -89,7 +91,7 @@ def run(
                 decision = replace(decision, choice=decision.choice.after_cut(slim))
                 saved = save(pruning, delivery, slim, folder / "slim", refit_file=folder / REFIT)
             priced.stage("evaluate both models")
-            evaluation = compare(pruning, slim.model, uncompensated=None if slim.refitted is None else slim.plan.kept)
+            evaluation = compare(pruning, slim.model)
             choice, count = decision.choice, processes.world()  # not in `finish`, where the first process is alone
 
             def finish() -> Report:
@@ -143,13 +145,6 @@ def deploy(
     """
     recipe = recipe.to_deploy(keep=keep, runtimes=runtimes)
     return run(recipe, overwrite=overwrite, command=command, progress=progress)
-
-
-def _check_exports(pruning: Pruning, delivery: Delivery, formats: Iterable[str]) -> None:
-    """Refuse a model that cannot be exported to the formats, also with the uneven layers that a cut may leave."""
-    options = pruning.options
-    uniform = all(options.uniform(modules) for modules in options.parts(pruning.scored))
-    check_exports(formats, pruning.model, delivery.exporter, uneven=bool(options.keep_layers) or not uniform)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ..calibrate.moments import MomentStore
 from ..calibrate.statistics import DEFAULT_NEEDS, Statistics, calibration_of, collect_statistics
 from ..data.batches import Batch, batches_fingerprint, size_of
 from ..errors import DropError, NonFiniteError
-from ..evaluate.judge import Quality, Tried
+from ..evaluate.judge import Tried
 from ..evaluate.predict import Predictor, predict
 from ..evaluate.promise import asked_words, found_words
 from ..model.copies import round_each, same_weights, share_weights
@@ -393,7 +393,6 @@ class Evaluation:
     metrics: Mapping[str, Both[float]]
     stability: float  # share of predictions that equal the dense model's, in [0, 1]
     kept_ends: tuple[float, float] | None  # of the 95 % interval of what is kept, as in `Judge.kept`
-    uncompensated: Quality | None  # of the cut model without compensation; None if that is not asked for
     ranking: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of the slim model, as in `Judge.ranking`
     tolerance: float | None = None  # largest difference of numbers of a regression that are the same
 
@@ -410,20 +409,12 @@ def try_metrics(pruning: Pruning) -> None:
         judge.of(judge.dense)
 
 
-def compare(pruning: Pruning, slim: PreTrainedModel, *, uncompensated: Selection | None = None) -> Evaluation:
-    """Compare the slim model with the dense one on the evaluation rows, or without these on the held-out ones.
-
-    `uncompensated` are the units that stay in a third model, which is judged beside them without a refit.
-    """
+def compare(pruning: Pruning, slim: PreTrainedModel) -> Evaluation:
+    """Compare the slim model with the dense one on the evaluation rows, or without these on the held-out ones."""
     judge = pruning.judge(pruning.rows.evaluation or pruning.rows.held_out, index=None, progress=pruning.progress)
-    predictions_of = partial(predict, batches=judge.batches, progress=pruning.progress)
     unchanged = pruning.trimming is None and same_weights(slim, pruning.model)
-    predictions = judge.dense if unchanged else predictions_of(slim)
-    dense_quality, slim_quality, masked_quality = judge.of(judge.dense), judge.of(predictions), None
-    if uncompensated is not None:
-        # Masked and cut models predict the same: `compare_cut` has checked that.
-        with masked_units(pruning.model, uncompensated, pruning.modules):
-            masked_quality = judge.of(predictions_of(pruning.model))
+    predictions = judge.dense if unchanged else predict(slim, judge.batches, progress=pruning.progress)
+    dense_quality, slim_quality = judge.of(judge.dense), judge.of(predictions)
     metrics = {name: Both(value, slim_quality.metrics[name]) for name, value in dense_quality.metrics.items()}
     ranking = judge.ranking(predictions)
     # Rankings are compared by their order, whatever the logits.
@@ -431,4 +422,4 @@ def compare(pruning: Pruning, slim: PreTrainedModel, *, uncompensated: Selection
     low, high = judge.kept_ends(predictions)
     # The upper end is infinite if so few rows are ranked that the dense model finds nothing in some resamples.
     ends = (low, high) if math.isfinite(high) else None
-    return Evaluation(metrics, slim_quality.stability, ends, masked_quality, ranking, tolerance)
+    return Evaluation(metrics, slim_quality.stability, ends, ranking, tolerance)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, FailFast, Field, FiniteFloat, field_serializer, 
 from pydantic.dataclasses import dataclass
 
 from ..data.rows import DataFacts
-from ..evaluate.judge import Quality, Tried
+from ..evaluate.judge import Tried
 from ..files import Rule, check, read_json
 from ..forms.cascade.export import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
@@ -104,7 +104,6 @@ class Details(BaseModel):
         base_model: Hub id of the dense model; None if it was read from a folder.
         head_map: Attention module -> a mark per head, ■ kept, · cut.
         heads: Attention module -> "his", "entropy" or "score" -> one number per head.
-        uncompensated: Quality of the cut alone; None if nothing was compensated.
         logit_scale: By what the logits of a compensated language model were multiplied, see `fit_logit_scale`.
         tried: Candidates of `alpha: auto` or `criterion: auto`.
         stability_of: Word for one prediction: "choice", "answer", "first hit", or the `word` of the task, such as
@@ -125,7 +124,6 @@ class Details(BaseModel):
     neurons: dict[str, NeuronCount] = Field(default_factory=dict)
     outcome: Outcome | None = None
     metrics: dict[str, Both[float]] = Field(default_factory=dict)
-    uncompensated: Quality | None = None
     compensation: list[LayerFit] = Field(default_factory=list)
     logit_scale: float = 1.0
     tried: list[Tried] = Field(default_factory=list)
@@ -227,9 +225,6 @@ class Report:
 
     @model_validator(mode="after")
     def _fits_its_details(self) -> Report:
-        uncompensated, metric = self.details.uncompensated, self.quality.metric
-        if uncompensated is not None and metric not in uncompensated.metrics:
-            raise ValueError(f"details.uncompensated.metrics must have the first metric, {metric!r}")
         if self.cascade is not None and (self.details.cascade is None or not self.details.forms):
             raise ValueError("a report with cascade must have details.cascade and details.forms")
         return self

@@ -92,19 +92,14 @@ def with_backbone(counted: Iterable[tuple[str, Counted]], *, generative: bool) -
 
 
 def comparison_table(report: Report) -> Table:
-    """Return units, sizes, metrics and stability of both models and, if compensated, of the cut alone."""
+    """Return units, sizes, metrics and stability of both models."""
     details, ranking, same = report.details, report.ranking, (agreement(report), report.stability)
     tokens = [("tokens of the vocabulary", report.vocabulary)] if report.vocabulary else []
     rows: list[Row] = [*unit_rows([*named_units(report.units), *tokens]), *size_rows(report)]
     if report.bytes.gguf:
         rows.append(("GGUF file", "", si(report.bytes.gguf) + "B", ""))
     rows += quality_rows(report.metrics, ranking, labelled=details.data.evaluation_labelled, same=same)
-    header, uncompensated = ("", "dense", "slim", "change"), details.uncompensated
-    if uncompensated is None:
-        return Table(header, rows)
-    cut_alone = {metric_name(name, ranking): metric_text(name, value) for name, value in uncompensated.metrics.items()}
-    cut_alone[agreement(report)] = f"{uncompensated.stability:.1%}"
-    return Table((*header, "cut alone"), [(*row, cut_alone.get(row[0], "")) for row in rows])
+    return Table(("", "dense", "slim", "change"), rows)
 
 
 def unit_rows(units: Sequence[tuple[str, Any]]) -> list[Row]:

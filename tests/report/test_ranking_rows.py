@@ -28,7 +28,7 @@ PROMISE: dict[str, Any] = {
 
 def ranking_report(**details: Any) -> Report:
     metrics = {"ndcg@10": {"dense": 0.9, "slim": 0.893}, "mrr@10": {"dense": 0.8, "slim": 0.79}}
-    values = make_report(metrics=metrics, stability_of="first hit", uncompensated=None, tried=[], **details)
+    values = make_report(metrics=metrics, stability_of="first hit", tried=[], **details)
     plain = json.loads(values.to_json())
     plain["quality"] = {"metric": "ndcg@10", "dense": 0.9, "slim": 0.893}
     return Report.from_values({**plain, "stability": 0.93, "ranking": NDCG}, where="here")

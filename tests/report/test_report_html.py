@@ -164,7 +164,6 @@ def report_of(name: str) -> Report:
         "head_map": {name: KEPT * 4},
         "heads": {name: {"his": [0.0, 1.0, 2.0, 3.0]}},
         "metrics": {name: {"dense": 0.9, "slim": 0.89}},
-        "uncompensated": {"metrics": {name: 0.85}, "stability": 0.8},
         "outcome": outcome({"latency": TIMED | {"runtime": name}}, 0.86, predicted=0.84, noisy=False),
         "stability_of": name,
         "data": DATA | {"evaluation_split": name},

@@ -172,7 +172,7 @@ def test_one_sentence_speaks_of_one_model(form: int | None, model: str, kept: st
 def test_entities_that_stay_are_told_beside_the_sentences(share: float, said: str) -> None:
     keep = outcome({"keep": {"predictions": 0.9, "metric": "own_entity_f1"}}, 0.95, 0.91, samples=8)
     metrics = {"own_entity_f1": {"dense": 1.0, "slim": share}}
-    report = make_report(stability_of="sentence", outcome=keep, metrics=metrics, uncompensated=None, data=DIVIDED)
+    report = make_report(stability_of="sentence", outcome=keep, metrics=metrics, data=DIVIDED)
     text = lead_text(dataclasses.replace(report, quality=FirstMetric("own_entity_f1", 1.0, share)))
     assert text.startswith(f"97.0 % of the sentences stay (64 rows); {said}; promised 90 % of the entities; kept ")
     assert f"; kept {'all' if share == 1 else '99.9 %'} on 64 other rows; 0.81 of the time" in text
@@ -223,7 +223,7 @@ def test_predictions_that_stay_are_told_with_their_interval(
     ],
 )
 def test_the_sentence_names_what_is_predicted(details: dict[str, Any], quality: Any, said: str) -> None:
-    report = make_report(uncompensated=None, **details)
+    report = make_report(**details)
     assert said in lead_text(dataclasses.replace(report, quality=FirstMetric(*quality)))
 
 

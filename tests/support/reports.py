@@ -139,7 +139,6 @@ def make_report(*, layers: int = 3, heads: int = 4, neurons: int = 0, **details:
             **({"neurons": blocks} if neurons else {}),
             "metrics": {"accuracy": {"dense": 0.9, "slim": 0.89}, "f1": {"dense": 0.8, "slim": 0.81}},
             "tried": alphas(0.0, 0.5, 0.9),
-            "uncompensated": {"metrics": {"accuracy": 0.85, "f1": 0.7}, "stability": 0.8},
             "data": DATA,
             **details,
         },
