@@ -158,19 +158,15 @@ def never_asking() -> Iterator[None]:
         with attributes_set([(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)]):
             yield
     except ValueError as error:
-        if not any("trust_remote_code=True" in str(cause) for cause in error_chain(error)):
+        cause: BaseException | None = error
+        while cause is not None and "trust_remote_code=True" not in str(cause):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
             raise
         raise RequestError(
             "a checkpoint must load with the classes of transformers, as code in it is never run, but a part of this "
             "one needs code of its own (auto_map); save it as a class of transformers"
         ) from error
-
-
-def error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and one after the other those that it was raised from or while handling."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 @never_asking()
