@@ -155,7 +155,7 @@ def heads_in(
     if not leaves or not _reaches_other_tokens(x, list(leaves.values())):
         return None
     single = head_of_columns(x, 1, leaves)  # every column as a head of its own
-    for heads in _divisors(columns):  # the most that have whole blocks
+    for heads in (n for n in range(columns // 2, 1, -1) if columns % n == 0):  # the most that have whole blocks
         width = columns // heads
         by_head = head_of_columns(x, width, leaves)
         if any(_of_whole_blocks(by_head[call].head, single[call].head, heads, width) for call in by_head):
@@ -219,10 +219,6 @@ def _reaches_other_tokens(x: Tensor, leaves: Sequence[Tensor]) -> bool:
     (gradients,) = gradients_of(rows[1::2], [positive_weights(rows[1::2].shape)], leaves)
     by_token = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients if gradient is not None]
     return any(len(gradient) != len(rows) or bool((gradient[::2] != 0).any()) for gradient in by_token)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(number // 2, 1, -1) if number % n == 0]  # without itself and 1, the largest first
 
 
 def _axis_of_heads(by_axis: Sequence[Tensor], heads: int) -> tuple[int, Tensor] | None:
