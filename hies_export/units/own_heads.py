@@ -106,8 +106,12 @@ class HeadObserver(LinearObserver):
 
     def modules(self) -> tuple[list[PrunableModule], list[str]]:
         """Return the modules with heads in the order of the run, and for each that cannot be cut the reason."""
-        found: list[PrunableModule] = []
+        found: list[tuple[PrunableModule, type]] = []
         reasons: list[str] = []
+        for call, heads in self._found.items():
+            if heads.units == 1:  # features that all heads would share look like those of the only one
+                slices = (piece for piece in heads.slices if piece.parameter or self._only_makes(piece.tensor, heads))
+                self._found[call] = replace(heads, slices=tuple(slices))
         for call, heads in self._found.items():
             if call[1] or not heads.producers:
                 continue  # a later call, with shared weights, which `_reason_against` compares; or heads of no layer
@@ -117,13 +121,21 @@ class HeadObserver(LinearObserver):
             if narrowed:
                 heads = replace(heads, narrowed={name: (axis, total) for name, (axis, total, _) in narrowed.items()})
             reason = self._reason_against(heads)
-            if any(other.name == heads.name for other in found):
+            if any(other.name == heads.name for other, _ in found):
                 reason = "several layers read heads of one module"
             if reason:
                 reasons.append(f"{reason} in {heads.name} ({type(owner).__name__})")
             else:
-                found.append(heads)
-        return found, reasons
+                found.append((heads, type(owner)))
+        # A single head is one if a module of that class has several; other layers mix features of all tokens too.
+        several = {module_class for heads, module_class in found if heads.units > 1}
+        slim = getattr(self._model.config, "hies_export", None) is not None
+        return [heads for heads, module_class in found if slim or module_class in several], reasons
+
+    def _only_makes(self, layer: str, heads: PrunableModule) -> bool:
+        """Return whether nothing but the consumer of these heads reads the features of a layer."""
+        readers = {name for call in self.reads if call[0] == layer for name, _ in self.readers.get(call, ())}
+        return readers <= {heads.consumer}
 
     def _reason_against(self, heads: PrunableModule) -> str:
         """Return why the heads of a module cannot be cut; "" if they can."""
@@ -132,8 +144,7 @@ class HeadObserver(LinearObserver):
             if other is None or by_tensor(other) != by_tensor(heads):
                 return f"{heads.consumer} does not read the same heads every time"
         for layer in heads.producers:
-            readers = {name for call in self.reads if call[0] == layer for name, _ in self.readers.get(call, ())}
-            if not readers <= {heads.consumer}:
+            if not self._only_makes(layer, heads):
                 return f"the features of {layer} do more than make heads"
         if heads.name in self._makers_of_arguments:
             return "other layers take their bias of every head from the one that is made"
@@ -146,16 +157,17 @@ class HeadObserver(LinearObserver):
 def heads_in(
     consumer: str, x: Tensor, leaves: Mapping[Call, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> PrunableModule | None:
-    """Return the heads, two or more, that are side by side in a linear layer's input x, (..., heads * width), or None.
+    """Return the heads that are side by side in a linear layer's input x, (..., heads * width); None if it has none.
 
-    Some features must reach other tokens, and some a whole block (queries and keys). A single head counts as none: it
-    cannot be cut. The module that is returned has no name yet.
+    Some features must reach other tokens, and some a whole block (queries and keys). If there is a single head, some
+    must reach one column each (values). The module that is returned has no name yet.
     """
     columns = x.shape[-1]
     if not leaves or not _reaches_other_tokens(x, list(leaves.values())):
         return None
     single = head_of_columns(x, 1, leaves)  # every column as a head of its own
-    for heads in (n for n in range(columns // 2, 1, -1) if columns % n == 0):  # the most that have whole blocks
+    has_values = any((column >= 0).any() for column, _ in single.values())
+    for heads in [*_divisors(columns), *([1] if has_values else [])]:  # the most heads that have whole blocks
         width = columns // heads
         by_head = head_of_columns(x, width, leaves)
         if any(_of_whole_blocks(by_head[call].head, single[call].head, heads, width) for call in by_head):
@@ -186,7 +198,6 @@ def heads_in(
     slices = [Slice(layer, 0, head_of, per_group=per_group) for (layer, per_group), head_of in owned.items()]
     axes = {name: _axis_of_heads(by_axis, heads) for name, by_axis in head_of_axes(x, width, parameters).items()}
     slices += [Slice(name, *axis_and_heads, parameter=True) for name, axis_and_heads in axes.items() if axis_and_heads]
-    has_values = any((column >= 0).any() for column, _ in single.values())
     return PrunableModule(
         name="",
         units=heads,
@@ -219,6 +230,10 @@ def _reaches_other_tokens(x: Tensor, leaves: Sequence[Tensor]) -> bool:
     (gradients,) = gradients_of(rows[1::2], [positive_weights(rows[1::2].shape)], leaves)
     by_token = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients if gradient is not None]
     return any(len(gradient) != len(rows) or bool((gradient[::2] != 0).any()) for gradient in by_token)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(number // 2, 1, -1) if number % n == 0]  # without itself and 1, the largest first
 
 
 def _axis_of_heads(by_axis: Sequence[Tensor], heads: int) -> tuple[int, Tensor] | None:

@@ -63,8 +63,8 @@ def test_layers_take_their_heads_of_a_bias_that_they_share() -> None:
     assert once.encoder.relative_attention_bias.weight.shape[1] == 6
     # The heads of a slim model are numbered anew, and its layers take what is left of the bias.
     again = find_attention(once, batch)
-    assert [module.units for module in again] == [3, 4], "the layer of a single head has none to lose"
-    fewer = {module.name: module.kept(units) for module, units in zip(again, [(1, 2), (0, 3)], strict=True)}
+    assert [module.units for module in again] == [3, 4, 1]
+    fewer = {module.name: module.kept(units) for module, units in zip(again, [(1, 2), (0, 3), (0,)], strict=True)}
     twice = prune_units(once, fewer, again)
     both = {module.name: module.kept(units) for module, units in zip(modules, [(2, 5), (1, 5), (2,)], strict=True)}
     assert twice.config.hies_export["narrowed"]["encoder.layer.1.attention.attn"] == {"position_bias": [1, 6, [1, 5]]}
