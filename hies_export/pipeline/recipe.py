@@ -231,7 +231,7 @@ class PruningRecipe(Section):
         return report
 
 
-_FIELDS_WITH_PATHS = ("output", "data.files", "vocabulary.files", "model")
+_FIELDS_WITH_PATHS = ("output", "data.files", "vocabulary.files", "model", "evaluation.metrics")
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
@@ -256,7 +256,7 @@ def overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     """Put the recipe's folder before the relative paths of `_FIELDS_WITH_PATHS`, in place.
 
-    A model that is no folder there is a Hub id.
+    A model that is no folder there is a Hub id, and a metric without a slash, or that is no file there, a name.
     """
 
     def resolved(value: Any, field: str) -> Any:
@@ -264,11 +264,11 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
             return {key: resolved(inner, field) for key, inner in value.items()}
         if isinstance(value, list):
             return [resolved(inner, field) for inner in value]
-        if not isinstance(value, str):
+        if not isinstance(value, str) or (field == "metrics" and "/" not in value):
             return value
         path = os.path.normpath(folder / os.path.expanduser(value))
         # os.path.exists, unlike Path.exists, is false for names that no file system takes.
-        return value if field == "model" and not os.path.exists(path) else path
+        return value if field in ("model", "metrics") and not os.path.exists(path) else path
 
     for dotted in _FIELDS_WITH_PATHS:
         section, _, field = dotted.rpartition(".")

@@ -395,8 +395,8 @@ def test_image_processors_use_pillow_without_a_word(tmp_path, caplog, monkeypatc
     # Even where torchvision is.
     load = Mock(return_value=loaded)
     monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", load)
-    load_processor("org/model", task=TASKS["image-classification"], revision="v1")
-    load.assert_called_once_with("org/model", backend="pil", revision="v1", trust_remote_code=False)
+    load_processor("org/model", task=TASKS["image-classification"])
+    load.assert_called_once_with("org/model", backend="pil", trust_remote_code=False)
 
 
 def test_a_checkpoint_without_processor(tmp_path):

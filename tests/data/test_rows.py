@@ -181,7 +181,6 @@ def test_hub_names(monkeypatch):
     with pytest.raises(DataError, match="split must be one of validation, got 'test'"):
         load_rows(name="imdb", split="test")
     loads.side_effect = ConnectionError("no route")
-    monkeypatch.setattr("hies_export.model.online._why_unreachable", lambda: None)
     with pytest.raises(DataError, match=r"'org/name' could not be loaded .*ConnectionError: no route"):
         load_rows(name="org/name", split="train")
 

@@ -154,9 +154,9 @@ def test_the_table_is_whole() -> None:
 def test_a_broken_score_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject.of("gemma2")
     score(subject)
-    log_softmax = kernels._log_softmax
+    softmax = kernels._softmax
     monkeypatch.setattr(
-        kernels, "_log_softmax", lambda call, *rest: log_softmax(dataclasses.replace(call, softcap=None), *rest)
+        kernels, "_softmax", lambda call, *rest: softmax(dataclasses.replace(call, softcap=None), *rest)
     )
     with pytest.raises(Broken, match="HIS"):
         score(subject)
