@@ -88,9 +88,8 @@ def test_the_command_and_the_result_of_prune_write_the_same_folder(
     assert hies("export", checkpoint, "--quantize", "int8", "-o", tmp_path / "one", "--json") == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["layers"] == {"int8": 7, "float32": 1}
-    # Queries, keys and values are one product.
     kinds = Counter(node.op_type for node in onnx.load(tmp_path / "one" / "model_quantized.onnx").graph.node)
-    assert kinds["MatMulIntegerToFloat"] == 5
+    assert kinds["MatMulIntegerToFloat"] == 7
     assert hies("bench", tmp_path / "one", tmp_path / "one", "--shape", "1x8", "--repeats", "2") == 0
     result = prune(load(checkpoint), [batch] * 4, budget={"heads": 0.25}, min_heads=4, criterion="l2")
     assert result.export_onnx(tmp_path / "two", quantize="int8").how.quantize == "int8"

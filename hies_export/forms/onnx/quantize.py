@@ -61,7 +61,7 @@ def quantize_onnx(
     """Quantise an exported model to `model_quantized.onnx`, with an `ort_config.json`, as Optimum writes them.
 
     Every linear layer of `smallest` weights or more, 16,384 by default, is quantised. In `int8`, its weights have a
-    scale per output channel, and its inputs a scale per token (in front of an encoder's attention, one for the batch).
+    scale per output channel, and its inputs a scale per token.
     In `int4`, every 32 weights have a scale and a zero point; this is only for decoders, whose time per token is spent
     on reading the weights. With `rows`, they are rounded so that the outputs of layers on these change least, and a
     bias keeps the mean of each output; without, to nearest. Embeddings are in 8 bits, with a scale per row. Small

@@ -2,9 +2,9 @@
 
 In 8 bits, weights get a scale per output channel, and activations a scale per token, found during the run. Both are
 symmetric. A scale per token needs no calibration, and an outlier affects no other token. The dynamic mode of
-onnxruntime.quantization has one scale for all tokens of a batch; here only the inputs of an encoder's queries, keys and
-values do. In 4 bits, every 32 weights of an output channel get their own scale and zero point; with the moments of what
-a layer reads, they are rounded so that its output changes least.
+onnxruntime.quantization has one scale for all tokens of a batch. In 4 bits, every 32 weights of an output channel get
+their own scale and zero point; with the moments of what a layer reads, they are rounded so that its output changes
+least.
 """
 
 from __future__ import annotations
@@ -37,33 +37,26 @@ _OPSET = 23  # the first version with Attention; QuantizeLinear takes a scale pe
 
 
 def quantize_graph(
-    graph: Any, *, bits: int = 8, smallest: int = SMALLEST, tables: bool = True, spreads: Spreads | None = None
+    graph: Any, *, bits: int = 8, smallest: int = SMALLEST, spreads: Spreads | None = None
 ) -> dict[str, int]:
-    """Quantise an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, and with `tables` Gather from a constant.
+    """Quantise an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, and Gather from one.
 
     With 4 bits, embeddings and the layer that the graph ends in take 8. `spreads` gives the spreads of what the layers
     in 4 bits read; without, weights are rounded to nearest. Returns the number of linear layers by dtype: `int8`,
     `int4` if there are any, and `float32` for those of fewer weights than `smallest`, which would not gain.
     """
-    projections = [_replace_attention(graph, node) for node in graph if node.op_type == "MultiHeadAttention"]
+    for node in [node for node in graph if node.op_type == "MultiHeadAttention"]:
+        _replace_attention(graph, node)
     layers = [node for node in graph if weight_of(node) is not None]
     large = [node for node in layers if weight_of(node).size >= smallest]
     in_4_bits = [node for node in large if bits == 4 and not node.outputs[0].is_graph_output()]
     _quantize_to_4_bits(graph, in_4_bits, spreads)
-    one_by_one = [node for node in large if node not in in_4_bits]
-    for of_attention in projections:
-        by_input = defaultdict(list)
-        for node in of_attention:
-            if node in one_by_one:
-                by_input[node.inputs[0]].append(node)
-                one_by_one.remove(node)
-        for nodes in by_input.values():
-            _quantize_projections(graph, nodes)
     quantised: dict[Any, tuple[Any, Any]] = {}
     zeros: dict[Any, Any] = {}
-    for node in one_by_one:
-        _quantize_layer(graph, node, quantised, zeros)
-    for node in [node for node in graph if tables and _is_table(node, smallest)]:
+    for node in large:
+        if node not in in_4_bits:
+            _quantize_layer(graph, node, quantised, zeros)
+    for node in [node for node in graph if _is_table(node, smallest)]:
         _quantize_table(graph, node)
     drop_unused(graph)
     graph.sort()
@@ -101,46 +94,6 @@ def _quantize_layer(graph: Any, node: Any, quantised: dict[Any, tuple[Any, Any]]
     factors = [integers, new.constant(columns), new.constant(np.float32(1)), new.constant(column_scale)]
     product = new("MatMulIntegerToFloat", *factors, new.constant(np.uint8(ZERO)), domain="com.microsoft")
     new.finish(with_bias(new, node, new("Mul", product, scale)))
-
-
-def _quantize_projections(graph: Any, nodes: list[Any]) -> None:
-    """Replace all x W + b of one x in front of an attention by one product of quantised x and W, + b.
-
-    All tokens of x have one scale. Queries, keys and values read a normed x, whose tokens have one magnitude, so that a
-    scale for each gains nothing (dev/LOG.md), and costs three passes over their outputs. One product starts the threads
-    once: with two of these, a MiniLM takes 0.92 of the time at 1 x 16, 0.99 at 1 x 128, and 1.00 to 1.05 at 8 x 128,
-    where the parts are copied out of it.
-    """
-    weights = [weight_of(node) for node in nodes]
-    adds = [_bias_add(node) for node in nodes]
-    bias = np.concatenate(
-        [
-            np.zeros(weight.shape[1], np.float32) if add is None else add.inputs[1].const_value.numpy()
-            for weight, add in zip(weights, adds, strict=True)
-        ]
-    )
-    new = Rewrite(graph, nodes[0])
-    integers, scale, zero = new.several(3, "DynamicQuantizeLinear", nodes[0].inputs[0])
-    columns, column_scale = quantize_columns(np.concatenate(weights, axis=1), paired=True)
-    factors = [integers, new.constant(columns), scale, new.constant(column_scale), zero, None]
-    product = new("MatMulIntegerToFloat", *factors, new.constant(bias) if bias.any() else None, domain="com.microsoft")
-    outputs = (product,)
-    if len(nodes) > 1:
-        sizes = new.constant(np.array([weight.shape[1] for weight in weights]))
-        outputs = new.several(len(nodes), "Split", product, sizes, axis=-1)
-    for node, add, output in zip(nodes, adds, outputs, strict=True):
-        Rewrite(graph, node if add is None else add).finish(output)
-        if add is not None:
-            graph.remove(node, safe=True)
-
-
-def _bias_add(node: Any) -> Any:
-    """Return the node that adds a constant bias to a product, if nothing else reads the product; else None."""
-    uses = list(node.outputs[0].uses())
-    if len(uses) != 1 or uses[0].node.op_type != "Add":
-        return None
-    bias = uses[0].node.inputs[1].const_value
-    return uses[0].node if bias is not None and len(bias.shape) == 1 else None
 
 
 def _quantize_to_4_bits(graph: Any, nodes: list[Any], spreads: Spreads | None) -> None:
@@ -221,27 +174,27 @@ def _quantize_tokens(new: Rewrite, states: Any, width: int, zeros: dict[Any, Any
     return new("QuantizeLinear", states, scale, zeros[key], axis=-1, block_size=width), scale
 
 
-def _replace_attention(graph: Any, node: Any) -> list[Any]:
-    """Replace MultiHeadAttention by ONNX's own Attention, whose kernel is faster; return the products that it reads.
+def _replace_attention(graph: Any, node: Any) -> None:
+    """Replace MultiHeadAttention by ONNX's own Attention, whose kernel is faster.
 
     At 8 x 128 with 12 heads of 32, two cores, ONNX Runtime 1.32: 0.95 ms, MultiHeadAttention 1.78. With a cache, or
-    another mask than a bias of scores, the node stays, and the list is empty.
+    another mask than a bias of scores, the node stays.
     """
     inputs = [*node.inputs] + [None] * 8  # those at the end may be left out
     query, key, value, bias, padding, scores, past_key, past_value = inputs[:8]
     constant = None if bias is None else bias.const_value
     if any(given is not None for given in (padding, past_key, past_value)) or key is None or value is None:
-        return []
+        return
     if bias is not None and constant is None:
-        return []
+        return
     if node.attributes.get_int("unidirectional", 0) or any(output.uses() for output in node.outputs[1:]):
-        return []
-    products = list(dict.fromkeys(value.producer() for value in (query, key, value)))
-    if None in products or any(weight_of(product) is None for product in products):
-        return []
+        return
+    products = [value.producer() for value in (query, key, value)]
+    if any(product is None or weight_of(product) is None for product in products):
+        return
     new = Rewrite(graph, node)
     if constant is not None:
-        array, width = constant.numpy(), weight_of(query.producer()).shape[1]
+        array, width = constant.numpy(), weight_of(products[0]).shape[1]
         # The bias of keys adds the same to the scores of all keys of a query, so softmax drops it.
         query = new("Add", query, new.constant(array[:width]))
         value = new("Add", value, new.constant(array[2 * width :]))
@@ -251,7 +204,6 @@ def _replace_attention(graph: Any, node: Any) -> list[Any]:
     if scale:
         attributes["scale"] = scale
     new.finish(new("Attention", query, key, value, scores, **attributes))
-    return products
 
 
 def _is_table(node: Any, smallest: int) -> bool:
