@@ -37,9 +37,9 @@ _OPSET = 23  # the first version with Attention; QuantizeLinear takes a scale pe
 
 
 def quantize_graph(
-    graph: Any, *, bits: int = 8, smallest: int = SMALLEST, spreads: Spreads | None = None
+    graph: Any, *, bits: int = 8, smallest: int = SMALLEST, tables: bool = True, spreads: Spreads | None = None
 ) -> dict[str, int]:
-    """Quantise an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, and Gather from one.
+    """Quantise an `onnx_ir.Graph` in place: MatMul and Gemm by a constant, and with `tables` Gather from a constant.
 
     With 4 bits, embeddings and the layer that the graph ends in take 8. `spreads` gives the spreads of what the layers
     in 4 bits read; without, weights are rounded to nearest. Returns the number of linear layers by dtype: `int8`,
@@ -56,7 +56,7 @@ def quantize_graph(
     for node in large:
         if node not in in_4_bits:
             _quantize_layer(graph, node, quantised, zeros)
-    for node in [node for node in graph if _is_table(node, smallest)]:
+    for node in [node for node in graph if tables and _is_table(node, smallest)]:
         _quantize_table(graph, node)
     drop_unused(graph)
     graph.sort()
