@@ -2,7 +2,7 @@
 
 Everything of this kind that the package needs is here, each a function named for what it does; `scripts/lint` refuses
 such names in other files. A release is asked for a feature, never for its version. `scripts/quality/versions`
-runs a contract on the oldest and the newest release and on some between.
+runs a contract on the oldest and the newest release.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import AutoImageProcessor as AutoImageProcessor
 
-from ..errors import ExportError, MissingRuntimeError, RequestError, first_line
+from ..errors import ExportError, RequestError, first_line
 from ..progress import quiet
 
 
@@ -127,11 +127,6 @@ def model_class_of(config: PreTrainedConfig, *auto_names: str) -> type[PreTraine
     return next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
 
 
-def layers_differ(config: PreTrainedConfig) -> bool:
-    """Return whether a config gives layers different numbers, as Gemma 4's does; no config can before release 5.15."""
-    return bool(getattr(config, "is_heterogeneous", False))
-
-
 @contextmanager
 def layers_unwarned() -> Iterator[None]:
     """Silence transformers' warning, inside the block, of code that reads one number from a config whose layers differ.
@@ -210,8 +205,6 @@ def reads_old_names(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
 
 def commit_of(path: str | Path) -> str | None:
     """Return the commit of a file or folder in the Hub's cache; None for one elsewhere.
-
-    It is read from the path, as configs hold it before transformers 5.24 only.
 
     Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     """
@@ -302,39 +295,34 @@ def exact_products() -> Iterator[None]:
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
     backends: Any = torch.backends
-    names = (("cuda", "matmul"), ("cudnn", "conv"), ("cudnn", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
-    operations = [getattr(getattr(backends, library), operation, None) for library, operation in names]
-    changes: list[tuple[Any, str, Any]] = []
-    changes += [(flags, "fp32_precision", "ieee") for flags in operations if hasattr(flags, "fp32_precision")]
-    # Before torch 2.9 there are the older flags alone. Later the one of cudnn must agree with the new ones, or
-    # torch.backends.cudnn.flags fails, which code of models may call.
-    older = [backends.cudnn] if changes else [backends.cudnn, backends.cuda.matmul]
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    operations = (backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)
+    changes = [(operation, "fp32_precision", "ieee") for operation in operations]
+    # This older flag must agree with the others, or torch.backends.cudnn.flags fails, which code of models may call.
     with suppress(RuntimeError):  # raised by torch where only the newer flags were set
-        changes = [(flags, "allow_tf32", False) for flags in older if flags.allow_tf32 is not None] + changes
+        if cudnn.allow_tf32 is not None:
+            changes = [(cudnn, "allow_tf32", False), *changes]
     with attributes_set(changes):
         yield
 
 
 def multiplies_bfloat16() -> bool:
     """Return whether the CPU has instructions that multiply bfloat16 numbers and add the products in float32."""
-    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return any(check() for check in checks if check is not None)  # older releases of torch lack some
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def bfloat16_products() -> AbstractContextManager[None]:
     """Round float32 numbers to bfloat16 before a CPU multiplies them inside the block, if `multiplies_bfloat16`.
 
-    Products of numbers that are bfloat16 already stay exact, and are added in float32. Older torch has no such option.
+    Products of numbers that are bfloat16 already stay exact, and are added in float32.
     """
-    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
-    can_round = hasattr(matmul, "fp32_precision") and multiplies_bfloat16()
-    return attributes_set([(matmul, "fp32_precision", "bf16")] if can_round else [])
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return attributes_set([(matmul, "fp32_precision", "bf16")] if multiplies_bfloat16() else [])
 
 
 def products_in_tf32() -> bool:
     """Return whether torch was told to multiply float32 numbers on a GPU in TF32."""
-    matmul: Any = torch.backends.cuda.matmul
-    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def graphs_skipped() -> int:
@@ -440,26 +428,12 @@ def keys_and_values(output: Mapping[str, Any]) -> dict[int, tuple[Tensor, Tensor
 
 def keeps_recurrent_state(config: PreTrainedConfig) -> bool:
     """Return whether a model's cache has layers with a recurrent state in place of keys and values."""
-    recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # older releases have no such class
-    return any(isinstance(layer, recurrent) for layer in DynamicCache(config=config).layers)
-
-
-def require_onnx_exporter() -> None:
-    """Raise a MissingRuntimeError if transformers is too old to export to ONNX, or torch too old for its exporter."""
-    with quiet():  # the exporter warns of every release of torch that it was not tested with
-        try:
-            from transformers.exporters import OnnxExporter
-
-            OnnxExporter()
-        except ImportError as error:
-            raise MissingRuntimeError(
-                f"ONNX export needs the exporter of transformers, and what that asks for: {error}; install a later "
-                'release with: pip install "transformers>=5.13"'
-            ) from error
+    layers = DynamicCache(config=config).layers
+    return any(isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shapes: Mapping[str, Any] | None) -> Any:
-    """Export a module by transformers to an `onnx_ir.Model`; older releases do not fuse operators.
+    """Export a module by transformers to an `onnx_ir.Model`.
 
     `sample` has inputs by keyword: tensors, a cache, or flags, which do not become inputs of the graph. `fusions` is
     the provider whose fused operators may be used, "cpu" or "cuda". `shapes` has the dynamic axes of each input; None
@@ -467,12 +441,9 @@ def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shape
     """
     from transformers.exporters import OnnxConfig, OnnxExporter
 
-    options: dict[str, Any] = {"dynamic": True, "dynamic_shapes": shapes}
-    if "ort_fusions" in inspect.signature(OnnxConfig).parameters:
-        options["ort_fusions"] = fusions
+    config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, ort_fusions=fusions)
     with _matching_last_nodes():
-        exported: Any = OnnxExporter().export(module, dict(sample), OnnxConfig(**options))
-    return exported.program if hasattr(exported, "program") else exported.model  # the older name
+        return OnnxExporter().export(module, dict(sample), config).program
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from ..model.internals import (
     empty_model,
     has_auto_base,
     heads_on,
-    layers_differ,
     layers_unwarned,
     select_attention,
     share_tensors,
@@ -106,7 +105,7 @@ def per_layer_config(
     Fields cannot describe heads of another width than the dense config says, a config with other names for the numbers
     or with own numbers for every layer, or a model with several stacks of layers.
     """
-    if layers_differ(model.config):
+    if model.config.is_heterogeneous:
         return None
     layers: PerLayer = {}
     seen = set()

@@ -125,17 +125,13 @@ def processor(model_type: str) -> None:
 
 
 def result_of(step: Callable[[str], None], model_type: str) -> str:
-    """Return "yes", "n/a", "refused" or "no: " and the reason."""
+    """Return "yes", "n/a", or "no: " and the reason."""
     from support.references import NotApplicable
-
-    from hies_export.errors import MissingRuntimeError
 
     try:
         step(model_type)
     except NotApplicable:
         return "n/a"
-    except MissingRuntimeError:  # of a release without an exporter
-        return "refused"
     except Exception as error:  # of any library
         return f"no: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return "yes"
@@ -144,9 +140,7 @@ def result_of(step: Callable[[str], None], model_type: str) -> str:
 def in_short(results: dict[str, str]) -> str:
     """Return what holds for all model types, or which of them fail."""
     wrong = [model_type for model_type, result in results.items() if result.startswith("no: ")]
-    if wrong:
-        return f"not {', '.join(wrong)}"
-    return "refused" if "refused" in results.values() else "yes"
+    return f"not {', '.join(wrong)}" if wrong else "yes"
 
 
 if __name__ == "__main__":

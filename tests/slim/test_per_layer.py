@@ -18,7 +18,6 @@ from transformers.utils import logging as of_transformers
 from hies_export import PruningPlan, find_modules, load, prune_units, save_slim
 from hies_export.data.batches import first_output
 from hies_export.kinds import ATTENTION, BOTH, MLP
-from hies_export.model.internals import layers_differ
 
 TOP = ("per_layer_config", "allow_global_per_layer_attribute_access")
 BATCH = {"input_ids": torch.arange(5, 27).view(2, 11)}
@@ -111,7 +110,7 @@ def test_nothing_warns_of_what_is_read_of_a_config(warnings_of_reads: list[str],
     loaded = load(tmp_path / "slim")
     loaded.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False)
     cut(loaded, *BOTH, seed=3).save_pretrained(tmp_path / "again")
-    assert not layers_differ(loaded.config)
+    assert not loaded.config.is_heterogeneous
     assert loaded.config.num_attention_heads == 8
     assert warnings_of_reads == []
 

@@ -19,7 +19,7 @@ from ...checkpoint.folders import new_folder, refuse_existing
 from ...errors import DataError, ExportError, ParityError, RequestError, UnsupportedModelError
 from ...files import Rule, check
 from ...model.copies import convert, parameter_bytes, share_weights
-from ...model.internals import configs_in, exact_products, fused_attention_fits, require_onnx_exporter
+from ...model.internals import configs_in, exact_products, fused_attention_fits
 from ...model.memory import give_back_memory
 from ...model.modes import output_alone
 from ...model.tokens import forward_inputs, longest_sequence, refuse_encoder_decoder, short_samples
@@ -113,7 +113,7 @@ def export_onnx(
     target = Path(folder)
     how = check({"provider": provider, "dtype": dtype}, ExportSection, _OPTIONS, where="export")
     refuse_existing(target, overwrite=overwrite)
-    require_onnx("cpu" if provider == "cpu" else "gpu")
+    require_onnxruntime("cpu" if provider == "cpu" else "gpu")
     kind, sample, compared = _samples(model, batch)
     traced = _traceable_copy(_float32_copy(model), provider, getattr(torch, dtype))
     without_weights = share_weights(traced, device="meta")  # for the config, as it is before the trace
@@ -170,12 +170,6 @@ def _write_beside(model: PreTrainedModel, processor: Any, folder: Path) -> None:
     if processor is not None:
         processor.save_pretrained(folder)
         use_version4_names(folder)
-
-
-def require_onnx(extra: str = "cpu") -> None:
-    """Refuse, by a MissingRuntimeError that names the `extra` to install, to go on without exporter or ONNX Runtime."""
-    require_onnx_exporter()
-    require_onnxruntime(extra)
 
 
 def check_traceable(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:

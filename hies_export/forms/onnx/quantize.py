@@ -23,8 +23,8 @@ from ...recipe.sections import ExportSection
 from ..formats import FORMATS, Export, Format, Given, export_options
 from ..rounding import OpenReader, spreads
 from ..runtimes.bits import BLOCK, SMALLEST, quantize_graph
-from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime
-from .export import check_traceable, copy_beside, export_onnx, require_onnx, save_program
+from ..runtimes.ort import ONNX_FILE, QUANTIZED_FILE, OnnxRuntime, require_onnxruntime
+from .export import check_traceable, copy_beside, export_onnx, save_program
 from .multimodal import is_vision_language
 from .parity import without_padding
 
@@ -207,7 +207,7 @@ def _ort_config(bits: int) -> dict[str, Any]:
 
 FORMATS["onnx"] = Format(
     title=Contents.ONNX.value,
-    require=require_onnx,
+    require=require_onnxruntime,
     check=_check,
     write=export_in_bits,
     quantize=_quantize_slim,
