@@ -297,7 +297,7 @@ def exact_products() -> Iterator[None]:
     backends: Any = torch.backends
     cudnn, mkldnn = backends.cudnn, backends.mkldnn
     operations = (backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)
-    changes = [(operation, "fp32_precision", "ieee") for operation in operations]
+    changes: list[tuple[Any, str, Any]] = [(operation, "fp32_precision", "ieee") for operation in operations]
     # This older flag must agree with the others, or torch.backends.cudnn.flags fails, which code of models may call.
     with suppress(RuntimeError):  # raised by torch where only the newer flags were set
         if cudnn.allow_tf32 is not None:
@@ -441,9 +441,9 @@ def exported_program(module: Any, sample: Mapping[str, Any], fusions: str, shape
     """
     from transformers.exporters import OnnxConfig, OnnxExporter
 
-    config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, ort_fusions=fusions)
+    options: dict[str, Any] = {"dynamic": True, "dynamic_shapes": shapes, "ort_fusions": fusions}
     with _matching_last_nodes():
-        return OnnxExporter().export(module, dict(sample), config).program
+        return OnnxExporter().export(module, dict(sample), OnnxConfig(**options)).program
 
 
 @contextmanager
