@@ -1,8 +1,8 @@
 """Registries by name, to which other packages add by entry points.
 
-A recipe is checked against these names before torch is imported, which takes seconds. So four registries are made
-here, and the files that define their values (`forms.runtimes.base`, `forms.formats`, `forms.form`, `score.criteria`)
-give them their types.
+A recipe is checked against these names before torch is imported, which takes seconds. So three registries are made
+here, and the files that define their values (`forms.runtimes.base`, `forms.formats`, `score.criteria`) give them their
+types.
 """
 
 from __future__ import annotations
@@ -94,9 +94,6 @@ RUNTIMES: Registry[Any] = Registry(
         "llamacpp": "forms.runtimes.llamacpp",
     },
 )
-
-# Forms of both models in one file. A recipe has a section of the same name.
-COMPOUNDS: Registry[Any] = Registry("compounds", {"cascade": "forms.cascade.export"})
 
 FORMATS: Registry[Any] = Registry(
     "formats", {"onnx": "forms.onnx.quantize", "openvino": "forms.openvino.export", "gguf": "forms.gguf.export"}

@@ -55,7 +55,7 @@ class Deployment:
 
     `form` is its index among the forms, None if none keeps the promise; `step` is the index of the compared times, the
     first that are not noisy; `seconds` is the time of the search; `file` is the form's file in the run's folder, as
-    `keep_file` returns it; `ranking` has the ranking metrics of an embedding model in that form, as in a report.
+    `keep_file` returns it.
     """
 
     promise: Share
@@ -64,7 +64,6 @@ class Deployment:
     ways: list[DeployWay]
     seconds: float
     file: str | None = None
-    ranking: Mapping[str, Mapping[str, float]] | None = None
 
 
 def find_ways(task: type[Task], runtimes: Sequence[str]) -> list[Way]:

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
 from .. import processes
 from ..data.batches import Batch
-from ..entry_points import COMPOUNDS as KNOWN
-from ..entry_points import Registry
 from ..errors import HiesError
-from ..evaluate.interval import CONFIDENCE
 from ..evaluate.predict import Predictor, predict_by
 from ..model.copies import convert
 from ..model.memory import let_go, map_weights
 from ..progress import SILENT, Progress
 from ..recipe.sections import ExportSection
 from ..tasks import Predictions, Task, task_of
-from ..units.counts import Both
 from .formats import Export, Exporter, options_for_runtime
 from .runtimes.base import RUNTIMES, Runtime, load_runtime
 
@@ -35,7 +29,7 @@ class Form:
     """A model as a runtime runs it.
 
     Attributes:
-        model: Name of the model: in a run "dense", "slim" or that of a compound.
+        model: Name of the model: in a run "dense", "slim" or "cascade".
         source: What the runtime loads: a model in memory, or the file or folder of its export.
         bits: What its linear layers are computed in, such as "float32" or "int8"; None leaves that to the source.
         bytes: Size of the exported file; None for a model in memory.
@@ -55,61 +49,6 @@ class Form:
         """Return predictions for batches, made on the runtime; batches are not shared out among processes."""
         forward = partial(self.load().prediction, names=task.output_names)
         return predict_by(forward, batches, task, name=f"predict on {self.runtime}", progress=progress)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compound(ABC):
-    """A request for the slim and the dense model in one file, whose answers keep a promise.
-
-    Attributes:
-        name: Its name in `COMPOUNDS`.
-        folder: Name of its folder in that of a run.
-        runtime: The runtime that serves the file, as in `load_runtime`.
-        runtimes: The runtimes of whose bits its slim part may be.
-        disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
-        confidence: The probability that the promise holds, in (0, 1).
-        bits: What the linear layers of the slim part are computed in.
-    """
-
-    name: ClassVar[str]
-    folder: ClassVar[str]
-    runtime: ClassVar[str]
-    runtimes: ClassVar[tuple[str, ...]]
-    disagreement: float
-    confidence: float = CONFIDENCE
-    bits: str = "float32"
-
-    @abstractmethod
-    def check(self, model: PreTrainedModel, rows: Sequence[Batch]) -> None:
-        """Refuse, by a RequestError, a dense model or held-out rows that do not allow the promise."""
-
-    @abstractmethod
-    def join(
-        self, slim: Export, dense: Export, folder: Path, *, batches: Sequence[Batch], answers: torch.Tensor
-    ) -> Export:
-        """Write both models into a folder, after checking the promise on held-out batches, and return the export.
-
-        `answers` are the dense model's logits on them. The result's `facts["promise"]` has `passed_on` and `differ` as
-        in `SizeTried`. Raises a HiesError where the promise cannot be kept.
-        """
-
-    @abstractmethod
-    def facts(
-        self, exported: Export, batches: Sequence[Batch], *, parts: Both[int], stability: float, tried: Sequence[Any]
-    ) -> tuple[Any, Any]:
-        """Return a report's entries on an export: first the one in its summary, then the one in its details.
-
-        `parts` are the sizes of the files of both models alone, in bytes; `stability` is the share of the answers on
-        the evaluation batches that equal the dense model's; `tried` are the sizes among which this one was chosen.
-        """
-
-    def form(self, exported: Export) -> Form:
-        """Return an export of this compound as a form on its runtime."""
-        return Form(self.name, self.runtime, exported.folder, self.bits, exported.bytes)
-
-
-COMPOUNDS: Registry[type[Compound]] = KNOWN
-"""Name -> class of compounds."""
 
 
 class Forms:

@@ -9,7 +9,8 @@ from pathlib import Path
 from ..evaluate.judge import Judge
 from ..progress import SILENT, Progress
 from ..units.counts import Count, Ratio, Record, Share, Size
-from .form import COMPOUNDS, Form, Forms
+from .cascade.export import CascadeForm
+from .form import Form, Forms
 from .formats import Export, runtime_of
 from .runtimes.base import RUNTIMES
 from .runtimes.ort import ONNX_FILE
@@ -21,7 +22,7 @@ class Judged:
     """A form, judged on the evaluation rows and timed beside the others: an entry of `details.forms` in report.json.
 
     Attributes:
-        model: "dense", "slim", or the name of a compound of both.
+        model: "dense", "slim" or "cascade".
         bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; for a compound, its
             slim part's.
         bytes: Size of the exported file; None if the runtime reads no export.
@@ -126,7 +127,8 @@ def judge_exported(exported: Export, folder: Path, judge: Judge, forms: Sequence
     metric, how, quantize = judge.metrics[0], exported.how, exported.how.quantize
     runtime, bits = (exported.checked_on, how.dtype) if quantize is None else (runtime_of(how, quantize), quantize)
     quality, stability = None, None
-    matches = [form for form in forms if form.model not in COMPOUNDS and (form.runtime, form.bits) == (runtime, bits)]
+    alone = [form for form in forms if form.model != CascadeForm.name]
+    matches = [form for form in alone if (form.runtime, form.bits) == (runtime, bits)]
     if matches:
         # The last one is the slim model or, if nothing was cut, the dense one, which is then the same.
         quality, stability = matches[-1].quality, matches[-1].stability
@@ -150,8 +152,8 @@ def keep_file(forms: Forms, form: Judged, folder: Path, *, same: bool) -> str | 
 
     In torch it is "slim", a checkpoint; None for the dense model. If nothing was cut (`same`), slim files do for both.
     """
-    if form.model in COMPOUNDS:
-        return f"{COMPOUNDS[form.model].folder}/{ONNX_FILE}"
+    if form.model == CascadeForm.name:
+        return f"{CascadeForm.folder}/{ONNX_FILE}"
     if RUNTIMES[form.runtime].reads_models:
         return "slim" if same or form.model == "slim" else None
     export = forms.export("slim" if same else form.model, forms.options_for(form.runtime, form.bits))

@@ -12,7 +12,8 @@ from ..recipe.budget import LatencyBudget
 from ..recipe.sections import ExportSection
 from ..units import counts
 from ..units.counts import Both, Counted, FlopCount, Shape, StoredBytes
-from .form import Compound, Forms
+from .cascade.export import CascadeForm
+from .form import Forms
 from .formats import runtime_of
 from .runtimes.base import RUNTIMES
 from .time import TimedRow, time
@@ -28,7 +29,7 @@ class MeasureOptions:
     ways: tuple[tuple[str, str | None], ...]
     repeats: int = 30
 
-    def ways_to_judge(self, export: ExportSection, compound: Compound | None) -> list[tuple[str, str]]:
+    def ways_to_judge(self, export: ExportSection, compound: CascadeForm | None) -> list[tuple[str, str]]:
         """Return the (runtime, bits) pairs to judge both models in: those of `ways` that have bits, and the export's.
 
         With a quantised export or a compound, float32 on ONNX Runtime comes first. Without either, the list is empty if

@@ -18,7 +18,8 @@ from ..checkpoint.save import write_slim
 from ..checkpoint.weights import weight_bytes
 from ..data.batches import Batch
 from ..evaluate.predict import Predictor
-from ..forms.form import Compound, predictor
+from ..forms.cascade.export import CascadeForm
+from ..forms.form import predictor
 from ..forms.formats import Exporter, Given
 from ..forms.latency import TimedOn, latency_table
 from ..forms.measured import MeasureOptions
@@ -45,7 +46,7 @@ class Delivery:
     exporter: Exporter  # for runtimes that read files, by the options of the recipe
     given: Unwrapped  # what the model was taken from, such as a SentenceTransformer; it also wraps slim models
     measure: MeasureOptions = field(default_factory=lambda: MeasureOptions(()))
-    compound: Compound | None = None  # how to join both models
+    compound: CascadeForm | None = None  # how to join both models
     deploy: DeploySection | None = None  # what to search for in place of a budget
     source: Source | None = None  # how the dense model is stored
     dense: str = ""  # folder or Hub id of the dense model

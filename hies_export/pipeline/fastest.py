@@ -19,8 +19,9 @@ from ..errors import HiesError, PlanError
 from ..evaluate.interval import Looks
 from ..evaluate.judge import Judge
 from ..evaluate.promise import asked_words
+from ..forms.cascade.export import CascadeForm
 from ..forms.deployment import DeployWay, SizeTried, find_ways, try_dense
-from ..forms.form import COMPOUNDS, Compound, Form, Forms
+from ..forms.form import Form, Forms
 from ..forms.runtimes.base import RUNTIMES
 from ..forms.time import TimedRow, in_mixed_order, ratios, rows_by_shape
 from ..forms.time import time as time_forms
@@ -74,7 +75,7 @@ class Decision:
     """What stays, and the form that it is deployed in."""
 
     choice: Choice
-    compound: Compound | None = None  # how it is joined with the dense model
+    compound: CascadeForm | None = None  # how it is joined with the dense model
     sizes: tuple[SizeTried, ...] = ()  # of compounds that were tried
     ways: tuple[DeployWay, ...] = ()  # that `deploy` tried, and the results
 
@@ -140,8 +141,7 @@ class _Search:
         self._trace_a_cut()
         self._search_in(ways)
         if compounds:
-            for kind in COMPOUNDS.values():
-                self._add_compounds(kind)
+            self._add_compounds()
         decisions, forms = [decision for decision, _ in self.found], [form for _, form in self.found]
         if len(decisions) < 2:
             return decisions[0] if decisions else None
@@ -202,19 +202,21 @@ class _Search:
         else:
             logger.warning("no cut is deployed on %s in %s: its file breaks the promise", way.runtime, way.bits)
 
-    def _add_compounds(self, kind: type[Compound]) -> None:
+    def _add_compounds(self) -> None:
         """Add compounds of a classifier that keep the promise, in the form in which the dense model is fastest."""
         assert self.delivery.deploy is not None
         # The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
         usable = [
             way
             for way in self.tried
-            if way.runtime in kind.runtimes and way.problem is None and way.bits not in RUNTIMES[way.runtime].calibrated
+            if way.runtime in CascadeForm.runtimes
+            and way.problem is None
+            and way.bits not in RUNTIMES[way.runtime].calibrated
         ]
         if not usable or not self.forms.has_plain("dense"):  # the export that becomes the dense part
             return
         fastest = min(usable, key=lambda way: way.dense_ratio or 0.0)
-        compound = kind(
+        compound = CascadeForm(
             disagreement=1 - self.delivery.deploy.keep,
             confidence=(1 + looks_of(self.pruning, self.delivery).confidence) / 2,  # its interval is one-sided
             bits=fastest.bits,
@@ -222,7 +224,7 @@ class _Search:
         joined, sizes = self._join(compound)
         self.found.extend((Decision(choice, compound, sizes), form) for choice, form in joined)
 
-    def _join(self, compound: Compound) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
+    def _join(self, compound: CascadeForm) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
         """Return (cut, form) of the compounds at `FLOPS_TO_TRY` that keep the promise, and the results of all."""
         pruning, forms, rows = self.pruning, self.forms, self.pruning.rows.promise
         dense, answers = forms.plain("dense"), pruning.dense_predictions(rows).values

@@ -27,7 +27,7 @@ from ..data.rows import load_rows, taken_from
 from ..errors import RequestError
 from ..evaluate.metrics import check_metrics
 from ..evaluate.ranking import RowsKind
-from ..forms.form import COMPOUNDS
+from ..forms.cascade.export import CascadeForm
 from ..forms.measured import MeasureOptions
 from ..forms.runtimes.base import GPU_HALF_STEP, RUNTIMES, check_dtypes, check_one_graph, check_runtime
 from ..forms.time import ROWS
@@ -65,7 +65,7 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     progress.stage("find the units that may go")
     compound, dtype = None, recipe.save_dtype or recipe.dtype
     if (asked := recipe.cascade) is not None:
-        compound = COMPOUNDS[asked.name](disagreement=asked.disagreement, bits=recipe.export.quantize or "float32")
+        compound = CascadeForm(disagreement=asked.disagreement, bits=recipe.export.quantize or "float32")
         compound.check(model, rows.promise)  # whether they allow its promise
     source = source_of(model, checkpoint.folder, checkpoint.config, asked=dtype)
     delivery = Delivery(

@@ -96,7 +96,7 @@ class Measuring:
             timed = _TimedForms(self._judge(to_judge, on_dense_index))
             if to_judge:
                 timed = self._time(to_judge, timed.judged, joined=joined is not None)
-            deployment = self._deployment(judge, timed)
+            deployment = self._deployment(timed)
             summary, details = self._compound(judge, joined, timed.judged[-1].stability) if joined else ({}, {})
             file = judge_exported(forms.export("slim", forms.exporter.options), folder, on_dense_index, timed.judged)
         add_graphs(exports.values(), folder / "slim")
@@ -213,19 +213,15 @@ class Measuring:
         best, step = fastest(times, [position for position, index in enumerate(chosen) if index in keeping])
         return _TimedForms(found, None if best is None else chosen[best], step)
 
-    def _deployment(self, judge: Judge, timed: _TimedForms) -> Deployment | None:
+    def _deployment(self, timed: _TimedForms) -> Deployment | None:
         """Return which form to deploy, whose file is kept in the folder of the run; None if that was not asked."""
         if self.deploy is None:
             return None
-        seconds, ranking, file = time.monotonic() - self.delivery.began, None, None
+        seconds, file = time.monotonic() - self.delivery.began, None
         if timed.best is not None:
-            best = timed.judged[timed.best]
-            if self.pruning.task.embeds:
-                form = self.forms.form(best.model, best.runtime, best.bits)
-                ranking = judge.ranking(form.predict(judge.batches, judge.task))
-            # Last, as it moves what the form reads.
-            file = keep_file(self.forms, best, self.folder, same=all(form.model == "dense" for form in timed.judged))
-        return Deployment(self.deploy.keep, timed.best, timed.step, list(self.decision.ways), seconds, file, ranking)
+            same = all(form.model == "dense" for form in timed.judged)
+            file = keep_file(self.forms, timed.judged[timed.best], self.folder, same=same)
+        return Deployment(self.deploy.keep, timed.best, timed.step, list(self.decision.ways), seconds, file)
 
     def _compound(self, judge: Judge, joined: Export, stability: float) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return what the report's summary and its details say of the compound, each by the compound's name."""

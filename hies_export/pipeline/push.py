@@ -10,7 +10,6 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperation, CommitOperationAdd, CommitOperationDelete, HfApi
 
 from ..checkpoint.beside import LICENSE_KEYS, MODULES_FILE, read_card
-from ..entry_points import COMPOUNDS
 from ..errors import OutputExistsError, PushError, RequestError, refusing
 from ..progress import SILENT, Progress
 from ..report.card import render_card
@@ -20,7 +19,7 @@ from ..report.report import Details, Report
 from ..report.words import model_name, title
 
 # Folders of the slim model's exports.
-_EXPORTS = ("onnx", "onnx-int8", "onnx-int4", *(f"onnx-{name}" for name in COMPOUNDS), "gguf")
+_EXPORTS = ("onnx", "onnx-int8", "onnx-int4", "onnx-cascade", "gguf")
 
 
 def push_to_hub(

@@ -167,35 +167,26 @@ def heads_in(
         return None
     single = head_of_columns(x, 1, leaves)  # every column as a head of its own
     has_values = any((column >= 0).any() for column, _ in single.values())
-    for heads in [*_divisors(columns), *([1] if has_values else [])]:  # the most heads that have whole blocks
+    # The most heads that have whole blocks; without values, one head is none.
+    counts = [count for count in range(columns // 2, 1, -1) if columns % count == 0] + ([1] if has_values else [])
+    for heads in counts:
         width = columns // heads
         by_head = head_of_columns(x, width, leaves)
         if any(_of_whole_blocks(by_head[call].head, single[call].head, heads, width) for call in by_head):
             break
     else:
         return None
-    # Linear layer, and whether key/value heads own its features (else query heads) -> the head of each, -1 for none.
-    owned: dict[tuple[str, bool], Tensor] = {}
-    key_width = groups = 0
-    for call, (head_of, reaches_any) in by_head.items():
+    owned: dict[str, Tensor] = {}  # linear layer -> the head of each feature, -1 for none
+    key_width = 0
+    for call, (head_of, _) in by_head.items():
         if not evenly_owned(head_of, heads):
             return None
         if (head_of >= 0).any():
-            owned[call[0], False] = head_of
-        shared = reaches_any & (head_of < 0)  # by the query heads of a group
-        for group_count in _divisors(heads) if shared.any() else []:  # the most groups
-            group_of = head_of_columns(x, columns // group_count, {call: leaves[call]})[call].head
-            if (group_of[shared] >= 0).all():
-                group_of = group_of.where(shared, -1)
-                if not evenly_owned(group_of, group_count):
-                    return None
-                owned[call[0], True] = group_of
-                groups = group_count
-                break
+            owned[call[0]] = head_of
         # Features of queries and keys reach a whole block each, and no single column.
         if (single[call].head < 0).all() and (head_of >= 0).all() and not key_width:
             key_width = len(head_of) // heads
-    slices = [Slice(layer, 0, head_of, per_group=per_group) for (layer, per_group), head_of in owned.items()]
+    slices = [Slice(layer, 0, head_of) for layer, head_of in owned.items()]
     axes = {name: _axis_of_heads(by_axis, heads) for name, by_axis in head_of_axes(x, width, parameters).items()}
     slices += [Slice(name, *axis_and_heads, parameter=True) for name, axis_and_heads in axes.items() if axis_and_heads]
     return PrunableModule(
@@ -204,7 +195,7 @@ def heads_in(
         unit_width=width,
         consumer=consumer,
         slices=tuple(slices),
-        groups=groups or (heads if has_values else 1),  # without values of their own, all heads share one
+        groups=heads if has_values else 1,  # without values of their own, all heads share one
         key_width=key_width or width,
     )
 
@@ -230,10 +221,6 @@ def _reaches_other_tokens(x: Tensor, leaves: Sequence[Tensor]) -> bool:
     (gradients,) = gradients_of(rows[1::2], [positive_weights(rows[1::2].shape)], leaves)
     by_token = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients if gradient is not None]
     return any(len(gradient) != len(rows) or bool((gradient[::2] != 0).any()) for gradient in by_token)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(number // 2, 1, -1) if number % n == 0]  # without itself and 1, the largest first
 
 
 def _axis_of_heads(by_axis: Sequence[Tensor], heads: int) -> tuple[int, Tensor] | None:
@@ -275,9 +262,7 @@ def find_heads(
 
     def cut_every_other(module: PrunableModule) -> Kept:
         # Modules that share a tensor, such as a bias, must not have to keep the same heads.
-        if module.name not in every_other:
-            return module.kept(range(module.units))
-        return without_first_query(module) if module.group_size > 1 else without_first_group(module)
+        return without_first_group(module) if module.name in every_other else module.kept(range(module.units))
 
     rehearsals = [partial(ConsumerRehearsal, dense, probe, keep) for keep in (without_first_group, cut_every_other)]
     return rehearsed(label, probe, modules, head_counts, rehearsals, batch, supported=SUPPORTED)

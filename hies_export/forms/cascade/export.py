@@ -22,7 +22,7 @@ from ...tasks.classification import Classification
 from ...tasks.registry import task_by_class, task_of
 from ...units.counts import Both, Count, Record, Share, Size, si
 from ..deployment import SizeTried
-from ..form import COMPOUNDS, Compound
+from ..form import Form
 from ..formats import Export, export_options
 from ..onnx.export import copy_beside, save_program
 from ..runtimes.base import load_runtime
@@ -96,13 +96,27 @@ class CascadeFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CascadeForm(Compound):
-    """A cascade of a slim and a dense classifier. In 8 bits, embeddings stay in float32: the dense part reads them."""
+class CascadeForm:
+    """A request for a slim and a dense classifier in one file, whose answers keep a promise.
 
-    name = "cascade"
-    folder = "onnx-cascade"
-    runtime = "onnxruntime-cpu"
-    runtimes = ("onnxruntime-cpu", "onnxruntime-cpu-int8")
+    Attributes:
+        name: What reports call the model.
+        folder: Name of its folder in that of a run.
+        runtime: The runtime that serves the file.
+        runtimes: The runtimes of whose bits its slim part may be.
+        disagreement: Largest share of answers that may differ from the dense model's, in (0, 1).
+        confidence: The probability that the promise holds, in (0, 1).
+        bits: What the linear layers of the slim part are computed in. In int8, embeddings stay in float32, because the
+            dense part reads them too.
+    """
+
+    name: ClassVar[str] = "cascade"
+    folder: ClassVar[str] = "onnx-cascade"
+    runtime: ClassVar[str] = "onnxruntime-cpu"
+    runtimes: ClassVar[tuple[str, ...]] = ("onnxruntime-cpu", "onnxruntime-cpu-int8")
+    disagreement: float
+    confidence: float = CONFIDENCE
+    bits: str = "float32"
 
     def check(self, model: PreTrainedModel, rows: Sequence[Batch]) -> None:
         """Refuse, by a RequestError, a model that is no classifier, and rows that are too few for the promise."""
@@ -168,6 +182,10 @@ class CascadeForm(Compound):
             facts={"promise": promise, "shared_bytes": shared},
         )
 
+    def form(self, exported: Export) -> Form:
+        """Return an export of this cascade as a form on its runtime."""
+        return Form(self.name, self.runtime, exported.folder, self.bits, exported.bytes)
+
     def facts(
         self,
         exported: Export,
@@ -202,9 +220,6 @@ class CascadeForm(Compound):
             max_abs=exported.max_abs,
             tried=tuple(tried),
         )
-
-
-COMPOUNDS[CascadeForm.name] = CascadeForm
 
 
 def _check_promise(promise: Promise, joined: torch.Tensor, answers: torch.Tensor) -> None:
