@@ -162,19 +162,19 @@ LEAST_FOR_LOSS = 200
 class Looks:
     """How often false promises may be tested on the held-out rows; the more often, the more rows it takes.
 
-    A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try several `compounds`
+    A budget of `keep` is searched for once. `deploy` searches in several `forms`, and may try several `cascades`
     in one of them. It also looks at the dense model in `bits` forms in fewer bits than float32, and at the slim model
     only where the dense one kept the promise. So each of these forms has one false promise at most, unless by chance.
     """
 
     forms: int = 1
-    compounds: int = 0
+    cascades: int = 0
     bits: int = 0
 
     @property
     def confidence(self) -> float:
         """Confidence that each interval needs, so that all together have `CONFIDENCE`."""
-        return confidence_of_each(FAILURES * self.forms + self.compounds + self.bits)
+        return confidence_of_each(FAILURES * self.forms + self.cascades + self.bits)
 
     def rows(self, share: float, metric: str | None) -> int:
         """Return how many rows confirm a share of predictions (of a metric: how many queries) if none loses any."""

@@ -1,4 +1,4 @@
-"""Hold what runs: a form is a model (dense, slim, or a compound of both) on a runtime, in bits.
+"""Hold what runs: a form is a model (dense, slim, or a cascade of both) on a runtime, in bits.
 
 The input is models in memory and the runtimes to run them on; the output is their predictions and times, compared.
 

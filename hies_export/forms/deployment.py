@@ -1,4 +1,4 @@
-"""Try the dense model in all forms, and record how these did, and compounds (slim and dense model in one file)."""
+"""Try the dense model in all forms, and record how these did, and cascades (slim and dense model in one file)."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ def try_dense(
 
 @dataclass(frozen=True, kw_only=True)
 class SizeTried:
-    """A share of the FLOPs that was tried for a compound, and the result.
+    """A share of the FLOPs that was tried for a cascade, and the result.
 
     Attributes:
         flops: Share of the dense model's FLOPs that the cut leaves.
         passed_on: Share of the held-out rows that go on to the dense part.
         differ: Number of held-out rows whose answer differs from the dense model's.
-        problem: Why there is no such compound.
+        problem: Why there is no such cascade.
     """
 
     flops: Share

@@ -43,7 +43,7 @@ class Export:
         inputs, outputs: Names of the inputs and outputs of `file`; empty if it has none.
         facts: What else the format says. ONNX: `fused`, how often each of ONNX Runtime's own operators occurs. In fewer
             bits: `layers`, the number of linear layers by dtype, and on OpenVINO `float_neurons`. GGUF: `architecture`,
-            `types` (number of tensors by the type that they are stored in) and `parity`. A compound: its promise.
+            `types` (number of tensors by the type that they are stored in) and `parity`. A cascade: its promise.
     """
 
     format: str

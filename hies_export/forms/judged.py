@@ -23,7 +23,7 @@ class Judged:
 
     Attributes:
         model: "dense", "slim" or "cascade".
-        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; for a compound, its
+        bits: What its linear layers are computed in: "float32", "bfloat16", "float16" or "int8"; for a cascade, its
             slim part's.
         bytes: Size of the exported file; None if the runtime reads no export.
         quality: The first of the metrics.

@@ -18,7 +18,7 @@ from .formats import runtime_of
 from .runtimes.base import RUNTIMES
 from .time import TimedRow, time
 
-# The (runtime, bits) pair that quantised models and compounds are compared with.
+# The (runtime, bits) pair that quantised models and cascades are compared with.
 _FULL_PRECISION = ("onnxruntime-cpu", "float32")
 
 
@@ -29,10 +29,10 @@ class MeasureOptions:
     ways: tuple[tuple[str, str | None], ...]
     repeats: int = 30
 
-    def ways_to_judge(self, export: ExportSection, compound: CascadeForm | None) -> list[tuple[str, str]]:
+    def ways_to_judge(self, export: ExportSection, cascade: CascadeForm | None) -> list[tuple[str, str]]:
         """Return the (runtime, bits) pairs to judge both models in: those of `ways` that have bits, and the export's.
 
-        With a quantised export or a compound, float32 on ONNX Runtime comes first. Without either, the list is empty if
+        With a quantised export or a cascade, float32 on ONNX Runtime comes first. Without either, the list is empty if
         all bits are float32.
         """
         pairs = [(runtime, bits) for runtime, bits in self.ways if bits is not None]
@@ -42,7 +42,7 @@ class MeasureOptions:
             if runtime is not None:
                 pairs.insert(0, (runtime, export.quantize))
             pairs.insert(0, _FULL_PRECISION)
-        if compound is not None:
+        if cascade is not None:
             pairs.insert(0, _FULL_PRECISION)
         elif all(bits == "float32" for _, bits in pairs):
             return []

@@ -46,7 +46,7 @@ class Delivery:
     exporter: Exporter  # for runtimes that read files, by the options of the recipe
     given: Unwrapped  # what the model was taken from, such as a SentenceTransformer; it also wraps slim models
     measure: MeasureOptions = field(default_factory=lambda: MeasureOptions(()))
-    compound: CascadeForm | None = None  # how to join both models
+    cascade: CascadeForm | None = None  # how to join both models
     deploy: DeploySection | None = None  # what to search for in place of a budget
     source: Source | None = None  # how the dense model is stored
     dense: str = ""  # folder or Hub id of the dense model

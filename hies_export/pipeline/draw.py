@@ -1,6 +1,6 @@
 """Decide which rows are for what: draw those of each use from separate rows, and hold rows out for a promise.
 
-There is one rule for the promises of `budget: {keep: ...}`, `deploy` and compounds. A look is an interval on held-out
+There is one rule for the promises of `budget: {keep: ...}`, `deploy` and cascades. A look is an interval on held-out
 rows that decides whether something is promised; the more looks, the more rows a promise takes.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Load = Callable[..., datasets.Dataset]
 # Held-out rows on which `alpha: auto` is chosen, and `criterion: auto`, whose candidates differ by few predictions.
 HELD_OUT_SAMPLES, AUTO_SAMPLES = 256, 512
-# Shares of the FLOPs that `deploy` tries in compounds.
+# Shares of the FLOPs that `deploy` tries in cascades.
 FLOPS_TO_TRY = (0.75, 0.55, 0.35)
 # Quality is judged on the same rows, whatever the seed of a run.
 EVALUATION_SEED = 0
@@ -75,7 +75,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Samples by use: to score on, to choose on, to refit on, and to make the promise of a compound on."""
+    """Samples by use: to score on, to choose on, to refit on, and to make the promise of a cascade on."""
 
     scoring: datasets.Dataset
     held_out: datasets.Dataset
@@ -90,11 +90,11 @@ def count_to_choose_on(options: PruneSection) -> int:
     return {"criterion: auto": AUTO_SAMPLES, "alpha: auto": HELD_OUT_SAMPLES, None: 0}[options.judged_on_held_out]
 
 
-def draw(splits: Splits, load: Load, options: PruneSection, compound: CascadeSection | None = None) -> Drawn:
+def draw(splits: Splits, load: Load, options: PruneSection, cascade: CascadeSection | None = None) -> Drawn:
     """Draw samples by use from the calibration split, in the order of its seed.
 
     Those to score on and those to refit on are both from the start. Those to hold out come after the scored ones, or
-    from the split that the recipe holds out; the last of them are for the promise of the compound. Where criteria are
+    from the split that the recipe holds out; the last of them are for the promise of the cascade. Where criteria are
     compared or something is promised, they are kept out of the refit too, if there are enough.
 
     Raises RequestError if the calibration split has none left to hold out.
@@ -102,7 +102,7 @@ def draw(splits: Splits, load: Load, options: PruneSection, compound: CascadeSec
     calibration, keep = splits.calibration, options.goal.keep
     to_score, split = calibration.samples, calibration.split
     to_refit = 0 if options.compensation is None else options.compensation.samples
-    to_promise = 0 if compound is None else compound.samples
+    to_promise = 0 if cascade is None else cascade.samples
     to_hold_out = count_to_choose_on(options) + to_promise
     apart = options.criterion == AUTO or keep is not None or to_promise > 0  # from those to refit on
     separate = _separate_held_out(splits, load, to_hold_out)
@@ -112,10 +112,9 @@ def draw(splits: Splits, load: Load, options: PruneSection, compound: CascadeSec
     # Rows with a query come first, and the others, which only add documents, cannot be judged.
     available = splits.count_judged(drawn)
     if needed and available <= splits.boundary(drawn, to_score):
-        chosen = options.judged_on_held_out or (compound and compound.name)
         raise RequestError(
-            f"{chosen} needs samples beyond the {to_score} to score on, but the split {split!r} has {available}; lower "
-            "calibration.samples, name other rows as held_out, or leave it out"
+            f"{options.judged_on_held_out or 'cascade'} needs samples beyond the {to_score} to score on, but the split "
+            f"{split!r} has {available}; lower calibration.samples, name other rows as held_out, or leave it out"
         )
 
     def slice_of(rows: datasets.Dataset, start: int, count: int) -> datasets.Dataset:
@@ -181,13 +180,13 @@ def _divide_evaluated(splits: Splits, load: Load) -> tuple[datasets.Dataset, dat
 def all_looks(task: type[Task], deploy: DeploySection | None, *, classifies: bool) -> tuple[Looks, ...]:
     """Return the looks that a promise may take, from the most, for many held-out rows, to the fewest.
 
-    Only a classifier has compounds. A budget of `keep`, without `deploy`, looks as the last one says; the others are
+    Only a classifier has cascades. A budget of `keep`, without `deploy`, looks as the last one says; the others are
     there so that it holds out the same rows as a deployment, if there are enough.
     """
     bits = count_reduced_precision(task, () if deploy is None else deploy.runtimes)
-    with_compounds = [Looks(SEARCHED, compounds=len(FLOPS_TO_TRY), bits=bits)] if classifies else []
+    with_cascades = [Looks(SEARCHED, cascades=len(FLOPS_TO_TRY), bits=bits)] if classifies else []
     of_budget = [Looks()] if deploy is None else []
-    return (*with_compounds, Looks(SEARCHED, bits=bits), Looks(bits=bits), *of_budget)
+    return (*with_cascades, Looks(SEARCHED, bits=bits), Looks(bits=bits), *of_budget)
 
 
 @dataclass(frozen=True)
@@ -221,14 +220,14 @@ def promise_in(recipe: PruningRecipe, task: Task, metric: str | None) -> Promise
 
     `metric` is that of which a share is promised, see `pruning.promised_metric`; None for one of the predictions.
     """
-    compound, promise = recipe.cascade, _promise_to_keep(recipe, task, metric)
-    if compound is None:
+    cascade, promise = recipe.cascade, _promise_to_keep(recipe, task, metric)
+    if cascade is None:
         return promise
-    needed, to_choose = rate_rows_needed(compound.disagreement), count_to_choose_on(recipe.options)
-    # Held-out rows are divided between what else is chosen on them and the compound, see `draw`.
+    needed, to_choose = rate_rows_needed(cascade.disagreement), count_to_choose_on(recipe.options)
+    # Held-out rows are divided between what else is chosen on them and the cascade, see `draw`.
     size = max(needed + min(to_choose, needed), 0 if promise is None else 2 * promise.sizes[-1])
-    words = f"a disagreement of at most {100 * compound.disagreement:g} %"
-    return Promise(words, (size,), to_choose + compound.samples)
+    words = f"a disagreement of at most {100 * cascade.disagreement:g} %"
+    return Promise(words, (size,), to_choose + cascade.samples)
 
 
 def _promise_to_keep(recipe: PruningRecipe, task: Task, metric: str | None) -> Promise | None:

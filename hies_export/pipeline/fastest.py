@@ -1,4 +1,4 @@
-"""Find the cut, or the compound of it and the dense model, that keeps a promise in the least time.
+"""Find the cut, or the cascade of it and the dense model, that keeps a promise in the least time.
 
 A way is a runtime and the bits that it computes in; a form is a model in one way. `DeployWay` records a tried way.
 """
@@ -57,15 +57,15 @@ def looks_of(pruning: Pruning, delivery: Delivery) -> Looks:
 
 
 def quick_times(
-    pruning: Pruning, delivery: Delivery, forms: Sequence[Form], *, compounds: bool = False
+    pruning: Pruning, delivery: Delivery, forms: Sequence[Form], *, cascades: bool = False
 ) -> list[list[TimedRow]]:
-    """Time forms, `compounds` among them or not, as a deployment is timed, at its first shape and with few loads."""
+    """Time forms, `cascades` among them or not, as a deployment is timed, at its first shape and with few loads."""
     shape, batch = next(iter(pruning.shapes.items()))
     batches: Mapping[Shape, Sequence[Batch]] = {shape: [batch]}
     if timed_on_rows(pruning):
         assert delivery.in_order is not None
         batches = rows_by_shape({shape[0]: delivery.in_order(1)[:QUICK_ROWS]})
-    elif compounds:  # their times depend on the rows
+    elif cascades:  # their times depend on the rows
         batches = rows_by_shape({shape[0]: in_mixed_order(pruning.rows.promise, shape[0])})
     return time_forms(forms, batches, loads=QUICK_LOADS, progress=pruning.progress)
 
@@ -75,8 +75,8 @@ class Decision:
     """What stays, and the form that it is deployed in."""
 
     choice: Choice
-    compound: CascadeForm | None = None  # how it is joined with the dense model
-    sizes: tuple[SizeTried, ...] = ()  # of compounds that were tried
+    cascade: CascadeForm | None = None  # how it is joined with the dense model
+    sizes: tuple[SizeTried, ...] = ()  # of cascades that were tried
     ways: tuple[DeployWay, ...] = ()  # that `deploy` tried, and the results
 
 
@@ -84,7 +84,7 @@ def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, f
     """Return the cut that keeps the promise in the least time; one that removes nothing if a dense form is fastest.
 
     The dense model is judged and timed in all forms. The largest cut is searched for in the fastest of those that keep
-    the promise; of a classifier, compounds of deeper cuts are tried too. Raises PlanError if no dense form keeps it.
+    the promise; of a classifier, cascades of deeper cuts are tried too. Raises PlanError if no dense form keeps it.
     """
     assert delivery.deploy is not None
     looks = looks_of(pruning, delivery)
@@ -96,7 +96,7 @@ def find_fastest(pruning: Pruning, delivery: Delivery, statistics: Statistics, f
     kept_ways = _ways_that_keep(promise, delivery.deploy.keep, tried, trimmed=pruning.trimming is not None)
     scored = score(pruning, statistics)
     search = _Search(pruning, delivery, statistics, forms, promise, judge, scored, tried)
-    decision = search.run(kept_ways[: looks.forms], compounds=looks.compounds > 0)
+    decision = search.run(kept_ways[: looks.forms], cascades=looks.cascades > 0)
     if decision is None:
         pruning.progress.stage("nothing is cut: the fastest dense form that keeps the promise is the answer")
         fastest = kept_ways[0]
@@ -134,20 +134,20 @@ class _Search:
     judge: Judge  # of the promise
     scored: Sequence[Scores]  # to cut by
     tried: list[DeployWay]  # of the dense model; each is replaced in place when cuts were searched for in it
-    found: list[tuple[Decision, Form]] = field(default_factory=list)  # cuts and compounds that keep the promise
+    found: list[tuple[Decision, Form]] = field(default_factory=list)  # cuts and cascades that keep the promise
 
-    def run(self, ways: Sequence[DeployWay], *, compounds: bool) -> Decision | None:
-        """Search for cuts in some ways, and for compounds if asked; return the fastest, None if none is found."""
+    def run(self, ways: Sequence[DeployWay], *, cascades: bool) -> Decision | None:
+        """Search for cuts in some ways, and for cascades if asked; return the fastest, None if none is found."""
         self._trace_a_cut()
         self._search_in(ways)
-        if compounds:
-            self._add_compounds()
+        if cascades:
+            self._add_cascades()
         decisions, forms = [decision for decision, _ in self.found], [form for _, form in self.found]
         if len(decisions) < 2:
             return decisions[0] if decisions else None
         self.pruning.progress.stage("time the cuts that were found")
-        joined = any(decision.compound for decision in decisions)
-        times = ratios(quick_times(self.pruning, self.delivery, forms, compounds=joined))
+        joined = any(decision.cascade for decision in decisions)
+        times = ratios(quick_times(self.pruning, self.delivery, forms, cascades=joined))
         return decisions[times.index(min(times))]
 
     def _trace_a_cut(self) -> None:
@@ -202,8 +202,8 @@ class _Search:
         else:
             logger.warning("no cut is deployed on %s in %s: its file breaks the promise", way.runtime, way.bits)
 
-    def _add_compounds(self) -> None:
-        """Add compounds of a classifier that keep the promise, in the form in which the dense model is fastest."""
+    def _add_cascades(self) -> None:
+        """Add cascades of a classifier that keep the promise, in the form in which the dense model is fastest."""
         assert self.delivery.deploy is not None
         # The dense model in 8 bits need not keep the promise by itself: the dense part is in float32.
         usable = [
@@ -216,41 +216,41 @@ class _Search:
         if not usable or not self.forms.has_plain("dense"):  # the export that becomes the dense part
             return
         fastest = min(usable, key=lambda way: way.dense_ratio or 0.0)
-        compound = CascadeForm(
+        cascade = CascadeForm(
             disagreement=1 - self.delivery.deploy.keep,
             confidence=(1 + looks_of(self.pruning, self.delivery).confidence) / 2,  # its interval is one-sided
             bits=fastest.bits,
         )
-        joined, sizes = self._join(compound)
-        self.found.extend((Decision(choice, compound, sizes), form) for choice, form in joined)
+        joined, sizes = self._join(cascade)
+        self.found.extend((Decision(choice, cascade, sizes), form) for choice, form in joined)
 
-    def _join(self, compound: CascadeForm) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
-        """Return (cut, form) of the compounds at `FLOPS_TO_TRY` that keep the promise, and the results of all."""
+    def _join(self, cascade: CascadeForm) -> tuple[list[tuple[Choice, Form]], tuple[SizeTried, ...]]:
+        """Return (cut, form) of the cascades at `FLOPS_TO_TRY` that keep the promise, and the results of all."""
         pruning, forms, rows = self.pruning, self.forms, self.pruning.rows.promise
         dense, answers = forms.plain("dense"), pruning.dense_predictions(rows).values
         joined, sizes = [], []
         for share in FLOPS_TO_TRY:
-            pruning.progress.stage(f"cut to {share:g} of the FLOPs for a {compound.name}")
-            left, name = share, f"{share:g}-for-{compound.name}"
+            pruning.progress.stage(f"cut to {share:g} of the FLOPs for a {cascade.name}")
+            left, name = share, f"{share:g}-for-{cascade.name}"
             try:
                 choice = self._cut_to(share)
                 left = pruning.flops_left(choice.plan.kept)
                 forms.add(name, trial_model(pruning, self.statistics, choice.trial))
-                slim, folder = forms.plain(name), forms.folder / f"{compound.name}-{share:g}"
-                pruning.progress.stage(f"join {left:.2f} of the FLOPs in a {compound.name} on {compound.runtime}")
-                exported = compound.join(slim, dense, folder, batches=rows, answers=answers)
+                slim, folder = forms.plain(name), forms.folder / f"{cascade.name}-{share:g}"
+                pruning.progress.stage(f"join {left:.2f} of the FLOPs in a {cascade.name} on {cascade.runtime}")
+                exported = cascade.join(slim, dense, folder, batches=rows, answers=answers)
             except HiesError as error:
                 sizes.append(SizeTried(flops=left, problem=str(error)))
                 continue
             promise = exported.facts["promise"]
             sizes.append(SizeTried(flops=left, passed_on=promise.passed_on, differ=promise.differ))
-            joined.append((choice, compound.form(exported)))
+            joined.append((choice, cascade.form(exported)))
         return joined, tuple(sizes)
 
     def _cut_to(self, share: float) -> Choice:
         """Return a cut to a share of the FLOPs, by the scores of the first cut found so far; without one, as asked."""
         for decision, _ in self.found:
-            if decision.compound is None:  # it is a cut alone
+            if decision.cascade is None:  # it is a cut alone
                 return choose_within(self.pruning, self.statistics, share, decision.choice)
         pruning = replace(self.pruning, options=self.pruning.options.model_copy(update={"budget": Budget(flops=share)}))
         check_pruning(pruning)

@@ -63,16 +63,16 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
     evaluation, untrimmed = reading.to_judge(evaluated, recipe.evaluation.batch_size)
     rows = replace(rows, evaluation=evaluation, untrimmed={**rows.untrimmed, "evaluation": untrimmed})
     progress.stage("find the units that may go")
-    compound, dtype = None, recipe.save_dtype or recipe.dtype
+    cascade, dtype = None, recipe.save_dtype or recipe.dtype
     if (asked := recipe.cascade) is not None:
-        compound = CascadeForm(disagreement=asked.disagreement, bits=recipe.export.quantize or "float32")
-        compound.check(model, rows.promise)  # whether they allow its promise
+        cascade = CascadeForm(disagreement=asked.disagreement, bits=recipe.export.quantize or "float32")
+        cascade.check(model, rows.promise)  # whether they allow its promise
     source = source_of(model, checkpoint.folder, checkpoint.config, asked=dtype)
     delivery = Delivery(
         exporter=exporter_of(recipe.export, rows, reading.processor),
         given=checkpoint.given or Unwrapped(model),
         measure=MeasureOptions(timed_in, recipe.measure.repeats),
-        compound=compound,
+        cascade=cascade,
         deploy=recipe.deploy,
         source=source,
         dense=recipe.model,
@@ -173,7 +173,7 @@ def read_drawn(recipe: PruningRecipe, reading: Reading, drawn: Drawn) -> Rows:
         score=reading.read(drawn.scoring, size=size),
         held_out=held_out,
         refit=unlabelled(reading.read(drawn.compensation, size=size), reading.task),
-        # The compounds of `deploy` keep the promise that its cuts keep.
+        # The cascades of `deploy` keep the promise that its cuts keep.
         promise=reading.to_judge(drawn.promised, size)[0] if recipe.deploy is None else held_out,
         untrimmed={"held_out": untrimmed},
     )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.sentence import write_served
 from ..evaluate.judge import Judge
+from ..forms.cascade.export import CascadeFacts, CascadeSummary
 from ..forms.deployment import Deployment
 from ..forms.form import Form, Forms
 from ..forms.formats import Export, add_graphs, link_files, runtime_of
@@ -44,9 +45,7 @@ class Measured:
     file: ExportedFile  # of that export, with its quality on the evaluation rows
     forms: list[Judged]  # both models in several runtimes and bits
     deployment: Deployment | None  # which of them to deploy, if that was asked
-    # Name of the compound -> what the report's summary and its details say of it; empty without one.
-    compound_summary: Mapping[str, Any]
-    compound_details: Mapping[str, Any]
+    cascade: tuple[CascadeSummary, CascadeFacts] | None  # what the report's summary and its details say of one
     outcome: Outcome | None  # the budget, with what was counted or timed of it
 
 
@@ -62,7 +61,7 @@ class Measuring:
     """How the slim model of a run is exported into its folder, and measured beside the dense one.
 
     Both are counted, and timed on every runtime that the recipe names. Then all forms of both (a form is a model on a
-    runtime in some bits) and their compound are judged and timed beside each other. Of a deployment, `ways` are the
+    runtime in some bits) and their cascade are judged and timed beside each other. Of a deployment, `ways` are the
     runtimes and bits that the dense model runs in, and `broken` those of them in which it breaks the promise.
     """
 
@@ -97,7 +96,7 @@ class Measuring:
             if to_judge:
                 timed = self._time(to_judge, timed.judged, joined=joined is not None)
             deployment = self._deployment(timed)
-            summary, details = self._compound(judge, joined, timed.judged[-1].stability) if joined else ({}, {})
+            cascade = self._cascade(judge, joined, timed.judged[-1].stability) if joined else None
             file = judge_exported(forms.export("slim", forms.exporter.options), folder, on_dense_index, timed.judged)
         add_graphs(exports.values(), folder / "slim")
         if isinstance(slim.model, TextEncoder):
@@ -110,8 +109,7 @@ class Measuring:
             file=file,
             forms=timed.judged,
             deployment=deployment,
-            compound_summary=summary,
-            compound_details=details,
+            cascade=cascade,
             outcome=self._with_cost(sizes),
         )
 
@@ -131,24 +129,24 @@ class Measuring:
         return exports
 
     def _join(self) -> Export | None:
-        """Export the compound of both models into the folder of a run; return None if none is asked for."""
-        if (compound := self.decision.compound) is None:
+        """Export the cascade of both models into the folder of a run; return None if none is asked for."""
+        if (cascade := self.decision.cascade) is None:
             return None
-        self.pruning.progress.stage(f"join both models in a {compound.name}, and compare it with them")
+        self.pruning.progress.stage(f"join both models in a {cascade.name}, and compare it with them")
         slim, dense, rows = self.forms.plain("slim"), self.forms.plain("dense"), self.pruning.rows.promise
         answers = self.pruning.dense_predictions(rows).values
-        return compound.join(slim, dense, self.folder / compound.folder, batches=rows, answers=answers)
+        return cascade.join(slim, dense, self.folder / cascade.folder, batches=rows, answers=answers)
 
     def _forms(self, joined: Export | None, *, same: bool) -> list[Form]:
-        """Return all forms of a run, the dense float32 graph first, and that of the compound last, if one was `joined`.
+        """Return all forms of a run, the dense float32 graph first, and that of the cascade last, if one was `joined`.
 
         If both models are the `same`, the others are those of the dense one alone. A model of several graphs has none.
         """
         if self.pruning.task.in_parts:
             return []
-        compound = self.decision.compound
+        cascade = self.decision.cascade
         if self.deploy is None:
-            pairs = self.delivery.measure.ways_to_judge(self.forms.exporter.options, compound)
+            pairs = self.delivery.measure.ways_to_judge(self.forms.exporter.options, cascade)
         else:
             pairs = [(way.runtime, way.bits) for way in self.ways]
         forms = []
@@ -158,8 +156,8 @@ class Measuring:
             left_out = bits in RUNTIMES[runtime].calibrated and (runtime, bits) in self.broken
             if not (same or left_out):
                 forms.append(self.forms.form("slim", runtime, bits))
-        if compound is not None and joined is not None:
-            forms.append(compound.form(joined))
+        if cascade is not None and joined is not None:
+            forms.append(cascade.form(joined))
         return forms
 
     def _judge(self, forms: Sequence[Form], judge: Judge) -> list[Judged]:
@@ -184,7 +182,7 @@ class Measuring:
         return all_judged
 
     def _time(self, forms: Sequence[Form], judged: Sequence[Judged], *, joined: bool) -> _TimedForms:
-        """Time judged forms, a compound among them if `joined`, and find the one to deploy.
+        """Time judged forms, a cascade among them if `joined`, and find the one to deploy.
 
         Of a deployment, all are timed briefly. Those on the frontier, the dense float32 graph and the candidates to
         deploy are then timed beside each other in all sizes.
@@ -200,7 +198,7 @@ class Measuring:
             options |= {"repeats": delivery.measure.repeats, "decode": True}
         if self.deploy is None:
             return _TimedForms(with_times(judged, time_forms(forms, batches, **options)))
-        brief_times = quick_times(pruning, delivery, forms, compounds=joined)
+        brief_times = quick_times(pruning, delivery, forms, cascades=joined)
         found = with_times(judged, brief_times)
         keeping = [index for index, form in enumerate(judged) if (form.at_least or 0.0) >= self.deploy.keep]
         relative = ratios(brief_times)
@@ -223,14 +221,13 @@ class Measuring:
             file = keep_file(self.forms, timed.judged[timed.best], self.folder, same=same)
         return Deployment(self.deploy.keep, timed.best, timed.step, list(self.decision.ways), seconds, file)
 
-    def _compound(self, judge: Judge, joined: Export, stability: float) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return what the report's summary and its details say of the compound, each by the compound's name."""
-        compound, plain = self.decision.compound, self.forms.exporter.options.unquantized
-        assert compound is not None
+    def _cascade(self, judge: Judge, joined: Export, stability: float) -> tuple[CascadeSummary, CascadeFacts]:
+        """Return what the report's summary and its details say of the cascade."""
+        cascade, plain = self.decision.cascade, self.forms.exporter.options.unquantized
+        assert cascade is not None
         slim = self.forms.export("slim", plain.model_copy(update={"quantize": joined.how.quantize}))
         bytes_alone, tried = Both(self.forms.plain("dense").bytes, slim.bytes), self.decision.sizes
-        summary, details = compound.facts(joined, judge.batches, parts=bytes_alone, stability=stability, tried=tried)
-        return {compound.name: summary}, {compound.name: details}
+        return cascade.facts(joined, judge.batches, parts=bytes_alone, stability=stability, tried=tried)
 
     def _serve(
         self, model: TextEncoder, exports: Mapping[ExportSection, Export], best: Judged | None, best_file: str | None

@@ -45,8 +45,10 @@ def build_report(
     model, heads = model_of(delivery.dense), head_map(plan)
     low, high = evaluation.kept_ends or (None, None)
     assert delivery.source is not None
+    summary, cascade = measured.cascade or (None, None)
     # Fields of some runs alone, which are left out of the report where they say nothing.
-    optional = {"neurons": neuron_counts(plan), "forms": measured.forms, "deployment": measured.deployment}
+    optional: dict[str, Any] = {"neurons": neuron_counts(plan), "forms": measured.forms, "cascade": cascade}
+    optional["deployment"] = measured.deployment
     graph_names = {"inputs": exported.inputs, "outputs": exported.outputs} if exported.inputs else {}
     details = Details(
         base_model=None if Path(model).exists() else model,
@@ -65,7 +67,6 @@ def build_report(
         auto_class=pruning.task.auto_class,
         **{exported.format: {**graph_names, **exported.facts}},
         **{name: value for name, value in optional.items() if value},
-        **measured.compound_details,
         data=_data_facts(pruning, delivery, choice),
         run=asdict(RunRecord(command, delivery.source.commit)),
     )
@@ -90,7 +91,7 @@ def build_report(
         latency=sizes.latency,
         environment={**machine_facts(), "processes": processes},
         exported=measured.file,
-        **measured.compound_summary,
+        cascade=summary,
         ranking=evaluation.ranking or None,
         details=details,
     )

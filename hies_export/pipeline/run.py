@@ -83,7 +83,7 @@ def run(
             priced.expect(size_of_pruning(pruning))
             with pruning.clock("score"):
                 if delivery.deploy is None:
-                    decision = Decision(choose(pruning, calibrate(pruning)), delivery.compound)
+                    decision = Decision(choose(pruning, calibrate(pruning)), delivery.cascade)
                 else:
                     decision = find_fastest(pruning, delivery, calibrate(pruning, reported=False), forms)
             with pruning.clock("cut"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
@@ -350,8 +350,6 @@ class CascadeSection(Section):
         disagreement: Largest share of the answers that may differ from the dense model's, with 95 % confidence.
         samples: How many held-out rows to draw.
     """
-
-    name: ClassVar[str] = "cascade"
 
     disagreement: float = Field(gt=0, lt=1)
     samples: int = Field(4096, ge=1)

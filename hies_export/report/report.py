@@ -235,11 +235,6 @@ class Report:
         return {kind.units: getattr(self, kind.units) for kind in KINDS.values()}
 
     @property
-    def compound(self) -> CascadeSummary | None:
-        """The compound, a file with both models, of which a cascade is the one kind; None if none was asked for."""
-        return self.cascade
-
-    @property
     def metrics(self) -> Mapping[str, Both[float] | FirstMetric]:
         """All metrics of both models by name; the first one alone if `details` has none."""
         return self.details.metrics or {self.quality.metric: self.quality}

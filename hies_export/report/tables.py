@@ -45,10 +45,10 @@ class Part(NamedTuple):
 
 def report_parts(report: Report) -> dict[str, Part]:
     """Return the parts that renderings show, by name; those that the report has nothing for are left out."""
-    compound, rows, held_out = report.compound, report.latency, words.held_out_rows(report)
+    cascade, rows, held_out = report.cascade, report.latency, words.held_out_rows(report)
     latency = Part("Latency", latency_table(rows), (words.latency_text(rows),)) if rows else Part("Latency")
-    served = "As served" if compound else "In fewer bits"
-    promised = compound.text(report.details) if compound else ""
+    served = "As served" if cascade else "In fewer bits"
+    promised = cascade.text(report.details) if cascade else ""
     vocabulary = words.vocabulary_words(report.vocabulary) if report.vocabulary else ""
     parts = {
         "changed": Part("What changed", comparison_table(report), (words.budget_text(report), vocabulary)),

@@ -1,6 +1,6 @@
 """Every sentence about a report, once for all its renderings; `lead_text` is the one that they begin with.
 
-A form is the dense or slim model, or a compound of both, in one runtime and precision, judged and timed (`Judged`).
+A form is the dense or slim model, or a cascade of both, in one runtime and precision, judged and timed (`Judged`).
 """
 
 from __future__ import annotations
@@ -178,16 +178,16 @@ def lead_text(report: Report) -> str:
 
 
 def _subject(report: Report) -> _Subject:
-    """Return the form to deploy; else the compound, if one was asked for; else the slim model."""
+    """Return the form to deploy; else the cascade, if one was asked for; else the slim model."""
     forms, deployment, outcome = report.details.forms, report.details.deployment, report.details.outcome
     if deployment is not None and deployment.form is not None:
         form = forms[deployment.form]
         model = f"{form.model} model" if form.model in ("dense", "slim") else form.model
         name = f"Deploy the {model} in {form.bits} on {form_runtime(form)}"
         return _form_subject(report, name, deployment.form, deployment.promise)
-    if report.compound is not None:
-        # A compound is the last form.
-        name, promised = f"{report.compound.name.title()} of both models", 1 - report.compound.disagreement
+    if report.cascade is not None:
+        # A cascade is the last form.
+        name, promised = "Cascade of both models", 1 - report.cascade.disagreement
         return _form_subject(report, name, len(forms) - 1, promised)
     met = outcome if outcome is not None and outcome.budget.searched and outcome.met else None
     of_entities = keeps_metric(report) and report.ranking is None  # then the interval is not that of the stability

@@ -63,7 +63,7 @@ def test_two_thirds_are_held_out_or_as_many_as_are_needed(rows: int, evaluated: 
 
 
 def test_looks_have_the_confidence_of_all_that_may_fail() -> None:
-    alone, both, cascades = Looks(), Looks(2), Looks(2, compounds=3, bits=4)
+    alone, both, cascades = Looks(), Looks(2), Looks(2, cascades=3, bits=4)
     assert [looks.confidence for looks in (alone, both, cascades)] == [confidence_of_each(n) for n in (3, 6, 13)]
     float32, openvino = (DeploySection(runtimes=names) for names in (FLOAT32, ["openvino"]))
     assert all_looks(ENCODER, float32, classifies=False) == (both, alone)
@@ -92,7 +92,7 @@ def test_run_and_deploy_promise_on_the_same_rows(
     every = held_out_and_evaluated(load_pruning(recipe_of(folder, prune__budget={"heads": 0.5})))[1]
     assert sorted([*held_out_and_evaluated(run)[0], *held_out_and_evaluated(run)[1]]) == every
     looks = looks_of(deploy, delivery)
-    assert (looks.forms, looks.compounds > 0) == (forms, classes and forms == 2)
+    assert (looks.forms, looks.cascades > 0) == (forms, classes and forms == 2)
     assert counts(run) == ((29, 11) if classes else (30, 10))
     # What was decided stands in the recipe that the run writes, and another seed divides in the same way.
     (folder / "again.yaml").write_text(as_drawn(recipe, written.splits).to_yaml())

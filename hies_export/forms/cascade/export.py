@@ -45,8 +45,6 @@ class CascadeSummary(Record):
     equal the dense model's, and `bytes` the size of the file.
     """
 
-    name: ClassVar[str] = "cascade"
-
     disagreement: Share
     confidence: Share
     threshold: float
