@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,6 +16,12 @@ from ..model.tokens import short_samples
 from ..units.units import PrunableModule
 from .readings import run_forward, walking
 from .walk import current_batch
+
+
+class _LastConsumer(NamedTuple):
+    module: str
+    output: Tensor
+    earlier: list[tuple[str, Tensor]]  # layers between the consumer before it and this one, and their inputs
 
 
 def residual_places(
@@ -30,22 +36,25 @@ def residual_places(
     consumers = {module.consumer: module.name for module in modules}
     names = {layer: name for name, layer in model.named_modules() if name}
     earlier: list[tuple[str, Tensor]] = []  # layers since the last consumer, and their inputs
-    last: tuple[str, Tensor, list[tuple[str, Tensor]]] | None = None  # last consumer: module, output, earlier layers
+    last: _LastConsumer | None = None  # while no layer that reads its sum was found
     calls: list[str] = []
     places: dict[str, str | None] = {}
 
     def before_layer(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note which earlier layer read the stream, if this layer reads the stream plus the last consumer's output."""
         nonlocal last
         x = args[0] if args else None
         if not isinstance(x, Tensor):
             return
-        # Some blocks flatten the tokens of all samples.
-        if last is not None and x is not last[1] and x.numel() == last[1].numel():
-            module, y, candidates = last
+        # A layer may read the output before it is added. Some blocks flatten the tokens of all samples.
+        if last is not None and x is not last.output and x.numel() == last.output.numel():
+            y = last.output
             stream = x.reshape(y.shape).to(y.device) - y
-            alike = ((place, t.reshape(y.shape).to(y.device)) for place, t in candidates if t.numel() == y.numel())
-            places[module] = next((p for p, t in alike if Difference.of(stream, t).within(SAME_CODE)), None)
-            last = None if places[module] else last
+            inputs = ((place, t.reshape(y.shape).to(y.device)) for place, t in last.earlier if t.numel() == y.numel())
+            same = (place for place, t in inputs if Difference.of(stream, t).within(SAME_CODE))
+            places[last.module] = next(same, None)
+            if places[last.module]:
+                last = None
         earlier.append((names[layer], x))
 
     def after_consumer(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -53,7 +62,7 @@ def residual_places(
         module = consumers[names[layer]]
         calls.append(module)
         places.setdefault(module, None)
-        last, earlier = (module, output, earlier), []
+        last, earlier = _LastConsumer(module, output, earlier), []
 
     with walking(model), ExitStack() as hooks:
         for layer, name in names.items():

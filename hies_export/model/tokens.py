@@ -144,10 +144,10 @@ def synthetic_batch(
 ) -> dict[str, torch.Tensor]:
     """Make random inputs of one shape, as the model's task takes them.
 
-    They are `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values`, (batch, *image), or all three
-    for a model of images that also reads text. An `image`, (channels, height, width), has by default the size of the
-    config, though processors may make others. Multiple choice has one choice per row, so its tokens are (batch, 1,
-    sequence). Tokens that stand for images, videos or audio are not drawn.
+    They are `input_ids` and a mask of ones, both (batch, sequence), or `pixel_values`, (batch, *image), or if a
+    `sequence` is given, all three for a model of images that also reads text. An `image`, (channels, height, width),
+    has by default the size of the config, though processors may make others. Multiple choice has one choice per row,
+    so its tokens are (batch, 1, sequence). Tokens that stand for images, videos or audio are not drawn.
     """
     generator = torch.Generator().manual_seed(seed)
     accepted = inspect.signature(model.forward).parameters

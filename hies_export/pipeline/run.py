@@ -67,11 +67,10 @@ def run(
         timed = recipe.goal.timed
         formats = export_formats(recipe.export, runtimes_of(recipe), () if timed is None else (timed.dtype,))
         require_exporters(formats)
-        priced = Priced(progress)
+        priced = Priced(progress)  # also says how long the rest takes
         pruning, delivery = load_recipe(recipe, progress=priced)
-        options = pruning.options
-        uneven = not all(options.uniform(modules) for modules in options.parts(pruning.scored))
-        check_exports(formats, pruning.model, delivery.exporter, uneven=uneven or bool(options.keep_layers))
+        uneven = pruning.options.may_be_uneven(pruning.scored)
+        check_exports(formats, pruning.model, delivery.exporter, uneven=uneven)
         with (
             _journal(pruning, recipe.output) as pruning,
             output_folder(recipe.output, overwrite=overwrite) as folder,

@@ -227,6 +227,10 @@ class Constraints(Section):
         allocation = self.allocation if isinstance(self.allocation, str) else self.allocation.get(part[0].kind)
         return allocation == "uniform"
 
+    def may_be_uneven(self, modules: Sequence[Units]) -> bool:
+        """Return whether layers of one kind may keep different numbers of units."""
+        return bool(self.keep_layers) or not all(map(self.uniform, self.parts(modules)))
+
     def least(self, module: Units) -> int:
         """Return the least number of units that a module keeps: 1, unless there is a field `min_...` for its kind."""
         return int(getattr(self, f"min_{KINDS[module.kind].units}", 1))

@@ -14,11 +14,10 @@ from ..evaluate.judge import Tried
 from ..evaluate.metrics import METRICS, counted_by, title_of
 from ..forms.judged import Judged
 from ..forms.time import TimedRow
-from ..select.plan import PruningPlan
 from ..tasks import TASKS
 from ..units.counts import Both, Counted, si
 from . import words
-from .report import CUT, KEPT, FirstMetric, NeuronCount, Report, head_map, neuron_counts
+from .report import CUT, KEPT, FirstMetric, NeuronCount, Report
 from .words import FIRST_HIT, agreement, form_name, form_step, is_own, named_units
 
 BAR_WIDTH = 24
@@ -283,11 +282,6 @@ def _realised(row: TimedRow) -> str:
     if row.realised is None or row.noisy:
         return ""
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")
-
-
-def plan_maps(plan: PruningPlan) -> dict[str, str]:
-    """Return a map for every kind of unit that a plan covers, as `unit_maps`."""
-    return unit_maps(head_map(plan), neuron_counts(plan))
 
 
 def unit_maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> dict[str, str]:

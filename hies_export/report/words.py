@@ -436,18 +436,9 @@ def method_text(report: Report) -> str:
 
 def environment_text(environment: Mapping[str, Any]) -> str:
     """Return the hardware and the libraries that decide about time, in a sentence; empty if none is known."""
-    keys = [
-        "cpu",
-        "gpu",
-        "torch",
-        "cuda",
-        "transformers",
-        "onnxruntime",
-        "openvino",
-        "onnxruntime_gpu",
-        "node_llama_cpp",
-    ]
-    known = ", ".join(f"{key.replace('_', '-')} {environment[key]}" for key in keys if environment.get(key))
+    libraries = ("torch", "cuda", "transformers", "onnxruntime", "openvino", "onnxruntime_gpu", "node_llama_cpp")
+    keys = [key for key in ("cpu", "gpu", *libraries) if environment.get(key)]
+    known = ", ".join(f"{key.replace('_', '-')} {environment[key]}" for key in keys)
     return f"Measured with {known}." if known else ""
 
 

@@ -152,7 +152,7 @@ def test_rows_to_time_are_queries_as_they_come(tmp_path: Path) -> None:
     assert [batch["input_ids"].tolist() for batch in batches] == [[ids] for ids in tokenizer(asked)["input_ids"]]
 
 
-def test_a_form_to_deploy_that_is_no_export_of_the_run_is_ranked_and_moved_there(
+def test_a_form_to_deploy_that_is_no_export_of_the_run_is_moved_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sentence_folder(tmp_path / "model", encoder=encoder_in_8_bits())
@@ -167,7 +167,6 @@ def test_a_form_to_deploy_that_is_no_export_of_the_run_is_ranked_and_moved_there
     assert report.heads.removed > 0
     assert found.file == "dense-onnx-float32/model.onnx"
     assert (recipe.output / found.file).is_file()
-    assert found.ranking["slim_index"]["own_ndcg"] == near(1.0)
     served = json.loads((recipe.output / "served" / "hies_served.json").read_text())
     assert (served["file"], served["runtime"]) == ("model.onnx", "onnxruntime-cpu")
 

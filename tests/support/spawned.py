@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers.exporters import OnnxExporter
 
 from hies_export import DataError, HiesError, PruningRecipe, collect_statistics, processes
 from hies_export.checkpoint import folders
-from hies_export.model.internals import attributes_set, require_onnx_exporter
+from hies_export.model.internals import attributes_set
 from support.cuts import effects
 from support.loading import load_pruning
 from support.runs import hies, without_tracing
 
-require_onnx_exporter()  # where this is imported: once for all processes that are forked from there
+OnnxExporter()  # it imports much: once, for all processes that are forked from there
 ALL_STATISTICS = ("his", "activation_l2")
 
 
