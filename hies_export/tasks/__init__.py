@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import the class of a built-in task when it is first asked for; that of "fill-mask" is `FillMask`."""
-    for task_name, file in BUILT_IN.items():
+    for task_name, (file, _) in BUILT_IN.items():
         if name == task_name.title().replace("-", ""):
             return getattr(import_module(f".{file}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,18 +8,18 @@ from ..entry_points import Registry
 from ..errors import RequestError
 from .task import Task
 
-# The tasks of this package, in the order of help and messages, and the file of each.
+# The tasks of this package, in the order of help and messages: the file of each, and the class that loads its models.
 BUILT_IN = {
-    "text-classification": "classification",
-    "token-classification": "token_classification",
-    "question-answering": "question_answering",
-    "fill-mask": "fill_mask",
-    "feature-extraction": "feature_extraction",
-    "image-classification": "classification",
-    "text-generation": "text_generation",
-    "image-text-to-text": "image_text_to_text",
+    "text-classification": ("classification", "AutoModelForSequenceClassification"),
+    "token-classification": ("token_classification", "AutoModelForTokenClassification"),
+    "question-answering": ("question_answering", "AutoModelForQuestionAnswering"),
+    "fill-mask": ("fill_mask", "AutoModelForMaskedLM"),
+    "feature-extraction": ("feature_extraction", "AutoModel"),
+    "image-classification": ("classification", "AutoModelForImageClassification"),
+    "text-generation": ("text_generation", "AutoModelForCausalLM"),
+    "image-text-to-text": ("image_text_to_text", "AutoModelForImageTextToText"),
 }
-TASKS: Registry[type[Task]] = Registry("tasks", {name: f"tasks.{file}" for name, file in BUILT_IN.items()})
+TASKS: Registry[type[Task]] = Registry("tasks", {name: f"tasks.{file}" for name, (file, _) in BUILT_IN.items()})
 
 
 def register_task(task: type[Task]) -> type[Task]:
@@ -64,9 +64,12 @@ def task_by_class(name: str, config: Any, *, embeds: bool = False) -> type[Task]
     from ..model.internals import auto_classes
 
     classes = auto_classes(name, config.model_type)
-    for task in TASKS.values():  # imports one after the other, up to the one that is returned
-        if task.auto_class in classes and not task.embeds:
-            return task
+    for task_name in TASKS:
+        # The Auto class of a built-in task is known without its import, if no other is registered under the name.
+        is_registered = task_name in TASKS.data or task_name not in BUILT_IN
+        auto_class = TASKS[task_name].auto_class if is_registered else BUILT_IN[task_name][1]
+        if auto_class in classes and not TASKS[task_name].embeds:
+            return TASKS[task_name]
     # `AutoModel` loads any class without a head.
     has_embedding = embeds and TASKS["feature-extraction"].auto_class in classes
     return TASKS["feature-extraction"] if has_embedding else None
