@@ -156,8 +156,8 @@ class PruneResult:
         return FORMATS["onnx"].write(self.slim.model, Path(folder), options, given, overwrite=overwrite)
 
     def __str__(self) -> str:
-        from ..report.report import head_map, neuron_counts, plan_counts
-        from ..report.tables import change, plain_table, print_maps, quality_rows, unit_maps, unit_rows, with_backbone
+        from ..report.report import plan_counts
+        from ..report.tables import change, plain_table, plan_maps, print_maps, quality_rows, unit_rows, with_backbone
         from ..report.words import named_units
 
         batch, sequence = self.flops.shape
@@ -171,7 +171,7 @@ class PruneResult:
             rows += quality_rows(self.held_out.metrics, self.held_out.ranking, labelled=labelled, same=same)
         file = io.StringIO()
         console = Console(file=file, width=100, color_system=None)  # 100 characters
-        print_maps(unit_maps(head_map(self.plan), neuron_counts(self.plan)), console)
+        print_maps(plan_maps(self.plan), console)
         console.print()
         console.print(plain_table(("", "dense", "slim", "change"), rows))
         return "\n".join(line.rstrip() for line in file.getvalue().strip("\n").split("\n"))

@@ -14,10 +14,11 @@ from ..evaluate.judge import Tried
 from ..evaluate.metrics import METRICS, counted_by, title_of
 from ..forms.judged import Judged
 from ..forms.time import TimedRow
+from ..select.plan import PruningPlan
 from ..tasks import TASKS
 from ..units.counts import Both, Counted, si
 from . import words
-from .report import CUT, KEPT, FirstMetric, NeuronCount, Report
+from .report import CUT, KEPT, FirstMetric, NeuronCount, Report, head_map, neuron_counts
 from .words import FIRST_HIT, agreement, form_name, form_step, is_own, named_units
 
 BAR_WIDTH = 24
@@ -249,7 +250,7 @@ def latency_table(rows: Sequence[TimedRow], names: tuple[str, str] = ("dense", "
         f"{first} / {first}": lambda row: f"[{row.control_low:.3f}, {row.control_high:.3f}]",
         "realised": _realised,
         "p90, ms": lambda row: _pair(row.dense_p90_ms, row.slim_p90_ms),
-        "tokens/s": lambda row: pair_text(row.tokens_per_second),
+        "tokens/s": lambda row: _pair(both.dense, both.slim) if (both := row.tokens_per_second) else "",
     }
     return filled(columns, rows)
 
@@ -265,11 +266,6 @@ def ratio_text(row: TimedRow) -> str:
     return "noisy" if row.noisy else f"{row.ratio:.3f} [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
 
 
-def pair_text(values: Both[Any] | None) -> str:
-    """Return two numbers as "110 → 91.3"; empty without numbers."""
-    return "" if values is None else _pair(values.dense, values.slim)
-
-
 def _pair(dense: float | None, slim: float | None) -> str:
     """Return "110 → 91.3", with three significant digits or as whole numbers; empty if one is unknown."""
     if dense is None or slim is None:
@@ -282,6 +278,11 @@ def _realised(row: TimedRow) -> str:
     if row.realised is None or row.noisy:
         return ""
     return f"{row.realised:.0%}" + (f" of {1 - row.flops_ratio:.1%}" if row.flops_ratio else "")
+
+
+def plan_maps(plan: PruningPlan) -> dict[str, str]:
+    """Return a map for every kind of unit that a plan covers, as `unit_maps`."""
+    return unit_maps(head_map(plan), neuron_counts(plan))
 
 
 def unit_maps(marks: Mapping[str, str], neurons: Mapping[str, NeuronCount]) -> dict[str, str]:
