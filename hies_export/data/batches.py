@@ -42,16 +42,15 @@ TOKEN_PLACES = ("begins", "ends")
 ANSWER_KEYS = ("context", "answers")
 # Key of a batch whose labels are the dense model's own predictions, (rows,) bool.
 OWN_KEY = "own"
-# Key of a batch of prompts with answers, (rows,) bool: the label tokens of a row are one prediction. Without it, each
-# is one of its own, as in plain text and conversations.
-JOINT_KEY = "joint"
+# Key of a batch of conversations, (rows,) bool: every label token is a prediction of its own, as answers may be long.
+CHAT_KEY = "chat"
 # Key of a batch whose tokens are of a smaller vocabulary, (rows, tokens) int64: 0, or at tokens that stand for one that
 # went, which piece of it they are, from 1. Labels are then judged by the token that they are of.
 PIECE_KEY = "piece"
 # Keys of the sample that a row is of, where a sample has several rows.
 _SAMPLE_KEYS = ("question", GROUP_KEY, "pair")
 # What a batch may have that no model takes.
-_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY, JOINT_KEY, PIECE_KEY))
+_NO_INPUTS = frozenset(("labels", *ROW_KEYS, JUDGED_KEY, *TOKEN_PLACES, *ANSWER_KEYS, OWN_KEY, CHAT_KEY, PIECE_KEY))
 
 
 def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

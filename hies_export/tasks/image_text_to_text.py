@@ -79,7 +79,6 @@ class ImageTextToText(TextGeneration):
             tokens_to_end = mask.flip(-1).cumsum(-1).flip(-1)
             is_answer = mask.bool() & (tokens_to_end <= answer_lengths[:, None])
             batch["labels"] = ids.where(is_answer, data.IGNORED)
-            batch[data.JOINT_KEY] = torch.ones(len(rows), dtype=torch.bool)
             yield batch if choices is None else batch | choices.describe(rows)
 
     def prompt_and_answer(self, row: dict[str, Any], choice: str | None = None) -> tuple[str, str]:

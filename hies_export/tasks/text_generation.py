@@ -106,8 +106,8 @@ class TextGeneration(Task):
         tokens_of_rows, choices = self._tokens(samples, use, self._limit())
         for rows in batched(range(len(tokens_of_rows)), size):
             batch = self._padded_batch([tokens_of_rows[row] for row in rows])
-            if self.columns.prompt:
-                batch[data.JOINT_KEY] = torch.ones(len(rows), dtype=torch.bool)
+            if self.columns.messages:
+                batch[data.CHAT_KEY] = torch.ones(len(rows), dtype=torch.bool)
             yield batch if choices is None else batch | choices.describe(rows)
 
     def _tokens(self, samples: datasets.Dataset, use: Use, limit: int | None) -> tuple[list[Tokens], Choices | None]:
@@ -308,7 +308,7 @@ class TextGeneration(Task):
             sample = sample[begins_token]
             # The likelihood of a token in pieces is the product of those of its pieces.
             nll = nll.new_zeros(len(tokens)).index_add(0, begins_token.cumsum(0) - 1, nll)
-        joint = data.JOINT_KEY in batches[0]
+        joint = self._are_answers(batches)
         predictions = Predictions(self.predicts, tokens, sample, joint=joint, nll=nll, characters=characters)
         return choice_likelihoods(predictions, batches) if "choice" in batches[0] else predictions
 
@@ -316,6 +316,30 @@ class TextGeneration(Task):
         """Return the values of a key of batches at the label tokens, (label tokens,)."""
         values = [batch[key][:, self.shift :][self.predicting(batch["labels"])] for batch in batches]
         return torch.cat(values).cpu()
+
+    def _are_answers(self, batches: Sequence[Batch]) -> bool:
+        """Return whether the label tokens of a sample are one answer to a prompt, and so are judged as a whole.
+
+        In plain text, conversations and masked texts (`shift` 0), each is judged by itself. Batches have prompts if a
+        token other than the first of a row lacks a label, so prompts of a single token are not recognised. Padding and
+        end-of-text tokens do not count: collators that pad with the latter take the label of every one away, and may
+        leave out the mask.
+        """
+        from ..model.tokens import token_ids
+
+        if self.shift == 0 or any(data.CHAT_KEY in batch for batch in batches):
+            return False
+        config = self.config.get_text_config()
+        ends = [*token_ids(getattr(config, "eos_token_id", None)), *token_ids(getattr(config, "pad_token_id", None))]
+        for batch in batches:
+            labels = batch["labels"]
+            by_token = {key: values for key, values in batch.items() if values.shape == labels.shape}
+            mask, ids = by_token.get("attention_mask", torch.ones_like(labels)), by_token.get("input_ids", labels)
+            is_end = torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
+            after_first = (mask != 0) & (mask.cumsum(-1) > 1)
+            if bool((after_first & ~is_end & (labels == data.IGNORED)).any()):
+                return True
+        return False
 
     def references(self, batches: Sequence[Batch]) -> Tensor:
         """Return the label tokens, (label tokens,) int64, or the right choices, (questions,) int64."""

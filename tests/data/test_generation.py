@@ -17,7 +17,7 @@ from support.models import GENERATIVE_WORDS, causal_lm, generative_tokenizer, ll
 from support.reading import reading
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedModel
 
-from hies_export.data.batches import JOINT_KEY, by_length
+from hies_export.data.batches import by_length
 from hies_export.data.processors import load_processor
 from hies_export.data.rows import load_rows
 from hies_export.errors import DataError
@@ -171,8 +171,6 @@ def test_only_the_answer_is_a_label() -> None:
     (batch,) = batches_of(rows_of(question=["a b", "c"], answer=["yes", "no d"]), ASKED)
     assert [words(r) for r in batch["input_ids"]] == ["<s> Q a b A yes </s>", "<s> Q c A no d </s>"]
     assert labelled(batch) == ["yes </s>", "no d </s>"]
-    assert batch[JOINT_KEY].tolist() == [True, True]
-    assert JOINT_KEY not in batches_of(rows_of(text=["a b"]))[0]
 
 
 def test_a_long_prompt_loses_its_beginning_but_for_the_begin_token() -> None:
@@ -216,7 +214,6 @@ def test_an_image_takes_its_tokens_and_only_the_answer_is_a_label() -> None:
     processor = llava_processor()
     rows = rows_of(image=[png(0), png(1)], question=["a b", "c"], answer=["yes", "no"])
     (batch,) = shown(rows, processor=processor)
-    assert batch[JOINT_KEY].tolist() == [True, True]
     image = " ".join(["<image>"] * 16)
     assert words(batch["input_ids"][0]) == rf"<s> {image} \n Q a b A yes </s>"
     assert labelled(batch) == ["yes </s>", "no </s>"]

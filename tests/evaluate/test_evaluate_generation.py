@@ -11,7 +11,6 @@ from support.models import causal_lm, llava
 from support.reading import share_same
 from torch import Tensor
 
-from hies_export.data.batches import JOINT_KEY
 from hies_export.errors import DataError
 from hies_export.evaluate.judge import Judge
 from hies_export.evaluate.predict import predict
@@ -44,7 +43,7 @@ def test_predictions_equal_those_of_all_logits(side: str, tokens_at_once: int, m
     batches = [padded([9, 4, 6], side, answers=[2, 3, 1]), padded([3, 7], side, answers=[1, 1])]
     nlls, tokens, labels = naive(model, batches)
     found = predict(model, batches)
-    assert (found.kind, len(found), found.joint) == ("tokens", 5, False)
+    assert (found.kind, len(found), found.joint) == ("tokens", 5, True)
     assert found.values.tolist() == flat(tokens)
     assert found.sample.tolist() == [0, 0, 1, 1, 1, 2, 3, 4]
     torch.testing.assert_close(found.nll, torch.tensor(flat(nlls)), rtol=1e-5, atol=1e-5)
@@ -73,11 +72,16 @@ def test_perplexity_of_blocks_is_the_exponential_of_the_models_own_loss() -> Non
     assert values["perplexity"] == pytest.approx(math.exp(model(**batch).loss.item()), rel=1e-5)
 
 
-def test_label_tokens_are_one_prediction_only_where_a_batch_says_so() -> None:
-    model, batch = causal_lm(), padded([9, 4], "right", answers=[2, 3])
-    apart, joint = predict(model, [batch]), predict(model, [batch | {JOINT_KEY: torch.ones(2, dtype=torch.bool)}])
-    assert (apart.joint, joint.joint) == (False, True)
-    assert (len(TASK.same(apart, apart)), len(TASK.same(joint, joint))) == (5, 2)
+@pytest.mark.parametrize("ends", [3, [3, 5]])
+def test_text_without_the_labels_of_its_ends_is_no_answer(ends: int | list[int]) -> None:
+    """As a collator leaves it that pads blocks with the end of text, without a mask."""
+    model = causal_lm()
+    model.config.eos_token_id, model.config.pad_token_id = ends, None
+    ids = torch.tensor([[6, 7, 3, 8, 9, 7], [8, 6, 7, 3, 3, 3]])
+    text = {"input_ids": ids, "labels": ids.where(ids != 3, -100)}
+    assert not predict(model, [text]).joint
+    answer = {"input_ids": ids, "labels": ids.where(torch.arange(6) > 1, -100)}
+    assert predict(model, [answer]).joint
 
 
 def test_predictions_about_images_equal_those_of_all_logits() -> None:
@@ -85,7 +89,7 @@ def test_predictions_about_images_equal_those_of_all_logits() -> None:
     batch = with_images(padded([9, 6, 5], "right", answers=[2, 4, 1]))
     nlls, tokens, _ = naive(model, [batch])
     found = predict(model, [batch])
-    assert (found.kind, found.joint, found.values.tolist()) == ("tokens", False, flat(tokens))
+    assert (found.kind, found.joint, found.values.tolist()) == ("tokens", True, flat(tokens))
     torch.testing.assert_close(found.nll, torch.tensor(flat(nlls)), rtol=1e-5, atol=1e-5)
     assert model.config.text_config.use_cache
 
