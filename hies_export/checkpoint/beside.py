@@ -81,12 +81,16 @@ def fetch_whole(model: str | Path, **hub: Any) -> Path:
 def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
     """Copy the files that match a pattern and are not in the folder yet, except the card and hidden files.
 
-    Of a link, the file that it leads to is copied.
+    Links are followed only as the Hub's cache uses them: from a snapshot to the blobs of the same repository. Others
+    are left out, because they may lead to files that must not be passed on.
     """
+    root = source.resolve()
     for pattern in patterns:
         for path in source.glob(pattern):
-            target = folder / path.relative_to(source)
-            if path.is_file() and not target.exists() and not path.name.lower().startswith((".", "readme")):
+            target, real = folder / path.relative_to(source), path.resolve()
+            is_blob = root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs")
+            may_be_read = path.is_file() and (is_blob or real == root / path.relative_to(source))
+            if may_be_read and not target.exists() and not path.name.lower().startswith((".", "readme")):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
 

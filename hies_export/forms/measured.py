@@ -116,12 +116,8 @@ def latency_rows(timed: Sequence[Sequence[TimedRow]], flops: Mapping[Shape, Flop
         counted = flops.get((row.batch, row.sequence))
         # The time of a decode step depends on memory: it reads all weights to compute one token.
         if counted is not None and row.phase != "decode":
-            realised = realised_share(row.ratio, counted.ratio)
+            # The share of time saved / the share of FLOPs saved.
+            realised = None if counted.ratio == 1 else (1 - row.ratio) / (1 - counted.ratio)
             row = replace(row, flops_ratio=counted.ratio, realised=realised)
         rows.append(row)
     return rows
-
-
-def realised_share(latency_ratio: float, flops_ratio: float) -> float | None:
-    """Return the share of time saved / the share of FLOPs saved; None if no FLOPs were saved."""
-    return None if flops_ratio == 1 else (1 - latency_ratio) / (1 - flops_ratio)

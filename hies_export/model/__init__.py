@@ -10,7 +10,6 @@ modes.py           inside a block: evaluation mode, cache, frozen weights, threa
 text_encoder.py    a SentenceTransformer as one model of transformers, and how it reads texts
 attention.py       the attention function of a model, replaced inside a block
 kernels.py         attention and the entropy of its rows, without attention maps
-online.py          whether the Hub answers, and its cache if it does not
 internals.py       what transformers, torch and the Hub keep private, or change between releases
 modeling_hies.py   the slim model classes; this file is copied into slim checkpoints
 """

@@ -19,9 +19,10 @@ _MAP_ELEMENTS = 2**19
 def attend(call: AttentionCall) -> Tensor:
     """Compute the layer's own attention, (batch, heads, query, value head_dim)."""
     key, value = (_repeat_groups(call, tensor) for tensor in (call.key, call.value))
+    mask = call.mask if call.mask is None or call.mask.dtype == torch.bool else call.mask.to(call.query.dtype)
     if call.softcap is None and call.sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(
-            call.query, key, value, attn_mask=call.mask, is_causal=call.is_causal, scale=call.scaling
+            call.query, key, value, attn_mask=mask, is_causal=call.is_causal, scale=call.scaling
         )
     # The fused kernels know neither.
     weights = _softmax(call, key, slice(0, call.query.shape[2]))[..., : key.shape[2]]  # without that of a sink

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperation, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoint.beside import LICENSE_KEYS, MODULES_FILE, read_card
 from ..errors import OutputExistsError, PushError, RequestError, refusing
@@ -20,6 +21,9 @@ from ..report.words import model_name, title
 
 # Folders of the slim model's exports.
 _EXPORTS = ("onnx", "onnx-int8", "onnx-int4", "onnx-cascade", "gguf")
+# How files of an earlier push begin or end that go if this one does not write them.
+_STALE_BEGINNINGS = tuple(f"{folder}/" for folder in (*_EXPORTS, "openvino", "images"))
+_STALE_ENDINGS = (".safetensors", ".safetensors.index.json", ".py")
 
 
 def push_to_hub(
@@ -34,8 +38,8 @@ def push_to_hub(
 ) -> CommitInfo:
     """Push a run: the slim checkpoint at the top, its exports, the report, pictures, and a card with metadata.
 
-    All files appear in one commit, and files of an earlier push that are not among them go, except licences. The client
-    sends large files before the commit, each once. The token is read from `hf auth login` or `HF_TOKEN`.
+    All files appear in one commit. By it, weights, exports and pictures of an earlier push go that are not among them.
+    The client sends large files before the commit, each once. The token is read from `hf auth login` or `HF_TOKEN`.
 
     Licence ids: https://huggingface.co/docs/hub/repositories-licenses
 
@@ -45,20 +49,22 @@ def push_to_hub(
         private: Make the repository private.
         license: Licence of the model, if the dense model's card names none: an id of the Hub, such as "apache-2.0".
         base_model: Hub id of the dense model, if the run read it from a folder.
-        overwrite: Replace a repository that is not from an earlier push.
+        overwrite: Replace all files of a repository, also of one that is not from an earlier push.
         progress: Shows the stages.
 
     Returns:
         The commit, with its address and hash.
 
     Raises:
-        RequestError: The folder is not that of a run, the licence is unknown, or the repository must be private and is
-            public. Nothing was sent.
+        RequestError: The folder is not that of a run, the licence is unknown, the repository's name is none, or it
+            must be private and is public. Nothing was sent.
         OutputExistsError: The repository has files that are not from an earlier push, and `overwrite` is off. Nothing
             was sent.
         PushError: The Hub refused the push, could not be reached, or the upload did not finish; nothing of it is
             visible.
     """
+    with refusing("a repository must be USER/REPO", kind=RequestError):
+        validate_repo_id(repository)
     report, folder = Report.from_file(folder), Path(folder)
     if not (folder / "slim" / "hies_plan.json").is_file():
         raise RequestError(f"a push needs the folder of a finished run, but {folder} has no slim/hies_plan.json")
@@ -82,7 +88,8 @@ def push_to_hub(
                 f"a repository must be new, empty or of an earlier push, but {repository} has "
                 f"{', '.join(sorted(existing)[:3])}; choose another, or give --overwrite (in Python overwrite=True)"
             )
-        stale = sorted(name for name in existing - set(contents) if not name.startswith("LICENSE"))
+        unwritten = sorted(existing - set(contents))
+        stale = [n for n in unwritten if overwrite or n.startswith(_STALE_BEGINNINGS) or n.endswith(_STALE_ENDINGS)]
         operations: list[CommitOperation] = [CommitOperationDelete(name) for name in stale]
         operations += [CommitOperationAdd(name, content) for name, content in contents.items()]
         # Not upload_folder, which may make several commits: readers could then see half a checkpoint.

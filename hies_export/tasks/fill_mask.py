@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import DataError, quoted
-from ..late import PreTrainedModel, datasets, np
+from ..late import PreTrainedModel, Tensor, datasets, np, torch
 from .late import Batch, data
 from .registry import register_task
 from .task import Use, batched
@@ -45,6 +45,18 @@ class FillMask(TextGeneration):
                 "a tokenizer that fills masks must have a mask token, but this one has none; save the model with the "
                 "tokenizer that it was trained with"
             )
+
+    def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
+        """Return the rows, each of which is a text."""
+        return rows
+
+    def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
+        """Yield the tokens, (tokens,) int64, of each text without masks, and without a limit on its length."""
+        texts = samples[self.columns.text[0]][:]
+        yield from map(
+            torch.tensor,
+            data.tokenize(self.processor, self.config, texts, max_length=None, truncation=False)["input_ids"],
+        )
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of texts with masks."""

@@ -13,7 +13,7 @@ import torch
 
 from hies_export.errors import RecipeError
 from hies_export.forms.form import Form
-from hies_export.forms.measured import latency_rows, realised_share
+from hies_export.forms.measured import latency_rows
 from hies_export.forms.runtimes import base as runtime
 from hies_export.forms.runtimes.base import RUNTIMES, Runtime
 from hies_export.forms.time import (
@@ -265,6 +265,10 @@ def test_a_row_has_the_keys_of_report_json_in_their_order(clock):
     (forward,) = latency_rows([[replace(decode, phase="forward")] for _, decode in timed], flops)
     assert (forward.flops_ratio, forward.realised) == (0.8, pytest.approx(0.5 / 0.2))
     assert (forward.runtime, forward.phase) == ("torch", "forward")
+    slower = replace(forward, ratio=1.1, ratio_high=1.2)
+    assert latency_rows([[slower], [slower]], flops)[0].realised == pytest.approx(-0.5)
+    unsaved = {shape: replace(count, slim=count.dense) for shape, count in flops.items()}
+    assert latency_rows([[slower], [slower]], unsaved)[0].realised is None
 
 
 def test_the_interval_depends_on_the_seed_only():
@@ -272,12 +276,6 @@ def test_the_interval_depends_on_the_seed_only():
     # A bootstrapped median only takes values of the sample, so that two seeds may well agree.
     intervals = {ratio_with_interval([base[:, None]], [other], seed=seed) for seed in (*range(10), *range(10))}
     assert 1 < len(intervals) <= 10
-
-
-def test_realised_share():
-    assert realised_share(0.85, 0.8) == pytest.approx(0.75)
-    assert realised_share(1.1, 0.8) == pytest.approx(-0.5)
-    assert realised_share(0.9, 1.0) is None
 
 
 def test_a_control_that_misses_one_makes_the_comparison_noisy(clock):

@@ -187,7 +187,7 @@ def test_other_content_is_refused_or_replaced_whole(hub: Hub, run_folder: Path) 
         ({"token": "hf_unheardof"}, r"the push to user/there did not finish.*401"),
         ({"token": READ_TOKEN}, r"the push to user/there did not finish.*403"),
         ({"token": READ_TOKEN, "repository": "user/new"}, r"the push to user/new did not finish.*403"),
-        ({"repository": "user/so bad"}, r"the push to user/so bad did not finish.*Repo id must"),
+        ({"repository": "user/so bad"}, r"a repository must be USER/REPO.*Repo id must"),
         ({"license": None}, r"of its dense model, some/model, whose card names none, got license None; .* give an id"),
         (
             {"base_model": "user/dense"},
