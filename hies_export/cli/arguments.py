@@ -39,14 +39,6 @@ def a_number(kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -
     return read
 
 
-# Options that name a column, besides --text.
-COLUMNS = {
-    "image": "column of images, if there is a choice",
-    "label": "column of labels, if there is a choice; rows need no labels",
-    "query": "column of queries, for an embedding model",
-    "document": "column of the documents that each query should find",
-    "group": "column that tells queries apart, for a reranker of candidates",
-}
 # Budgets with an option of their own.
 BUDGETS = {
     "flops": "share of the dense model's FLOPs that may be left: heads and neurons go",
@@ -68,8 +60,6 @@ def add_request(parser: ArgumentParser) -> None:
     given = "a recipe, YAML, or with --data a checkpoint folder or Hub id"
     parser.add_argument("recipe", metavar="RECIPE|MODEL", help=given)
     add_data(parser, "rows for MODEL: SPLIT=FILE, repeated for each split, or the name of a Hub data set")
-    for name, text in COLUMNS.items():
-        parser.add_argument(f"--{name}", metavar="COLUMN", help=text)
     _add_changes(parser)
 
 
@@ -143,20 +133,17 @@ def read_recipe(options: Options, *, deploys: bool = False) -> PruningRecipe:
         raise RequestError(
             f"deploy finds how much may go, got {next(iter(budget))}; give --keep SHARE, or use hies-export run"
         )
-    data_options: dict[str, Any] = {name: getattr(options, name, None) for name in ("data", "text", *COLUMNS)}
     if "data" in options and not options.recipe.endswith((".yaml", ".yml")) and not Path(options.recipe).is_file():
-        return _propose(options, data_options, overrides, budget, deploys=deploys)
-    if any(data_options.values()):
+        return _propose(options, overrides, budget, deploys=deploys)
+    if "data" in options and (options.data or options.text):
         raise RequestError(
-            f"--data and the columns are about a MODEL, and {options.recipe} is a recipe, which names its own "
-            "data; leave them out, or change the recipe by --set data.KEY=VALUE"
+            f"--data and --text are about a MODEL, and {options.recipe} is a recipe, which names its own data; leave "
+            "them out, or change the recipe by --set data.KEY=VALUE"
         )
     return PruningRecipe.from_yaml(options.recipe, overrides)
 
 
-def _propose(
-    options: Options, data_options: dict[str, Any], overrides: dict[str, Any], budget: dict[str, Any], *, deploys: bool
-) -> PruningRecipe:
+def _propose(options: Options, overrides: dict[str, Any], budget: dict[str, Any], *, deploys: bool) -> PruningRecipe:
     """Print and return the recipe that is proposed for a MODEL, its data and a budget, with all `overrides` applied."""
     if not options.data:
         raise RequestError(
@@ -169,16 +156,16 @@ def _propose(
             "a model needs to know how much may go: give --flops 0.6, --keep 0.99 or --heads 0.3; hies-export deploy "
             "finds the fastest form that keeps 99 % of the answers"
         )
-    source = read_data(data_options.pop("data"))
+    source = read_data(options.data)
     from ..pipeline.propose import propose_recipe  # after the refusals, because it takes seconds
     from ..pipeline.recipe import overridden
-    from ..tasks import COLUMNS as FIELDS
+    from ..tasks import COLUMNS
 
-    data_options |= {name: overrides[f"data.{name}"] for name in FIELDS if f"data.{name}" in overrides}
+    columns = {name: overrides[f"data.{name}"] for name in COLUMNS if f"data.{name}" in overrides}
     recipe = propose_recipe(
         options.recipe,
         **source,
-        **data_options,
+        **{"text": options.text, **columns},
         budget=overridden({}, budget)["prune"]["budget"] if budget else None,
         sections={} if deploys else overridden({}, vocabulary),
         output=options.output or Path("runs") / options.command.__name__.rpartition(".")[2],  # such as runs/prune

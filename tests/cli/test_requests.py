@@ -82,7 +82,7 @@ def test_a_vocabulary_may_take_the_place_of_a_budget(project: Path) -> None:
     [
         (["{project}/model", "--flops", "0.6"], "a model needs --data"),
         (["{project}/model", "--data=train={project}/train.jsonl"], "--flops 0.6, --keep 0.99 or --heads 0.3"),
-        (["{project}/recipe.yaml", "--label", "label"], "about a MODEL"),
+        (["{project}/recipe.yaml", "--text", "text"], "about a MODEL"),
         (["no.yaml", "--flops", "0.6"], "there is no file no.yaml"),
         (["{project}/model", "--data=train=a", "--data=train=b", "--flops", "0.6"], "each split once"),
         (["{project}/model", "--data=train=", "--flops", "0.6"], "SPLIT=FILE"),
