@@ -93,8 +93,8 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def tokenize_conversation(values: Sequence[Any], tokenizer: Any, end: str) -> tuple[Tokens, bool]:
-    """Return the tokens of a conversation, and whether it is known which are the assistant's; else all are labels.
+def tokenize_conversation(values: Sequence[Any], tokenizer: Any, end: str) -> Tokens:
+    """Return the tokens of a conversation, of which those that are known to be the assistant's are labels.
 
     `values` are a list of messages, or a prompt and a completion, which is the assistant's: two such lists, or two
     texts, of which the second gets the `end`.
@@ -102,18 +102,18 @@ def tokenize_conversation(values: Sequence[Any], tokenizer: Any, end: str) -> tu
     if isinstance(values[0], str):
         prompt, completion = values
         text = prompt + completion.removesuffix(end) + end
-        return tokenize_spans(text, [(len(prompt), len(text))], tokenizer), True
+        return tokenize_spans(text, [(len(prompt), len(text))], tokenizer)
     messages = [message for value in values for message in _messages(value)]
     if len(values) == 2:
         ranges = [(len(_messages(values[0])), len(messages))]
     elif _GENERATION.search(tokenizer.get_chat_template()):
         found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return Tokens(list(found["input_ids"]), list(map(bool, found["assistant_masks"]))), True
+        return Tokens(list(found["input_ids"]), list(map(bool, found["assistant_masks"])))
     else:
         ranges = [(number, number + 1) for number, message in enumerate(messages) if message["role"] == "assistant"]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = _assistant_spans(messages, ranges, text, tokenizer)
-    return tokenize_spans(text, spans or [(0, len(text))], tokenizer, special=False), bool(spans)
+    return tokenize_spans(text, spans, tokenizer, special=False)
 
 
 def _assistant_spans(

@@ -371,9 +371,7 @@ def random_projection(outputs: Tensor, seed: int) -> Tensor:
 
 
 def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Yield `size` items at a time, the last time maybe fewer; a DataError refuses a size below 1."""
-    if size < 1:
-        raise DataError(f"batch_size must be at least 1, got {size}")
+    """Yield `size` items at a time, at least 1, and the last time maybe fewer."""
     remaining = iter(items)
     while part := list(itertools.islice(remaining, size)):
         yield part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +16,6 @@ from .late import Batch, data
 from .prompts import Choices, Tokens, template_fields
 from .registry import register_task
 from .task import Predictions, Task, Use, batched
-
-logger = logging.getLogger(__name__)
 
 # Default tokens of a block of plain text, if the model takes as many.
 BLOCK_LENGTH = 512
@@ -190,24 +187,18 @@ class TextGeneration(Task):
 
     def _conversations(self, samples: datasets.Dataset, tokenizer: Any, limit: int | None) -> list[Tokens]:
         """Return the tokens of each conversation, cut on the left; the assistant's are labels."""
-        tokens_of_rows, unclear, end = [], 0, prompts.end_of_text(tokenizer)
+        tokens_of_rows, end = [], prompts.end_of_text(tokenizer)
         for number, row in enumerate(samples.select_columns(list(self.columns.messages))):
             name = data.row_name(samples, number)
             with refusing(f"the chat template must render every conversation, but fails on {name}", kind=DataError):
                 values = [row[column] for column in self.columns.messages]
-                tokens, assistant_known = tokenize_conversation(values, tokenizer, end)
+                tokens = tokenize_conversation(values, tokenizer, end)
             if not any(tokens.judged[1:]):  # no output predicts the first token
-                raise DataError(f"every conversation must have a token of the assistant's, but {name} has none")
-            if not assistant_known:
-                unclear += 1
+                raise DataError(
+                    "every conversation must have tokens that the chat template tells to be the assistant's, but "
+                    f"{name} has none; give the template {{% generation %}} around them, or leave the row out"
+                )
             tokens_of_rows.append(cut_on_the_left(tokens, limit, tokenizer))
-        if unclear:
-            logger.warning(
-                "the chat template does not tell which tokens of %d of %d conversations are the assistant's, so all of "
-                "them count; give it {%% generation %%} around these",
-                unclear,
-                len(samples),
-            )
         return tokens_of_rows
 
     def _padded_batch(self, samples: Sequence[Tokens]) -> Batch:

@@ -154,7 +154,6 @@ def test_length_limit(positions, model_max_length, max_length, length):
         ("a", BertConfig(max_position_embeddings=6), {}, {"max_length": 7}, r"max_length must be in \[1, 6\].*got 7"),
         ("a", LlamaConfig(), dict.fromkeys(("pad_token", "eos_token", "unk_token")), {}, "neither a padding nor"),
         ("h", BertConfig(vocab_size=8), {}, {}, "gives the token 11 and the model knows 8 tokens"),
-        ("a", BertConfig(), {}, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ],
 )
 def test_what_no_batch_can_be_made_of_is_refused(text, config, tokens, options, match):

@@ -1,7 +1,6 @@
 """Rows as chat models are tuned on them, against transformers' own masks, and tokens written by hand."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,6 @@ def test_the_assistants_tokens_are_labels(template: str, labels: str) -> None:
         assert " ".join(tokenizer.convert_ids_to_tokens(masked)) == labels
 
 
-def test_all_tokens_count_where_a_template_does_not_tell(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="hies_export"):
-        ((tokens, labels),) = read(TALK, chatting(COUNTING), messages=[said("a", "b")])
-    assert tokens == labels == "# # user : a </s> \n assistant : b </s> \n"
-    assert "which tokens of 1 of 1 conversations are the assistant's, so all of them count" in caplog.text
-
-
 def test_other_rows_of_chats() -> None:
     shared = [{"from": ("human", "gpt")[n % 2], "value": m["content"]} for n, m in enumerate(LONG)]
     as_shared = read(Columns(messages=("conversations",)), chatting(), conversations=[shared])
@@ -124,7 +116,8 @@ def test_a_long_conversation_loses_its_beginning() -> None:
         ([], PLAIN, "the assistant must say something, but row 1"),
         (said("a", " "), PLAIN, "the assistant must say something, but row 1"),
         (LONG, "{{ raise_exception('no turn') }}", r"but fails on row 0 \(from 0\): .*no turn"),
-        (LONG, TAGGED.replace("'assistant'", "'model'"), "must have a token of the assistant's, but row 0"),
+        (LONG, TAGGED.replace("'assistant'", "'model'"), "tells to be the assistant's, but row 0 .* has none; give"),
+        (said("a", "b"), COUNTING, "tokens that the chat template tells to be the assistant's, but row 0"),
     ],
 )
 def test_what_cannot_be_read_is_named(messages: list[Any], template: str | None, match: str) -> None:
