@@ -53,8 +53,7 @@ def residual_places(
             inputs = ((place, t.reshape(y.shape).to(y.device)) for place, t in last.earlier if t.numel() == y.numel())
             same = (place for place, t in inputs if Difference.of(stream, t).within(SAME_CODE))
             places[last.module] = next(same, None)
-            if places[last.module]:
-                last = None
+            last = None if places[last.module] else last
         earlier.append((names[layer], x))
 
     def after_consumer(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:

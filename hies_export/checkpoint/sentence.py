@@ -79,12 +79,7 @@ def is_sentence_transformer(path: str | Path) -> bool:
 @layers_unwarned()
 @never_asking()
 def load_sentence(
-    path: str | Path,
-    *,
-    revision: str | None = None,
-    device: str = "cpu",
-    load: Load | None = None,
-    **kwargs: Any,
+    path: str | Path, *, revision: str | None = None, device: str = "cpu", load: Load | None = None, **kwargs: Any
 ) -> Unwrapped:
     """Load a SentenceTransformer or CrossEncoder, slim or not.
 

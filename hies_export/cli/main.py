@@ -66,11 +66,7 @@ def main(arguments: Sequence[str] | None = None, *, parser: argparse.ArgumentPar
     options.console, options.progress = out, SILENT if quiet else TerminalProgress(err)
     interrupt = _Interrupt()
     try:
-        with (
-            interrupt,
-            show_messages(err, verbose=options.verbose),
-            processes.together() if shared else nullcontext(),
-        ):
+        with interrupt, show_messages(err, verbose=options.verbose), processes.together() if shared else nullcontext():
             result = options.command.run(options)
             if result is not None and options.json and not quiet:
                 print(json.dumps(result))

@@ -9,8 +9,7 @@ In the order of reading:
 - `time.py`: `time`, which runs forms in turns, loaded as often as a runtime needs, on a batch or a data set's rows.
 - `judged.py`: `judge`, and what it returns with the times as the `forms` of report.json; the files of a run.
 - `deployment.py`: try the dense model in all forms, and record what a deployment found.
-- `latency.py`: predict the time of a cut. It is not linear in the units: uniform cuts of each kind are timed, and what
-  they save is divided among the modules of that kind in proportion to FLOPs.
+- `latency.py`: predict the time of a cut from those of uniform cuts of each kind.
 - `measured.py`: count both models of a run, and time them; the times as the `latency` of report.json.
 - `machine.py`: processor, GPU and library versions, to be read beside the times.
 

@@ -6,7 +6,7 @@ Cheap checks come first, so that an impossible request fails early. No stage aft
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,12 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
         cascade = CascadeForm(disagreement=asked.disagreement, bits=recipe.export.quantize or "float32")
         cascade.check(model, rows.promise)  # whether they allow its promise
     source = source_of(model, checkpoint.folder, checkpoint.config, asked=dtype)
+
+    def in_order(size: int) -> list[Batch]:
+        first = evaluated.select(range(min(len(evaluated), ROWS)))
+        # Documents are embedded once, and queries while somebody waits.
+        return [batch for batch in reading.read(first, size=size, use="time") if not is_of_documents(batch)]
+
     delivery = Delivery(
         exporter=exporter_of(recipe.export, rows, reading.processor),
         given=checkpoint.given or Unwrapped(model),
@@ -78,7 +84,7 @@ def load_recipe(recipe: PruningRecipe, *, progress: Progress = SILENT) -> tuple[
         dense=recipe.model,
         splits=splits,
         reading=reading,
-        in_order=_in_order(reading, evaluated),
+        in_order=in_order,
         evaluation_of=taken_from(evaluated),
         began=began,
     )
@@ -194,13 +200,6 @@ def refit_rows(recipe: PruningRecipe) -> list[Batch]:
     options: dict[str, Any] = {"samples": compensation.samples, "shuffle_seed": calibration.seed}
     rows = reading.task.load(**recipe.data.source, split=calibration.split, **options)
     return unlabelled(reading.read(rows, size=calibration.batch_size), reading.task)
-
-
-def _in_order(reading: Reading, rows: datasets.Dataset) -> Callable[[int], list[Batch]]:
-    """Return a function of a batch size that gives batches of the first `ROWS` rows, in order, without documents."""
-    first = rows.select(range(min(len(rows), ROWS)))
-    # Documents are embedded once, and queries while somebody waits.
-    return lambda size: [batch for batch in reading.read(first, size=size, use="time") if not is_of_documents(batch)]
 
 
 def _metrics(recipe: PruningRecipe, task: Task) -> tuple[str, ...]:

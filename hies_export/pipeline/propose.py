@@ -139,7 +139,7 @@ def _columns(
         if usual is None:
             raise DataError(
                 f"{task.name} needs to know which columns to read ({task.needs}), and the data set has "
-                f"{listed(rows.column_names)}; name them as in --text COLUMN --set data.label=COLUMN, or in "
+                f"{listed(rows.column_names)}; name them with --text COLUMN and --set data.label=COLUMN, or as in "
                 """--set 'data.prompt="Question: {question}"' --set data.answer=COLUMN"""
             )
         columns = {key: value for key, value in usual.items() if value} | columns

@@ -10,7 +10,7 @@ from ..errors import DataError, quoted
 from ..late import PreTrainedModel, Tensor, datasets, np, torch
 from .late import Batch, data
 from .registry import register_task
-from .task import Use, batched
+from .task import Task, Use, batched
 from .text_generation import TextGeneration
 
 # The share of the tokens of a text that is masked, as BERT was trained (https://arxiv.org/abs/1810.04805, section 3.1).
@@ -46,17 +46,13 @@ class FillMask(TextGeneration):
                 "tokenizer that it was trained with"
             )
 
-    def samples(self, rows: datasets.Dataset) -> datasets.Dataset:
-        """Return the rows, each of which is a text."""
-        return rows
+    samples = Task.samples  # each row is a text, and none is packed
 
     def tokens(self, samples: datasets.Dataset) -> Iterator[Tensor]:
         """Yield the tokens, (tokens,) int64, of each text without masks, and without a limit on its length."""
         texts = samples[self.columns.text[0]][:]
-        yield from map(
-            torch.tensor,
-            data.tokenize(self.processor, self.config, texts, max_length=None, truncation=False)["input_ids"],
-        )
+        encoded = data.tokenize(self.processor, self.config, texts, max_length=None, truncation=False)
+        yield from map(torch.tensor, encoded["input_ids"])
 
     def batches(self, samples: datasets.Dataset, size: int, use: Use) -> Iterator[Batch]:
         """Yield batches of texts with masks."""

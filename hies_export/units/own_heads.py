@@ -167,9 +167,8 @@ def heads_in(
         return None
     single = head_of_columns(x, 1, leaves)  # every column as a head of its own
     has_values = any((column >= 0).any() for column, _ in single.values())
-    # The most heads that have whole blocks; without values, one head is none.
-    counts = [count for count in range(columns // 2, 1, -1) if columns % count == 0] + ([1] if has_values else [])
-    for heads in counts:
+    divisors = [count for count in range(columns // 2, 1, -1) if columns % count == 0]
+    for heads in [*divisors, *([1] if has_values else [])]:  # the most heads that have whole blocks
         width = columns // heads
         by_head = head_of_columns(x, width, leaves)
         if any(_of_whole_blocks(by_head[call].head, single[call].head, heads, width) for call in by_head):
