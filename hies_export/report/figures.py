@@ -60,7 +60,7 @@ def _draw_heads(
         of_heads = numbers.get(module) or [low] * len(line)  # no number if the module was not scored
         for head, (mark, number) in enumerate(zip(line, of_heads, strict=False)):
             places.append((head, layer))
-            shades.append(0.06 + 0.94 * (number - low) / (high - low or 1))
+            shades.append(1.0 if low == high else 0.06 + 0.94 * (number - low) / (high - low))
             if mark == CUT:
                 cut.append((head, layer))
     widest = max(map(len, marks.values()))

@@ -233,6 +233,14 @@ READ: dict[str, tuple[str, str, Any, dict[str, Any], dict[str, Any], Any]] = {
         {"text": "a"},
         lambda read: [read(SHORT[7])],
     ),
+    "masks, without tokens that begin or end a text": (
+        "fill-mask",
+        "BertForMaskedLM",
+        wordpiece,
+        {"a": SHORT},
+        {"text": "a"},
+        lambda read: [read(SHORT[7])],
+    ),
     "pairs": (
         "text-classification",
         "BertForSequenceClassification",

@@ -143,6 +143,15 @@ def test_figures_of_a_run_are_drawn_the_same_twice() -> None:
     assert "latency.svg" not in draw_report(dataclasses.replace(report, latency=[]))
 
 
+def test_heads_of_which_all_stay_are_filled() -> None:
+    report = make_report()
+    whole = {module: KEPT * len(line) for module, line in report.details.head_map.items()}
+    report = dataclasses.replace(report, details=report.details.model_copy(update={"head_map": whole}))
+    shades = re.findall(r"fill-opacity: ([\d.]+)", draw_report(report)["heads.svg"])
+    assert not shades or {float(shade) for shade in shades} == {1.0}
+    assert draw_report(report)["heads.svg"].count("<use ") >= sum(map(len, whole.values()))
+
+
 def test_a_figure_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
     figures = draw_report(make_report())
     write_figures(figures, tmp_path)
